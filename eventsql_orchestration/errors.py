@@ -262,7 +262,7 @@ class AggregateClosedError(EventSQLError):
 
 
 class SubscriptionNotFoundError(EventSQLError):
-    """There is no such subscription: `eventsql store list` names them."""
+    """There is no such subscription: `eventsql store subscriptions` names them."""
 
 
 class ProjectionError(EventSQLError):

@@ -15,6 +15,7 @@ from eventsql_orchestration.bench.queue import QueueBenchmark
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.bench.single import Single
 from eventsql_orchestration.bench.spark import Spark
+from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
 
 
@@ -56,6 +57,7 @@ _ALONE: Final = (
     Capture,
     Retention,
     QueueBenchmark,
+    Store,
     Spark,
     Dagster,
 )

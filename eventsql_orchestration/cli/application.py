@@ -220,6 +220,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
     _LoadedWhenCalled("trace", "Show where an event comes from."),
     _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
+    _LoadedWhenCalled("store", "Look at the event store, append to it, replay subscriptions."),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
     _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each work."),
     _LoadedWhenCalled("server", "Look at the embedded server of this directory, print its URL, stop it."),

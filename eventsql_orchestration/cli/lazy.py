@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.database import Queries
     from eventsql_orchestration.database.embedded import EmbeddedPostgres
-    from eventsql_orchestration.database.notifications import LOG
+    from eventsql_orchestration.database.notifications import LOG, STORE
     from eventsql_orchestration.settings import SETTINGS_FILE, Settings
+    from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.topics.catalog import choose_partitions
     from eventsql_orchestration.topics.offsets import resolve
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "BarColumn", "Console", "Development", "EmbeddedPostgres", "EventSQL", "Live", "Progress",
-    "Queries", "Settings", "SpinnerColumn", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn",
-    "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
+    "LOG", "SETTINGS_FILE", "STORE", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres", "EventSQL",
+    "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
+    "TimeRemainingColumn", "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -51,8 +52,9 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),
         f"{_PACKAGE}.database": ("Queries",),
-        f"{_PACKAGE}.database.notifications": ("LOG",),
+        f"{_PACKAGE}.database.notifications": ("LOG", "STORE"),
         f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
+        f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),
         f"{_PACKAGE}.topics.offsets": ("resolve",),
     },

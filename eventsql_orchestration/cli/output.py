@@ -181,7 +181,12 @@ def on_shard(shard: str | None) -> dict[str, Any]:
 
 def write_events(events: Iterable[Event], *, shard: str | None = None) -> None:
     """Write events as JSON lines."""
-    if lines := [f"{_json(event_object(event, shard=shard))}\n" for event in events]:
+    write_lines(event_object(event, shard=shard) for event in events)
+
+
+def write_lines(items: Iterable[Mapping[str, Any]]) -> None:
+    """Write objects as JSON lines."""
+    if lines := [f"{_json(item)}\n" for item in items]:
         write("".join(lines))
 
 

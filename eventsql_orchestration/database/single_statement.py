@@ -11,6 +11,7 @@ import re
 import struct
 import zlib
 from collections.abc import Mapping, Sequence
+from itertools import repeat
 from typing import Any, Final, TypeAlias
 
 import psycopg
@@ -105,8 +106,8 @@ def _checked(result: PGresult, wanted: ExecStatus) -> PGresult:
 
 def raw_rows(result: PGresult) -> list[RawRow]:
     """The rows of a result in the format in which the server sent them."""
-    get, columns = result.get_value, range(result.nfields)
-    return [tuple([get(row, column) for column in columns]) for row in range(result.ntuples)]
+    columns = range(result.nfields)
+    return [tuple(map(result.get_value, repeat(row), columns)) for row in range(result.ntuples)]
 
 
 def encode_array(items: Sequence[bytes | None], *, of: int) -> bytes:

@@ -2,8 +2,9 @@
 
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, StoreCheckpoint
+from eventsql_orchestration.store.projection import Projection, Projections, Rebuild
 from eventsql_orchestration.store.repository import Repository
-from eventsql_orchestration.store.store import ExpectedVersion, Store
+from eventsql_orchestration.store.store import AggregateInfo, ExpectedVersion, Store
 from eventsql_orchestration.store.subscription import (
     StoreDeadLetter,
     Subscription,
@@ -13,8 +14,12 @@ from eventsql_orchestration.store.subscription import (
 
 __all__ = [
     "Aggregate",
+    "AggregateInfo",
     "Change",
     "ExpectedVersion",
+    "Projection",
+    "Projections",
+    "Rebuild",
     "RecordedChange",
     "Repository",
     "Snapshot",

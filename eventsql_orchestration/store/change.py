@@ -153,7 +153,7 @@ class RecordedChange:
     @property
     def created_at(self) -> datetime:
         """When the transaction that appended it began, in UTC."""
-        return _EPOCH + timedelta(microseconds=int.from_bytes(self._row[3] or b"", signed=True))
+        return _time(self._row[3])
 
     @property
     def schema_version(self) -> int:
@@ -205,6 +205,10 @@ def encode_metadata(change: Change) -> str:
     return json.dumps(change.metadata, ensure_ascii=False) if change.metadata else "{}"
 
 
+def _time(microseconds: bytes | None) -> datetime:
+    return _EPOCH + timedelta(microseconds=int.from_bytes(microseconds or b"", signed=True))
+
+
 def _decoded(jsonb: bytes | None) -> Any:
     # The first byte is the version of the format.
     return json.loads((jsonb or b"")[1:])
@@ -218,3 +222,11 @@ class Snapshot:
     state: dict[str, Any]
     created_at: datetime
     schema_version: int = 1
+
+
+def read_snapshot(row: RawRow) -> Snapshot:
+    """The snapshot of a row with version, state, time and schema version, in PostgreSQL's binary format."""
+    version, state, created_at, schema_version = row
+    return Snapshot(
+        int.from_bytes(version or b""), _decoded(state), _time(created_at), int.from_bytes(schema_version or b"")
+    )

@@ -71,7 +71,7 @@ class Home:
             connection.execute(self._queries("hold_changes"))
             subscriptions = connection.execute(self._queries("adopt_subscriptions")).rowcount
             changes = connection.execute(self._queries("adopt_changes")).rowcount
-            for statement in ("forget_places", "forget_transactions"):
+            for statement in ("drop_rebuilds", "forget_places", "forget_transactions"):
                 connection.execute(self._queries(statement))
             connection.execute(self._queries("settle"), {"server": server})
             return Adopted(changes, subscriptions)

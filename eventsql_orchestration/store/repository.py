@@ -17,6 +17,7 @@ from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many, check_publication
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import check_schema_version
+from eventsql_orchestration.store.projection import Projections
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import check_kind, check_name, check_whole
 
@@ -29,11 +30,14 @@ A = TypeVar("A", bound=Aggregate)
 class Repository(Generic[A]):
     """The aggregates of one class.
 
-    `publisher` belongs to the database of `store`. Raises `ValidationError` for a class with an invalid
-    `aggregate_type`, `snapshot_every` or `snapshot_schema`.
+    `publisher` belongs to the database of `store`. `projections` follow each save in its transaction. Raises
+    `ValidationError` for a class with an invalid `aggregate_type`, `snapshot_every` or `snapshot_schema`.
     """
 
-    def __init__(self, store: Store, aggregate_class: type[A], publisher: TransactionPublisher) -> None:
+    def __init__(
+        self, store: Store, aggregate_class: type[A], publisher: TransactionPublisher,
+        *, projections: Projections | None = None,
+    ) -> None:  # fmt: skip
         self._type = check_name("aggregate type", getattr(aggregate_class, "aggregate_type", ""))
         if issubclass(aggregate_class, SnapshottingAggregate):
             check_whole(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
@@ -41,6 +45,7 @@ class Repository(Generic[A]):
         self._store = store
         self._class = aggregate_class
         self._publisher = publisher
+        self._projections = projections
 
     def load(
         self, aggregate_id: str, *, upto_version: int | None = None, connection: CallersConnection | None = None
@@ -82,8 +87,8 @@ class Repository(Generic[A]):
         With `connection`, of psycopg or SQLAlchemy, this joins the caller's transaction; a psycopg connection in
         autocommit mode without one gets a transaction. If the caller's transaction rolls back, load the aggregate
         again. An aggregate without new changes is not saved; publications raise `ValidationError` then. Raises
-        `ConcurrentAppendError` if another writer saved the aggregate first, and the publisher's errors. After any
-        error the aggregate still has its new changes.
+        `ConcurrentAppendError` if another writer saved the aggregate first, and the publisher's and the projections'
+        errors. After any error the aggregate still has its new changes.
         """
         check_kind("aggregate", aggregate, self._class)
         if connection is not None:
@@ -104,6 +109,9 @@ class Repository(Generic[A]):
                         self._type, aggregate.id, version, aggregate.state(),
                         schema_version=aggregate.snapshot_schema, connection=joined,
                     )  # fmt: skip
+            if self._projections is not None:
+                stored = self._store.load(self._type, aggregate.id, after_version=before, connection=joined)
+                self._projections.follow(stored, joined)
             if publications:
                 self._publisher.publish_all(publications, connection=joined)
         if connection is None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias
 from uuid import UUID
 
 from psycopg.errors import SerializationFailure, UniqueViolation
-from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener, Notifier
-from eventsql_orchestration.database.rows import fetch_first
+from eventsql_orchestration.database.rows import fetch_first, query_all
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array
 from eventsql_orchestration.errors import (
     AggregateClosedError,
@@ -28,6 +29,7 @@ from eventsql_orchestration.store.change import (
     check_schema_version,
     encode,
     encode_metadata,
+    read_snapshot,
 )
 from eventsql_orchestration.store.home import Adopted
 from eventsql_orchestration.store.order import GlobalOrder, fetch_raw, filters
@@ -40,6 +42,7 @@ from eventsql_orchestration.store.subscription import (
     SubscriptionOptions,
     delete,
     letters,
+    move,
     read_lag,
 )
 from eventsql_orchestration.validation import check_name, check_whole, shown
@@ -58,6 +61,16 @@ _DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
 _TEXT, _INTEGER, _UUID = 25, 23, 2950
 """OIDs of types."""
+
+
+@dataclass(frozen=True, slots=True)
+class AggregateInfo:
+    """An aggregate's id and version, when its first change was stored, and when it was closed, if it was."""
+
+    id: str
+    version: int
+    created_at: datetime
+    closed_at: datetime | None
 
 
 @checked
@@ -82,6 +95,7 @@ class Store:
         self._queries = Queries("store", database.schema)
         self._append = SingleStatement("append", self._queries("append"), prepare=False)
         self._load = SingleStatement("load", self._queries("load"), prepare=False)
+        self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), prepare=False)
         self.order = GlobalOrder(database)
         self._at_home = False
 
@@ -306,6 +320,14 @@ class Store:
         """The lag of every subscription, by name, with its cause."""
         return read_lag(self.database)
 
+    def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
+        """Move a subscription to another place, after its current transaction; gives the place.
+
+        Its handler gets the changes behind that place again, or is not given those before it. Raises
+        `SubscriptionNotFoundError`, and `DatabaseError` for a checkpoint of another server.
+        """
+        return move(self.database, name, start)
+
     def unsubscribe(self, name: str) -> None:
         """Delete a subscription, with its dead letters. Raises `SubscriptionNotFoundError`."""
         delete(self.database, name)
@@ -356,11 +378,31 @@ class Store:
             check_whole("upto_version", upto_version, least=0)
         if schema_version is not None:
             check_schema_version("schema_version", schema_version)
-        values = {
-            "type": aggregate_type, "id": aggregate_id, "upto_version": upto_version, "schema_version": schema_version
-        }  # fmt: skip
-        with self.database.joined(connection) as joined, joined.cursor(row_factory=class_row(Snapshot)) as cursor:
-            return cursor.execute(self._queries("snapshot"), values, binary=True, prepare=False).fetchone()
+        upto = _UNBOUNDED if upto_version is None else upto_version
+        if connection is None:
+            raw = {
+                "type": aggregate_type.encode(), "id": aggregate_id.encode(), "upto_version": upto.to_bytes(8),
+                "schema_version": None if schema_version is None else schema_version.to_bytes(4),
+            }  # fmt: skip
+            rows = self.database.fetch(self._snapshot, raw)
+        else:
+            values = {
+                "type": aggregate_type, "id": aggregate_id, "upto_version": upto, "schema_version": schema_version
+            }  # fmt: skip
+            with self.database.callers(connection) as joined:
+                rows = fetch_raw(joined, self._queries("snapshot"), values)
+        return read_snapshot(rows[0]) if rows else None
+
+    def types(self) -> dict[str, int]:
+        """The types of aggregates, with the number of aggregates of each. This takes longer the more there are."""
+        return dict(query_all(self.database, self._queries("types"), prepare=False))
+
+    def aggregates(self, aggregate_type: str, *, after_id: str = "", limit: int = 1_000) -> list[AggregateInfo]:
+        """Aggregates of a type, by id, at most `limit`; go on after the last id."""
+        check_name("aggregate type", aggregate_type)
+        values = {"type": aggregate_type, "after": after_id, "limit": check_whole("limit", limit, least=1)}
+        rows = query_all(self.database, self._queries("aggregates"), values, prepare=False)
+        return [AggregateInfo(*row) for row in rows]
 
     def count(self, aggregate_type: str) -> int:
         """Count the aggregates of a type. This takes longer the more there are."""

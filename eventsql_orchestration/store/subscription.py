@@ -165,14 +165,9 @@ class Subscription:
 
         Raises `DatabaseError` for a checkpoint of another server or era.
         """
-        if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
-            raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
+        _check_start(start)
         with self._database.transaction() as connection:
-            if start == "now":
-                place = self._order.newest(connection)
-            else:
-                given = start if isinstance(start, StoreCheckpoint) else None
-                place = self._order.home.place(connection, given)
+            place = _place(self._order, connection, start)
             values = {"name": self.name, "transaction": str(place.transaction), "position": place.position}
             connection.execute(self._queries("register"), {**values, **self._only})
 
@@ -415,6 +410,28 @@ def _oldest(pid: int | None, seconds: float, application: str, database: str, pr
     if prepared is not None:
         return OldestWriter(f"prepared transaction {prepared!r} in database {database!r}", seconds)
     return OldestWriter(f"process {pid} ({application or 'no name'}) in database {database!r}", seconds)
+
+
+def _check_start(start: object) -> None:
+    if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
+        raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
+
+
+def _place(order: GlobalOrder, connection: Connection, start: Start) -> StoreCheckpoint:
+    if start == "now":
+        return order.newest(connection)
+    return order.home.place(connection, start if isinstance(start, StoreCheckpoint) else None)
+
+
+def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
+    """Move a subscription to another place. Raises `SubscriptionNotFoundError`, `DatabaseError`."""
+    _check_start(start)
+    with database.transaction() as connection:
+        place = _place(GlobalOrder(database), connection, start)
+        values = {"name": name, "transaction": str(place.transaction), "position": place.position}
+        if not connection.execute(Queries("subscriptions", database.schema)("move"), values).rowcount:
+            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+    return place
 
 
 def delete(database: Database, name: str) -> None:

@@ -53,6 +53,11 @@ FIGURES: dict[str, list[str]] = {
         "bulk_update", "bulk_update_captured", "bulk_update_ratio", "update_of_one_row", "update_of_one_row_captured",
         "update_of_one_row_ratio",
     ],
+    "store": [
+        *(f"append_{size}_{connections}_connections" for size in (1, 100) for connections in (1, 4, 16)),
+        "load_100", "load_100_decoded", "load_2000_with_snapshots", "load_2000_without_snapshots",
+        "load_2000_snapshots_ratio",
+    ],
 }  # fmt: skip
 
 LONG = {"stream --through-buffer --hold-xmin", "transfer", "consume", "buffered --in-flight 100"}

@@ -16,9 +16,7 @@ from prometheus_client import REGISTRY
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
-from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import QueueDepth
-from eventsql_orchestration.store import Store
 from tests.shards.conftest import Databases, databases
 
 __all__ = ["databases"]
@@ -111,26 +109,31 @@ def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, p
     assert [event.key for event in platform.reader.read("money_withdrawn")] == ["42"]
 
 
-def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str) -> None:
+def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platform: EventSQL) -> None:
     names = play(examples(BESIDE_THE_TOPICS)[2], localhost=dsn)
     # The example ends as soon as it has begun; whoever subscribes next goes on.
-    with Store(Database(dsn)).subscribe("mailer", names["write_letter"], background=False) as subscription:
-        subscription.run_once()
+    platform.store.subscribe("mailer", names["write_letter"], background=False).run_once()
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM public.letter").fetchall() == [("43", 1)]
 
 
+def test_the_example_of_a_projection_counts_what_is_stored(dsn: str) -> None:
+    assert play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)["applied"] == 2
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT * FROM public.payment").fetchall() == [("44", 2)]
+
+
 def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
+    names = play(examples(BESIDE_THE_TOPICS)[4], localhost=dsn)
     assert (names["way"], names["moved"]) == (["Gdansk", "Lodz", "Krakow"], 3)
     assert [found.line for found in names["found"]] == ["arrived at Lodz"]
 
 
 def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[4], localhost=dsn)["prices"] == {"tea": 4}
+    assert play(examples(BESIDE_THE_TOPICS)[5], localhost=dsn)["prices"] == {"tea": 4}
     with psycopg.connect(dsn) as connection:
         connection.execute("INSERT INTO public.price_change (item, price) VALUES ('rice', 2)")
-    again = play(examples(BESIDE_THE_TOPICS)[4].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
+    again = play(examples(BESIDE_THE_TOPICS)[5].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
     assert again["prices"] == {"rice": 2, "salt": 1}
 
 

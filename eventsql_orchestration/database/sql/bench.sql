@@ -58,3 +58,12 @@ DROP TABLE {schema}.{table};
 
 -- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
 CREATE TABLE {schema}.{table} (key pg_catalog.text, value pg_catalog.bytea, topic pg_catalog.text, partition integer);
+
+-- delete_changes -- The changes that a benchmark of the event store has appended.
+DELETE FROM {schema}.aggregate_change WHERE eql_type = %(type)s;
+
+-- delete_snapshots -- The snapshots that a benchmark of the event store has saved.
+DELETE FROM {schema}.aggregate_snapshot WHERE eql_type = %(type)s;
+
+-- delete_aggregates -- The aggregates of a benchmark of the event store.
+DELETE FROM {schema}.aggregate WHERE eql_type = %(type)s;

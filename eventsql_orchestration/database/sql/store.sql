@@ -145,6 +145,9 @@ SET eql_transaction = '0'::xid8,
     )
 WHERE subscription.eql_transaction > '0'::xid8;
 
+-- drop_rebuilds -- Rebuilds under way begin anew: their places are of another server.
+DELETE FROM {schema}.store_rebuild;
+
 -- adopt_changes -- Places of changes that are ordered by transactions of another server, behind those without transaction.
 INSERT INTO {schema}.adopted_change (eql_position, eql_type, eql_aggregate_id, eql_version)
 SELECT coalesce((SELECT max(eql_position) FROM {schema}.adopted_change), 0)
@@ -171,13 +174,22 @@ ON CONFLICT (eql_type, eql_aggregate_id, eql_version) DO UPDATE
 SET eql_data = EXCLUDED.eql_data, eql_schema_version = EXCLUDED.eql_schema_version;
 
 -- snapshot -- The newest snapshot of an aggregate up to a version, in one version of its schema or in any.
-SELECT eql_version AS version, eql_data AS state, eql_created_at AS created_at, eql_schema_version AS schema_version
+SELECT eql_version, eql_data, eql_created_at, eql_schema_version
 FROM {schema}.aggregate_snapshot
-WHERE eql_type = %(type)s AND eql_aggregate_id = %(id)s
-  AND eql_version <= coalesce(%(upto_version)s::bigint, 9223372036854775807)
+WHERE eql_type = %(type)s::text AND eql_aggregate_id = %(id)s::text AND eql_version <= %(upto_version)s::bigint
   AND (%(schema_version)s::integer IS NULL OR eql_schema_version = %(schema_version)s::integer)
 ORDER BY eql_version DESC
 LIMIT 1;
 
 -- count -- How many aggregates of a type there are.
 SELECT count(*) FROM {schema}.aggregate WHERE eql_type = %(type)s;
+
+-- types -- The types of aggregates, and how many of each there are.
+SELECT eql_type, count(*) FROM {schema}.aggregate GROUP BY eql_type ORDER BY eql_type;
+
+-- aggregates -- Aggregates of a type, by id, after one.
+SELECT eql_id, eql_version, eql_created_at, eql_closed_at
+FROM {schema}.aggregate
+WHERE eql_type = %(type)s AND eql_id > %(after)s
+ORDER BY eql_id
+LIMIT %(limit)s;

@@ -103,3 +103,9 @@ SELECT NULL::integer, extract(epoch FROM clock_timestamp() - p.prepared)::float8
 FROM pg_prepared_xacts p
 WHERE p.transaction = pg_snapshot_xmin(pg_current_snapshot())::xid
 LIMIT 1;
+
+-- move -- A subscription goes on from another place.
+UPDATE {schema}.store_subscription
+SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
+    eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
+WHERE eql_name = %(name)s;

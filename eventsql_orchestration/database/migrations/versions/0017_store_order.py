@@ -100,6 +100,18 @@ CREATE INDEX store_dead_letter_subscription ON store_dead_letter (eql_subscripti
 """
 
 
+_PROJECTIONS = """
+CREATE TABLE store_rebuild (
+    eql_projection text PRIMARY KEY,
+    eql_shadow text NOT NULL,
+    eql_transaction xid8 NOT NULL,
+    eql_position bigint NOT NULL,
+    eql_applied bigint NOT NULL DEFAULT 0,
+    eql_started_at timestamptz NOT NULL DEFAULT now()
+);
+"""
+
+
 def upgrade() -> None:
-    for statements in (_ORDER, _ADOPT, _HOME, _SUBSCRIPTIONS):
+    for statements in (_ORDER, _ADOPT, _HOME, _SUBSCRIPTIONS, _PROJECTIONS):
         run(statements)

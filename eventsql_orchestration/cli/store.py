@@ -1,0 +1,224 @@
+"""`eventsql store`: the aggregates of the event store, their changes, and its subscriptions."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Annotated, Any, Final
+from uuid import UUID
+
+import click
+
+from eventsql_orchestration.cli import lazy
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.output import (
+    Columns,
+    counted,
+    same,
+    say,
+    show_items,
+    timestamp,
+    write_json,
+    write_lines,
+)
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Follow, Name, argument, command, option
+from eventsql_orchestration.validation import check_name
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.store.change import RecordedChange
+    from eventsql_orchestration.store.store import ExpectedVersion
+
+_BATCH: Final = 1_000
+
+_FOLLOW_DELAY: Final = 0.3
+"""Seconds between two reads without new changes. A notification ends the wait."""
+
+AggregateType = Annotated[str, argument(type=Name("type", partial(check_name, "aggregate type")))]
+AggregateId = Annotated[str, argument(type=Name("id", partial(check_name, "aggregate id")))]
+
+
+@click.group()
+def store() -> None:
+    """Look at the event store, append to it, and replay subscriptions."""
+
+
+@command(store, "list")
+def list_aggregates(
+    context: CliContext,
+    *,
+    aggregate_type: Annotated[str | None, argument(metavar="[TYPE]")],
+    after: Annotated[str | None, option("Only aggregates behind this id.", metavar="ID")],
+    limit: Annotated[int, option("At most N aggregates.", type=POSITIVE, default=100)],
+    as_json: AsJson,
+) -> None:
+    """List the types of aggregates, or the aggregates of TYPE by their ids."""
+    with context.platform() as platform:
+        if aggregate_type is None:
+            types = [{"type": name, "aggregates": count} for name, count in platform.store.types().items()]
+            _show(types, ["type", "aggregates"], as_json=as_json)
+            return
+        found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
+        columns: Columns = same("id", "version", "created_at", "closed_at")
+        context.show_items(found, as_json=as_json, json=columns, table=columns)
+        if len(found) == limit:
+            say(f"there may be more: --after {found[-1].id}")
+
+
+@command(store)
+def show(
+    context: CliContext,
+    *,
+    aggregate_type: AggregateType,
+    aggregate_id: AggregateId,
+    upto: Annotated[int | None, option("Only changes up to version N.", type=POSITIVE)],
+) -> None:
+    """Print the changes of an aggregate as JSON lines."""
+    with context.platform() as platform:
+        _write(platform.store.load(aggregate_type, aggregate_id, upto_version=upto))
+
+
+@command(store)
+def tail(
+    context: CliContext,
+    *,
+    after: Annotated[str | None, option("Begin after this checkpoint of an earlier line.", metavar="CHECKPOINT")],
+    types: Annotated[tuple[str, ...], option("Only this type of aggregate; repeat it for several.", "--type")],
+    kinds: Annotated[tuple[str, ...], option("Only this kind of change; repeat it for several.", "--kind")],
+    most: Annotated[int | None, option("End after N changes.", "--max", type=POSITIVE)],
+    follow: Follow,
+) -> None:
+    """Print the changes of all aggregates as JSON lines, in the global order.
+
+    Each line has its checkpoint. Without --after, it begins with the first change, and with --follow at the end.
+    """
+    with context.platform() as platform:
+        opened = platform.store
+        place = lazy.StoreCheckpoint.parse(after) if after is not None else opened.newest() if follow else None
+        wake = threading.Event()
+        if follow:
+            platform.listener.subscribe(lazy.STORE, None, wake.set)
+        left = most
+        while left is None or left > 0:
+            limit = _BATCH if left is None else min(_BATCH, left)
+            changes = opened.read_all(place, types=types or None, kinds=kinds or None, limit=limit)
+            _write(changes)
+            if changes:
+                place = changes[-1].checkpoint
+                left = None if left is None else left - len(changes)
+                continue
+            if not follow:
+                return
+            wake.wait(_FOLLOW_DELAY)
+            wake.clear()
+
+
+@command(store)
+def append(
+    context: CliContext,
+    *,
+    aggregate_type: AggregateType,
+    aggregate_id: AggregateId,
+    kind: Annotated[str, argument()],
+    data: Annotated[str, argument()],
+    expected: Annotated[
+        str, option("The version it must have: a number, any, exists or none.", "--expected-version", default="any")
+    ],
+    change_id: Annotated[UUID | None, option("The change's id: it is stored once.", "--id", type=click.UUID)],
+    metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the change; repeat it for several.")],
+) -> None:
+    """Append a change of KIND to an aggregate. DATA is a JSON object."""
+    try:
+        decoded = json.loads(data)
+    except ValueError as error:
+        raise click.UsageError(f"DATA is no JSON: {error}") from None
+    version: Any = int(expected) if expected.isdecimal() else expected
+    with context.platform() as platform:
+        new = _append(
+            platform.store, aggregate_type, aggregate_id,
+            lazy.Change(kind, decoded, id=change_id, metadata=dict(metadata)), version,
+        )  # fmt: skip
+    say(f"{aggregate_type} {aggregate_id!r} is at version {new}")
+
+
+def _append(opened: Any, aggregate_type: str, aggregate_id: str, change: Any, expected: ExpectedVersion) -> int:
+    return int(opened.append(aggregate_type, aggregate_id, [change], expected_version=expected))
+
+
+@command(store)
+def subscriptions(context: CliContext, as_json: AsJson) -> None:
+    """List the subscriptions with their lag and its cause."""
+    with context.platform() as platform:
+        found = platform.store.subscriptions()
+    cause: Columns = {
+        "held_back_by": lambda lag: None if lag.held_back_by is None else lag.held_back_by.description,
+        "held_back_seconds": lambda lag: None if lag.held_back_by is None else lag.held_back_by.seconds,
+    }
+    shown: Columns = {**same("name", "handled", "waiting", "held_back"), **cause, **same("dead_letters", "failure")}
+    details: Columns = {
+        **same("name"), "checkpoint": lambda lag: str(lag.checkpoint),
+        **same("handled", "handled_at", "waiting", "held_back"), **cause,
+        **same("attempts", "failure", "retry_in", "dead_letters"),
+    }  # fmt: skip
+    context.show_items(found, as_json=as_json, json=details, table=shown)
+
+
+@command(store)
+def replay(
+    context: CliContext,
+    *,
+    subscription: Annotated[str, argument()],
+    start: Annotated[str, option("Where to go on: beginning, now, or a checkpoint.", "--from", default="beginning")],
+    execute: Annotated[bool, option("Move it; without this option, the command tells what it would do.")],
+) -> None:
+    """Move SUBSCRIPTION to another place: its handler gets the changes behind that place again."""
+    place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
+    with context.platform() as platform:
+        found = next((each for each in platform.store.subscriptions() if each.name == subscription), None)
+        if found is None:
+            raise click.UsageError(f"there is no subscription {subscription!r}: see `eventsql store subscriptions`")
+        if not execute:
+            say(f"subscription {subscription!r} stands at {found.checkpoint}: run it again with --execute to move it")
+            return
+        reached = platform.store.replay(subscription, place)
+    say(f"subscription {subscription!r} goes on after {reached}")
+
+
+@command(store)
+def adopt(context: CliContext) -> None:
+    """Adopt an event store that was restored from a dump of another server. Writers wait meanwhile."""
+    with context.platform() as platform:
+        done = platform.store.adopt()
+    if not done.changes:
+        say("nothing to adopt: the event store is ordered by this server")
+        return
+    say(f"adopted {counted(done.changes, 'change')}; subscriptions go on where they stood")
+
+
+def _show(items: list[dict[str, Any]], names: list[str], *, as_json: bool) -> None:
+    if as_json:
+        write_json(items)
+    else:
+        show_items(items, {name: itemgetter(name) for name in names})
+
+
+def _write(changes: Iterable[RecordedChange]) -> None:
+    write_lines(map(_object, changes))
+
+
+def _object(change: RecordedChange) -> dict[str, Any]:
+    """A change as the commands print it."""
+    return {
+        "type": change.aggregate_type,
+        "id": change.aggregate_id,
+        "version": change.version,
+        "kind": change.kind,
+        "data": change.data,
+        "schema_version": change.schema_version,
+        "change_id": None if change.id is None else str(change.id),
+        "metadata": change.metadata,
+        "created_at": timestamp(change.created_at),
+        **({} if change.checkpoint is None else {"checkpoint": str(change.checkpoint)}),
+    }

@@ -1,0 +1,53 @@
+-- path -- The session's search_path.
+SELECT current_setting('search_path');
+
+-- set_path -- Where the transaction finds tables from here on.
+SELECT set_config('search_path', %(path)s, true);
+
+-- begin -- A rebuild of a projection, from the first change on.
+INSERT INTO {schema}.store_rebuild (eql_projection, eql_shadow, eql_transaction, eql_position)
+VALUES (%(name)s, %(shadow)s, '0'::xid8, 0)
+ON CONFLICT (eql_projection) DO NOTHING;
+
+-- lock -- The place of a rebuild, and how many changes it has applied; no row if another process is at it.
+SELECT eql_transaction::text, eql_position, eql_applied
+FROM {schema}.store_rebuild
+WHERE eql_projection = %(name)s
+FOR UPDATE SKIP LOCKED;
+
+-- exists -- Whether a rebuild is under way.
+SELECT FROM {schema}.store_rebuild WHERE eql_projection = %(name)s;
+
+-- advance -- A rebuild has applied the changes up to a place.
+UPDATE {schema}.store_rebuild
+SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s, eql_applied = eql_applied + %(applied)s
+WHERE eql_projection = %(name)s;
+
+-- finish -- A rebuild has been swapped in, or was given up.
+DELETE FROM {schema}.store_rebuild WHERE eql_projection = %(name)s;
+
+-- progress -- The rebuilds under way.
+SELECT eql_projection, eql_applied, eql_started_at FROM {schema}.store_rebuild ORDER BY eql_projection;
+
+-- hold_subscription -- Let the subscription of a projection finish its transaction, and wait.
+SELECT FROM {schema}.store_subscription WHERE eql_name = %(subscription)s FOR UPDATE;
+
+-- place_subscription -- The subscription of a projection goes on behind what the rebuilt tables hold.
+UPDATE {schema}.store_subscription
+SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
+    eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
+WHERE eql_name = %(subscription)s;
+
+-- tables -- Which of some tables a schema has.
+SELECT c.relname::text
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(in_schema)s AND c.relname = ANY (%(tables)s::text[]) AND (c.relkind = 'r' OR c.relkind = 'p');
+
+-- grants -- The rights on a table of roles that do not own it: role, privilege, whether with the right to grant it.
+SELECT CASE WHEN granted.grantee = '0'::oid THEN NULL ELSE pg_get_userbyid(granted.grantee)::text END,
+       granted.privilege_type, granted.is_grantable
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+CROSS JOIN aclexplode(c.relacl) granted
+WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;

@@ -1,0 +1,93 @@
+"""`eventsql store` shows what is stored, appends, and moves subscriptions."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.store import Change
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture(autouse=True)
+def _filled(platform: EventSQL) -> None:
+    store = platform.store
+    store.append("order", "1", [Change("placed", {"n": 1}), Change("paid", {"n": 2})], expected_version=0)
+    store.append("rider", "é", [Change("joined", {"n": 3}, metadata={"a": "b"})], expected_version=0)
+
+
+def lines(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.stderr
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_it_lists_types_and_aggregates(run: Run) -> None:
+    types = json.loads(run("store", "list", "--json").stdout)
+    assert types == [{"type": "order", "aggregates": 1}, {"type": "rider", "aggregates": 1}]
+    (found,) = json.loads(run("store", "list", "order", "--json").stdout)
+    assert (found["id"], found["version"], found["closed_at"]) == ("1", 2, None)
+    assert json.loads(run("store", "list", "order", "--after", "1", "--json").stdout) == []
+    assert run("store", "list").stdout.splitlines()[1].split() == ["order", "1"]
+    assert "--after 1" in run("store", "list", "order", "--limit", 1).stderr
+
+
+def test_it_shows_an_aggregate(run: Run) -> None:
+    assert [(each["version"], each["kind"]) for each in lines(run("store", "show", "order", "1"))] == [
+        (1, "placed"), (2, "paid")
+    ]  # fmt: skip
+    assert len(lines(run("store", "show", "order", "1", "--upto", 1))) == 1
+    assert lines(run("store", "show", "rider", "é"))[0]["metadata"] == {"a": "b"}
+
+
+def test_it_prints_the_changes_of_all_aggregates_from_a_checkpoint_on(run: Run) -> None:
+    found = lines(run("store", "tail"))
+    assert [each["data"]["n"] for each in found] == [1, 2, 3]
+    assert lines(run("store", "tail", "--after", found[0]["checkpoint"], "--max", 1)) == found[1:2]
+    assert lines(run("store", "tail", "--type", "rider")) == found[2:]
+    assert lines(run("store", "tail", "--kind", "paid")) == found[1:2]
+    assert run("store", "tail", "--after", "x").exit_code == 2
+
+
+def test_it_appends_once(run: Run, platform: EventSQL) -> None:
+    known = uuid.uuid4()
+    for _ in range(2):
+        result = run("store", "append", "order", "1", "moved", '{"n": 4}', "--id", known, "--metadata", "c=d")
+        assert (result.exit_code, result.stderr) == (0, "eventsql: order '1' is at version 3\n")
+    last = platform.store.load("order", "1")[-1]
+    assert (last.data, last.metadata, last.id) == ({"n": 4}, {"c": "d"}, known)
+    refused = run("store", "append", "order", "1", "moved", "{}", "--expected-version", 1)
+    assert refused.exit_code == 1
+    assert run("store", "append", "order", "1", "moved", "{").exit_code == 2
+    assert run("store", "append", "order", "1", "moved", "[]").exit_code == 2
+    assert len(platform.store.load("order", "1")) == 3
+
+
+def test_it_moves_a_subscription_only_when_told(run: Run, platform: EventSQL) -> None:
+    subscription = platform.store.subscribe("mailer", lambda change, connection: None, background=False)
+    assert subscription.run_once().handled == 3
+    (before,) = json.loads(run("store", "subscriptions", "--json").stdout)
+    assert (before["waiting"], before["handled"], before["held_back_by"]) == (0, 3, None)
+    assert run("store", "replay", "mailer").exit_code == 0
+    assert subscription.run_once().handled == 0
+    assert run("store", "replay", "mailer", "--execute").exit_code == 0
+    assert subscription.run_once().handled == 3
+    place = lines(run("store", "tail"))[1]["checkpoint"]
+    assert run("store", "replay", "mailer", "--from", place, "--execute").exit_code == 0
+    assert subscription.run_once().handled == 1
+    assert run("store", "replay", "other").exit_code == 2
+
+
+def test_it_adopts_a_restored_store(run: Run, platform: EventSQL) -> None:
+    assert "nothing to adopt" in run("store", "adopt").stderr
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.store_home SET eql_server = '1'")
+    assert "eventsql store adopt" in run("store", "tail").stderr
+    assert "adopted 3 changes" in run("store", "adopt").stderr
+    assert len(lines(run("store", "tail"))) == 3

@@ -1,0 +1,263 @@
+"""A projection follows the store, and is computed anew beside the live tables without a gap or a double."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ProjectionError, ValidationError
+from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange, Repository, Store
+from tests.fixtures import Sessions, UntilBlocked
+from tests.store.test_order import adopted, put
+from tests.store.test_repository import Order, placed
+
+
+class Sums(Projection):
+    """The sum of each aggregate's numbers, and how many there were: a gap or a double shows."""
+
+    name = "sums"
+    tables = ("sums",)
+    types = ("order",)
+
+    def create(self, connection: Connection) -> None:
+        connection.execute("CREATE TABLE sums (id text PRIMARY KEY, total bigint NOT NULL, changes int NOT NULL)")
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        connection.execute(
+            "INSERT INTO sums VALUES (%s, %s, 1) ON CONFLICT (id) DO UPDATE "
+            "SET total = sums.total + excluded.total, changes = sums.changes + 1",
+            [change.aggregate_id, change.data.get("n", change.data.get("price", 0))],
+        )
+
+
+@pytest.fixture
+def store(platform: EventSQL) -> Store:
+    return platform.store
+
+
+@pytest.fixture
+def projections(store: Store) -> Projections:
+    made = Projections(store, [Sums()])
+    made.install()
+    return made
+
+
+def sums(store: Store) -> dict[str, tuple[int, int]]:
+    with store.database.connection() as connection:
+        rows = connection.execute("SELECT id, total, changes FROM public.sums")
+        return {each: (total, changes) for each, total, changes in rows}
+
+
+def save(store: Store, projections: Projections, aggregate_id: str, *numbers: int, connection: Connection) -> None:
+    """Append and project in one transaction, as a repository does."""
+    version = put(store, aggregate_id, *numbers, connection=connection)
+    stored = store.load("order", aggregate_id, after_version=version - len(numbers), connection=connection)
+    projections.follow(stored, connection)
+
+
+def spoil(store: Store) -> None:
+    with store.database.connection() as connection:
+        connection.execute("UPDATE public.sums SET total = -1")
+        connection.execute("INSERT INTO public.sums VALUES ('nothing', 0, 0)")
+
+
+def test_a_save_applies_its_changes_in_its_transaction(
+    platform: EventSQL, store: Store, projections: Projections
+) -> None:
+    orders = Repository(store, Order, platform.publisher, projections=projections)
+    order = placed()
+    order.raise_price(150)
+    with store.database.transaction() as connection:
+        (before,) = connection.execute("SHOW search_path").fetchone() or ()
+        orders.save(order, connection=connection)
+        assert connection.execute("SHOW search_path").fetchone() == (before,)
+        assert sums(store) == {}
+    assert sums(store)[order.id][1] == 2
+
+
+def test_a_projection_that_fails_undoes_the_save(platform: EventSQL, store: Store) -> None:
+    class Broken(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            super().apply(change, connection)
+            raise ValueError("no")
+
+    projections = Projections(store, [Broken()])
+    projections.install()
+    with pytest.raises(ValueError, match="no"):
+        Repository(store, Order, platform.publisher, projections=projections).save(placed())
+    assert sums(store) == {}
+    assert store.read_all() == []
+
+
+def test_a_projection_follows_by_a_subscription(store: Store, projections: Projections) -> None:
+    put(store, "1", 1, 2)
+    put(store, "1", 7, of="rider")
+    subscription = projections.subscribe("sums", background=False)
+    assert subscription.run_once().handled == 2
+    put(store, "2", 3)
+    assert subscription.run_once().handled == 1
+    assert sums(store) == {"1": (3, 2), "2": (3, 1)}
+
+
+@pytest.mark.parametrize("batch", [1, 2, 1_000])
+def test_a_rebuild_computes_everything_anew(store: Store, projections: Projections, batch: int) -> None:
+    adopted(store.database, 3)
+    with store.database.transaction() as connection:
+        save(store, projections, "1", 1, 2, connection=connection)
+    spoil(store)
+    told: list[int] = []
+    assert projections.rebuild("sums", batch=batch, on_progress=told.append) == 5
+    assert sums(store) == {"old 1": (1, 1), "old 2": (2, 1), "old 3": (3, 1), "1": (3, 2)}
+    assert told[-1] == 5
+    assert projections.rebuilds() == []
+    with store.database.transaction() as connection:
+        save(store, projections, "1", 5, connection=connection)
+    assert sums(store)["1"] == (8, 3)
+
+
+def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
+    store: Store, projections: Projections, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    """Three savers: one has committed beyond the horizon, one has applied its change, one has only appended it."""
+    applied, appended, foreign = sessions(), sessions(), sessions()
+    foreign.execute("SELECT pg_current_xact_id()")
+    save(store, projections, "1", 1, connection=applied)
+    put(store, "2", 2, connection=appended)
+    with store.database.transaction() as connection:
+        save(store, projections, "3", 3, connection=connection)
+    assert store.read_all() == []
+
+    with ThreadPoolExecutor(2) as others:
+        rebuilding = others.submit(projections.rebuild, "sums")
+        until_blocked()  # by the save that has applied its change
+        last = store.load("order", "2", connection=appended)
+        following = others.submit(projections.follow, last, appended)
+        until_blocked(2)  # by the swap, which is first
+        applied.commit()
+        assert rebuilding.result(30) == 2
+        following.result(30)
+    appended.commit()
+    foreign.commit()
+    assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}
+    assert projections.rebuild("sums") == 3
+    assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}
+
+
+def test_a_subscription_goes_on_behind_the_rebuilt_tables(
+    store: Store, projections: Projections, sessions: Sessions
+) -> None:
+    early = sessions()
+    put(store, "1", 1, 2)
+    subscription = projections.subscribe("sums", background=False)
+    subscription.run_once()
+    put(store, "1", 3, connection=early)
+    put(store, "2", 4)
+    spoil(store)
+    assert projections.rebuild("sums") == 2
+    assert sums(store) == {"1": (3, 2)}
+    early.commit()
+    assert subscription.run_once().handled == 2
+    assert sums(store) == {"1": (6, 3), "2": (4, 1)}
+
+
+def test_an_interrupted_rebuild_goes_on_where_it_was(store: Store, projections: Projections) -> None:
+    put(store, "1", *range(5))
+
+    def stop(applied: int) -> None:
+        if applied == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        projections.rebuild("sums", batch=2, on_progress=stop)
+    (rebuild,) = projections.rebuilds()
+    assert (rebuild.projection, rebuild.applied) == ("sums", 4)
+    assert sums(store) == {}
+    put(store, "1", 5)
+    told: list[int] = []
+    assert projections.rebuild("sums", batch=2, on_progress=told.append) == 6
+    assert told[0] == 6
+    assert sums(store) == {"1": (15, 6)}
+
+
+def test_a_rebuild_is_given_up_without_a_trace(store: Store, projections: Projections) -> None:
+    put(store, "1", 1)
+    with pytest.raises(RuntimeError):
+        projections.rebuild("sums", on_progress=_fail)
+    projections.give_up("sums")
+    assert projections.rebuilds() == []
+    with store.database.connection() as connection:
+        assert connection.execute("SELECT FROM pg_namespace WHERE nspname ~ 'shadow'").fetchall() == []
+
+
+def _fail(_applied: int) -> None:
+    raise RuntimeError
+
+
+def test_two_processes_do_not_rebuild_one_projection(store: Store, projections: Projections) -> None:
+    put(store, "1", 1, 2)
+
+    class Nested(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            super().apply(change, connection)
+            with pytest.raises(ProjectionError):
+                projections.rebuild("sums")
+
+    assert Projections(store, [Nested()]).rebuild("sums") == 2
+    assert sums(store) == {"1": (3, 2)}
+
+
+def test_rights_stay_and_views_are_not_lost(store: Store, projections: Projections) -> None:
+    with store.database.connection() as connection:
+        connection.execute("GRANT SELECT ON public.sums TO PUBLIC")
+        connection.execute("CREATE VIEW public.totals AS SELECT total FROM public.sums")
+    put(store, "1", 1)
+    with pytest.raises(ProjectionError, match="views"):
+        projections.rebuild("sums")
+    with store.database.connection() as connection:
+        connection.execute("DROP VIEW public.totals")
+    assert projections.rebuild("sums") == 1
+    with store.database.connection() as connection:
+        granted = connection.execute("SELECT relacl::text FROM pg_class WHERE relname = 'sums'").fetchone()
+    assert granted is not None
+    assert "{=r" in granted[0].replace("{eventsql=arwdDxtm/eventsql,", "{") or ",=r" in granted[0]
+
+
+def test_tables_that_are_not_made_are_named(store: Store) -> None:
+    class Elsewhere(Sums):
+        def create(self, connection: Connection) -> None:
+            connection.execute("CREATE TABLE public.sums (id text)")
+
+    with pytest.raises(ProjectionError):
+        Projections(store, [Elsewhere()]).rebuild("sums")
+    with store.database.connection() as connection, pytest.raises(psycopg.errors.UndefinedTable):
+        connection.execute("SELECT FROM public.sums")
+
+
+def _without(name: str, value: Any) -> Callable[[], Projection]:
+    return type("Odd", (Sums,), {name: value})
+
+
+@pytest.mark.parametrize(
+    "make", [_without("name", ""), _without("name", "n" * 60), _without("tables", ()), _without("types", [])]
+)
+def test_projections_that_cannot_be_used_are_refused(store: Store, make: Callable[[], Projection]) -> None:
+    with pytest.raises(ValidationError):
+        Projections(store, [make()])
+    with pytest.raises(ValidationError):
+        Projections(store, [Sums(), Sums()])
+    with pytest.raises(ValidationError):
+        Projections(store, [Sums()]).rebuild("other")
+
+
+def test_changes_of_other_types_are_left_out(store: Store, projections: Projections) -> None:
+    store.append("rider", "1", [Change("numbered", {"n": 1})], expected_version=0)
+    with store.database.transaction() as connection:
+        projections.follow(store.load("rider", "1"), connection)
+    assert projections.rebuild("sums") == 0
+    assert sums(store) == {}
