@@ -35,7 +35,8 @@ NAMES: Final = (
     "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
     "queue", "queue_message", "queue_deduplication", "queue_archive",
     "aggregate", "aggregate_change", "aggregate_snapshot", "adopted_change", "store_home",
-    "store_subscription", "store_dead_letter", "store_rebuild", "timeline_entry", "rollup_bucket", "log_line", "capture",
+    "store_subscription", "store_dead_letter", "store_rebuild",
+    "timeline_entry", "rollup_bucket", "log_line", "capture",
 )  # fmt: skip
 """All tables of the platform, beside the logs of topics."""
 
