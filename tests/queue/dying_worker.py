@@ -1,0 +1,61 @@
+"""A process of the fault run: it sends numbered messages, or works on them, until it is killed or told to end."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import psycopg
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.queue import Message, NewMessage, Queue
+
+
+def send(dsn: str, sender: str, messages: int) -> None:
+    """Send messages in batches, each in a transaction that also notes the last number: a restart goes on after it."""
+    with EventSQL(dsn, transfer=False) as platform:
+        queue = Queue(platform, "faults")
+        while True:
+            with psycopg.connect(dsn) as connection:
+                row = connection.execute(
+                    "SELECT last FROM public.sent WHERE sender = %s FOR UPDATE", [sender]
+                ).fetchone()
+                assert row is not None
+                first = row[0] + 1
+                if first > messages:
+                    return
+                last = min(messages, first + 4)
+                # Two sends in one transaction, with keys in either order.
+                numbers = list(range(first, last + 1))
+                for part in (numbers[::2], numbers[1::2]):
+                    queue.send_all(
+                        [NewMessage(b"%s:%d" % (sender.encode(), n), key=f"{sender}{n % 3}") for n in part],
+                        connection=connection,
+                    )
+                connection.execute("UPDATE public.sent SET last = %s WHERE sender = %s", [last, sender])
+
+
+def work(dsn: str) -> None:
+    """Write each message into a table, with its order, in the transaction of its acknowledgement."""
+
+    def handle(message: Message, connection: Connection) -> None:
+        connection.execute("INSERT INTO public.done (key, body) VALUES (%s, %s)", [message.key, message.body.decode()])
+        time.sleep(0.002)
+
+    with EventSQL(dsn, transfer=False) as platform:
+        while True:
+            try:
+                with Queue(platform, "faults").work(handle, workers=2, max_messages=4, visibility_timeout=2.0):
+                    sys.stdin.read()
+                return
+            except EventSQLError:
+                time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "send":
+        send(sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    else:
+        work(sys.argv[2])
