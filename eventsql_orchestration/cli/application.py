@@ -214,7 +214,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("consume", "Print the events that a consumer has left, and commit its offsets.", "events"),
     _LoadedWhenCalled("tail", "Print events as JSON lines, without committing anything.", "events"),
     _LoadedWhenCalled("lag", "Show how far consumers are behind, and why."),
-    _LoadedWhenCalled("metrics", "Serve or print figures for Prometheus."),
+    _LoadedWhenCalled("metrics", "Serve or print the platform's figures in the text format of Prometheus."),
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
     _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
