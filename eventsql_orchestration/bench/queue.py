@@ -210,12 +210,16 @@ class _Pgmq:
 
     def send(self) -> int:
         if self.ordered:
-            statement = "SELECT * FROM pgmq.send_batch(%s, %s::jsonb[], %s::jsonb[])"
+            statement = "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[], %s::pg_catalog.jsonb[])"
             self._connection.execute(statement, [_NAME, self._batch, self._headers]).fetchall()
         elif len(self._batch) == 1:
-            self._connection.execute("SELECT * FROM pgmq.send(%s, %s::jsonb)", [_NAME, self._batch[0]]).fetchall()
+            self._connection.execute(
+                "SELECT * FROM pgmq.send(%s, %s::pg_catalog.jsonb)", [_NAME, self._batch[0]]
+            ).fetchall()
         else:
-            self._connection.execute("SELECT * FROM pgmq.send_batch(%s, %s::jsonb[])", [_NAME, self._batch]).fetchall()
+            self._connection.execute(
+                "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[])", [_NAME, self._batch]
+            ).fetchall()
         return len(self._batch)
 
     def receive(self) -> int:
