@@ -150,6 +150,14 @@ class ConsumerNotFoundError(RegistryError):
     """There is no such consumer: create it with `eventsql consumer create`."""
 
 
+class ViewNotFoundError(RegistryError):
+    """No view has this name: `Views.declare` makes it."""
+
+
+class ViewConflictError(RegistryError):
+    """A view exists with another form: declare the new form under another name, and fill it from the topic."""
+
+
 class RedefinitionError(RegistryError):
     """A topic or consumer exists with another definition that cannot be changed any more."""
 

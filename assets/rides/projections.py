@@ -1,19 +1,18 @@
 """Read models of orders: each order's status and timeline, and how many changes every minute saw."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import dagster as dg
 
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Connection, Event
 from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset
-from eventsql_orchestration.views import Rollups, Timelines
+from eventsql_orchestration.views import Rollup, RollupEntry, Timeline, Views
 
-ORDER_TIMELINE = "order"
-CHANGES_PER_MINUTE = "order_changes_per_minute"
+ORDER_TIMELINE = Timeline("ride_orders")
+CHANGES_PER_MINUTE = Rollup("ride_order_changes", grain=timedelta(minutes=1), dimensions=("change",))
 
 _UPSERT = """
 INSERT INTO rides.order_status
@@ -39,17 +38,16 @@ def order_status(events: Sequence[Event], connection: Connection, eventsql: Even
     states = [json.loads(event.value) for event in events]
     with connection.cursor() as cursor:
         cursor.executemany(_UPSERT, states)
-    database = eventsql.platform.database
-    Timelines(database).append_all(
+    views = Views(eventsql.platform.database)
+    at = [datetime.fromisoformat(state["at"]) for state in states]
+    views.timeline(ORDER_TIMELINE).append(
+        connection, [(state["order_id"], state, time) for state, time in zip(states, at, strict=True)]
+    )
+    views.rollup(CHANGES_PER_MINUTE).add(
         connection,
-        ORDER_TIMELINE,
-        [(state["order_id"], state, datetime.fromisoformat(state["at"])) for state in states],
-    )
-    minutes = Counter(
-        (datetime.fromisoformat(state["at"]).replace(second=0, microsecond=0), state["change"]) for state in states
-    )
-    Rollups(database).add(
-        connection, CHANGES_PER_MINUTE, [(minute, change, count, 0) for (minute, change), count in minutes.items()]
+        [RollupEntry(time, {"change": state["change"]}) for state, time in zip(states, at, strict=True)],
+        # The runs of other partitions do not wait for this one's buckets.
+        slot=events[0].partition,
     )
 
 
@@ -71,8 +69,9 @@ def order_status_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
     with platform.database.transaction() as connection:
         rows = connection.execute("SELECT order_id, version, status, price_cents FROM rides.order_status")
         found = {order: (version, status, cents) for order, version, status, cents in rows}
-    timeline = sum(len(Timelines(platform.database).read(ORDER_TIMELINE, order)) for order in expected)
-    counted = sum(bucket.count for bucket in Rollups(platform.database).read(CHANGES_PER_MINUTE))
+    views = Views(platform.database)
+    timeline = sum(len(views.timeline(ORDER_TIMELINE).read(order)) for order in expected)
+    counted = sum(bucket.count for bucket in views.rollup(CHANGES_PER_MINUTE).read())
     return dg.AssetCheckResult(
         passed=found == expected and timeline == counted == events,
         metadata={

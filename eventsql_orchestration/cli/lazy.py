@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.topics.catalog import choose_partitions
     from eventsql_orchestration.topics.offsets import resolve
+    from eventsql_orchestration.views import Views
 
 __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres", "EventSQL",
     "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
-    "TimeRemainingColumn", "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
+    "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -57,5 +58,6 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),
         f"{_PACKAGE}.topics.offsets": ("resolve",),
+        f"{_PACKAGE}.views": ("Views",),
     },
 )

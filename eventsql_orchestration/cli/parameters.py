@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
@@ -161,6 +161,17 @@ class Duration(click.ParamType[timedelta]):
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
         except OverflowError:
             self.fail(f"{value!r} is too long a duration", param, ctx)
+
+
+class Moment(click.ParamType[datetime]):
+    """A time with its zone, or a duration before now."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
+        if isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", value, re.ASCII):
+            return datetime.now(UTC) - Duration().convert(value, param, ctx)
+        return Time().convert(value, param, ctx)
 
 
 class LogPlace(click.ParamType[Place]):

@@ -40,7 +40,7 @@ FUNCTIONS: Final = (
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
     "capture_page", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
-    "acknowledge_messages", "make_queue_archive",
+    "acknowledge_messages", "make_queue_archive", "make_view_periods",
 )  # fmt: skip
 """The platform's functions."""
 

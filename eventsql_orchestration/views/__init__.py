@@ -1,7 +1,12 @@
-"""Read models of events: timelines of resources, counts per bucket of time, searchable logs."""
+"""Views: read models of events in tables that are partitioned by time: timelines, rollups, searchable logs."""
 
-from eventsql_orchestration.views.logs import LogLine, Logs
-from eventsql_orchestration.views.rollups import RollupBucket, Rollups
-from eventsql_orchestration.views.timelines import TimelineEntry, Timelines
+from eventsql_orchestration.views.catalog import Retained, Views
+from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline
+from eventsql_orchestration.views.logs import LogEntry, LogLine, LogsView
+from eventsql_orchestration.views.rollups import Measure, RollupBucket, RollupEntry, RollupView
+from eventsql_orchestration.views.timelines import TimelineEntry, TimelineView
 
-__all__ = ["LogLine", "Logs", "RollupBucket", "Rollups", "TimelineEntry", "Timelines"]
+__all__ = [
+    "Definition", "LogEntry", "LogLine", "Logs", "LogsView", "Measure", "Retained", "Rollup", "RollupBucket",
+    "RollupEntry", "RollupView", "Timeline", "TimelineEntry", "TimelineView", "Views",
+]  # fmt: skip

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
+from eventsql_orchestration.views.definitions import Timeline, keeps
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
 
 
 @dataclass(frozen=True, slots=True)
 class TimelineEntry:
     """Something that happened to a resource. `id` grows in the order in which entries were appended.
 
-    A transaction draws ids before it commits: see `Timelines.read`.
+    A transaction draws ids before it commits: see `TimelineView.read`.
     """
 
     id: int
@@ -28,33 +30,29 @@ class TimelineEntry:
 
 
 @checked
-class Timelines:
-    """The timelines of one database. A timeline exists as soon as something is appended to it.
+class TimelineView:
+    """A declared timeline.
 
     Appending takes the caller's connection: an event's handler appends exactly once, in the transaction that moves its
-    offset.
+    offset. Each `tenant` has entries of its own.
     """
 
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._queries = Queries("views", database.schema)
+    def __init__(self, database: Database, definition: Timeline) -> None:
+        self.definition = definition
+        self._table = ViewTable(database, definition)
 
     def append(
-        self, connection: CallersConnection, timeline: str, resource: str, data: Mapping[str, Any],
-        occurred_at: datetime,
-    ) -> None:  # fmt: skip
-        """Append one entry in the caller's transaction. Raises `ValidationError` for values that cannot be stored."""
-        self.append_all(connection, timeline, [(resource, data, occurred_at)])
+        self, connection: CallersConnection, entries: Iterable[tuple[str, Mapping[str, Any], datetime]],
+        *, tenant: str = NO_TENANT,
+    ) -> int:  # fmt: skip
+        """Append `(resource, data, occurred_at)` entries in order, in the caller's transaction.
 
-    def append_all(
-        self, connection: CallersConnection, timeline: str, entries: Iterable[tuple[str, Mapping[str, Any], datetime]]
-    ) -> int:
-        """Append `(resource, data, occurred_at)` entries in order, with one statement. Gives their number.
-
-        Raises `ValidationError`, with no entry appended, for values that cannot be stored.
+        Gives the number stored: entries older than the timeline's retention are left out. Raises `ValidationError`,
+        with no entry appended, for values that cannot be stored, and `ViewNotFoundError` for an undeclared timeline.
         """
-        check_name("timeline", timeline)
-        checked = [
+        check_tenant(tenant)
+        now = datetime.now(UTC)
+        rows = [
             (
                 check_name("resource", resource),
                 encode_json(f"data of resource {resource!r}", data),
@@ -62,15 +60,18 @@ class Timelines:
             )
             for resource, data, occurred_at in entries
         ]
-        if not checked:
+        rows = [row for row in rows if keeps(self.definition, row[2], now)]
+        if not rows:
             return 0
-        resources, data_of, times = (list(column) for column in zip(*checked, strict=True))
-        values = {"timeline": timeline, "resources": resources, "data": data_of, "occurred_at": times}
-        with self._database.callers(connection) as joined:
-            joined.execute(self._queries("append_to_timeline"), values)
-        return len(checked)
+        resources, data_of, times = (list(column) for column in zip(*rows, strict=True))
+        values = {"tenant": tenant, "resources": resources, "data": data_of, "occurred_at": times}
+        with self._table.writing(connection, times) as joined:
+            joined.execute(self._table.query("append_to_timeline"), values, prepare=False)
+        return len(rows)
 
-    def read(self, timeline: str, resource: str, *, after: int = 0, limit: int | None = None) -> list[TimelineEntry]:
+    def read(
+        self, resource: str, *, tenant: str = NO_TENANT, after: int = 0, limit: int | None = None
+    ) -> list[TimelineEntry]:
         """The entries of a resource in the order in which they were appended; empty without entries.
 
         `after` (exclusive) is the id of the last entry that a reader has seen, `limit` the most entries to read. Reads
@@ -83,13 +84,13 @@ class Timelines:
         `SnapshotReader`, which waits for open transactions.
         """
         values = {
-            "timeline": check_name("timeline", timeline),
+            "tenant": check_tenant(tenant),
             "resource": check_name("resource", resource),
             "after": check_whole("after", after, least=0),
             "limit": None if limit is None else check_whole("limit", limit, least=1),
         }
         with (
-            self._database.connection() as connection,
+            self._table.reading() as connection,
             connection.cursor(row_factory=class_row(TimelineEntry)) as found,
         ):
-            return found.execute(self._queries("read_timeline"), values, prepare=False).fetchall()
+            return found.execute(self._table.query("read_timeline"), values, prepare=False).fetchall()

@@ -52,6 +52,7 @@ from eventsql_orchestration.store import (
 from eventsql_orchestration.topics.offsets import Earliest
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.views import Logs, Rollup, Timeline
 from tests.boundary import face
 from tests.boundary.face import Argument, Method
 from tests.shards.conftest import database_of
@@ -62,8 +63,9 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
-    "ArchivedMessage", "LogLine", "Message", "PeekedMessage", "QueueDefinition", "QueueDepth", "QueueStatistics",
-    "RecordedChange", "RollupBucket", "Snapshot", "TimelineEntry",
+    "ArchivedMessage", "LogLine", "Measure", "Message", "PeekedMessage", "QueueDefinition",
+    "QueueDepth", "QueueStatistics",
+    "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
     "AggregateInfo", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
 }  # fmt: skip
 """Classes whose objects only the platform makes; making one checks nothing."""
@@ -183,6 +185,9 @@ class Face:
             Projection: Totals,
             Projections: lambda: Projections(self.store, [Totals()]),
             Aggregate: lambda: Order("7"),
+            Timeline: lambda: Timeline("parcels"),
+            Rollup: lambda: Rollup("moves", timedelta(minutes=1)),
+            Logs: lambda: Logs("tracking"),
             type: lambda: Order,
             Database: lambda: self.one.database,
             Shard: lambda: self.one,

@@ -48,7 +48,8 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     assert names == [
         "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "capture", "transfer", "consume",
         "tail", "lag", "metrics",
-        "seek", "dlt", "queue", "trace", "backfill", "store", "shard", "roles", "server", "completion", "bench",
+        "seek", "dlt", "queue", "view", "timeline", "rollup", "logs", "trace",
+        "backfill", "store", "shard", "roles", "server", "completion", "bench",
     ]  # fmt: skip
 
 

@@ -16,9 +16,11 @@ from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime
-from eventsql_orchestration.views import Logs, Rollups, Timelines
+from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 123456, tzinfo=UTC)
+MINUTE = timedelta(minutes=1)
+DAY = timedelta(days=1)
 KEYS = ("é", "ключ", "鍵", "plain")
 SECONDS = 0.1 + 0.2
 
@@ -134,16 +136,27 @@ def use_the_ways(platform: EventSQL) -> None:
     assert (message.body, message.key, message.metadata) == (b"\x00\\", "é", {"é": "é"})
     queue.acknowledge(message)
     store = Store(database)
+    views = Views(database)
+    definitions = (Timeline("everything"), Rollup("amounts", MINUTE, ("kind",), ("cents",)), Logs("runs", "english"))
+    views.declare(*definitions)
+    timeline, rollup, logs = views.timeline(definitions[0]), views.rollup(definitions[1]), views.logs(definitions[2])
     with database.transaction() as connection:
         store.append("order", "é", [Change("placed", {"é": 1})], expected_version=0, connection=connection)
         store.save_snapshot("order", "é", 1, {"é": 1}, connection=connection)
-        Timelines(database).append(connection, "all", "é", {"é": 1}, occurred_at=NOON)
-        Rollups(database).add(connection, "all", [(NOON, "é", 1, 2)])
-        Logs(database).write(connection, "runs", [("é", "a line\\ é", NOON)])
+        timeline.append(connection, [("é", {"é": 1}, NOON)])
+        rollup.add(connection, [RollupEntry(NOON, {"kind": "é"}, {"cents": SECONDS})], slot=3)
+        logs.write(connection, [LogEntry("é", "a line\\ é", NOON, attributes={"é": 1})])
     assert store.load("order", "é")[0].data == {"é": 1}
     assert store.snapshot("order", "é") is not None
-    assert Timelines(database).read("all", "é")[0].occurred_at == NOON
-    assert Logs(database).search("runs", text="line\\")[0].written_at == NOON
+    assert timeline.read("é")[0].occurred_at == NOON
+    assert logs.search(text="line\\", words="line", attributes={"é": 1}, level="info")[0].written_at == NOON
+    (day,) = rollup.read(since=NOON - DAY, until=NOON + DAY, every=DAY, where={"kind": "é"})
+    assert (day.count, float(day.values["cents"].sum)) == (1, SECONDS)
+    declared = Timeline("everything", retention=DAY)
+    assert views.declare(declared) == ["everything"]
+    assert views.retain()[0].dropped == 1
+    for view in views.definitions():
+        views.drop(view.name)
     with database.connection() as connection:
         connection.execute(
             "CREATE TABLE eventsql.notes (eql_transaction pg_catalog.xid8 DEFAULT pg_catalog.pg_current_xact_id(), "

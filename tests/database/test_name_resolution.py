@@ -23,6 +23,7 @@ from eventsql_orchestration.database import Connection, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from eventsql_orchestration.views import Logs, Timeline, Views
 from tests.database import everything
 from tests.database.hostility import make_hostile
 from tests.database.test_queries import PREPARABLE, composed
@@ -45,6 +46,7 @@ def hostile(hostile_dsn: str) -> Iterator[EventSQL]:
     """The platform in the hostile database, migrated there from nothing, with a topic `orders`."""
     with EventSQL(hostile_dsn, transfer=False) as platform:
         platform.registry.register_topic(Topic("orders"))
+        Views(platform.database).declare(Timeline("entries"), Logs("runs"))
         with platform.database.connection() as connection:
             connection.execute(
                 "CREATE TABLE eventsql.ordered "

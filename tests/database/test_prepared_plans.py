@@ -7,6 +7,7 @@ analyzed: a sequential scan of an empty queue would stay through a burst of mess
 from __future__ import annotations
 
 import re
+from datetime import timedelta
 
 import pytest
 
@@ -17,7 +18,7 @@ from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change, Store
-from eventsql_orchestration.views import Logs, Rollups, Timelines
+from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.database.everything import NOON
 
 ROUNDS = 12
@@ -25,7 +26,7 @@ ROUNDS = 12
 
 GROWS = re.compile(
     r'(?:FROM|JOIN|UPDATE) "?eventsql"?\."?'
-    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|timeline_entry|rollup_bucket|log_line|notes|redriven_dead_letter)\b"
+    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|view_(?:entries|amounts|runs)|notes|redriven_dead_letter)\b"
 )
 
 
@@ -115,22 +116,25 @@ def test_queues(platform: EventSQL) -> None:
 
 def test_the_store_views_and_the_snapshot_reader(platform: EventSQL) -> None:
     database = platform.database
-    store, timelines, rollups, logs = Store(database), Timelines(database), Rollups(database), Logs(database)
+    store, views = Store(database), Views(database)
+    definitions = Timeline("entries"), Rollup("amounts", timedelta(minutes=1), ("kind",)), Logs("runs")
+    views.declare(*definitions)
+    timeline, rollup, logs = views.timeline(definitions[0]), views.rollup(definitions[1]), views.logs(definitions[2])
     notes = SnapshotReader(database, "notes", [])
     for number in range(ROUNDS):
         order = f"order {number}"
         with database.transaction() as connection:
             store.append("order", order, [Change("placed", {})], expected_version=0, connection=connection)
             store.save_snapshot("order", order, 1, {}, connection=connection)
-            timelines.append(connection, "all", order, {}, occurred_at=NOON)
-            rollups.add(connection, "all", [(NOON, "x", 1, 2)])
-            logs.write(connection, "runs", [(order, "a line", NOON)])
+            timeline.append(connection, [(order, {}, NOON)])
+            rollup.add(connection, [RollupEntry(NOON, {"kind": "x"})])
+            logs.write(connection, [LogEntry(order, "a line", NOON)])
         assert store.load("order", order)
         assert store.snapshot("order", order)
         assert store.count("order")
-        assert timelines.read("all", order)
-        assert rollups.read("all")
-        assert logs.search("runs", text="line")
+        assert timeline.read(order)
+        assert rollup.read()
+        assert logs.search(text="line")
         notes.read()
         notes.held_back()
     assert not reading(settled(database))

@@ -15,6 +15,7 @@ from eventsql_orchestration.database import Database, Queries, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.log_names import event_table
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.views import Logs, Timeline, Views
 from tests.plans import numbered
 
 ROOMS = ("database", "storage")
@@ -48,6 +49,8 @@ def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     room, in_room = file.split("/")
     if room == "storage":
         return LogQueries(in_room, "eventsql")(name, topic="orders", table="orders_event")
+    if file == "database/views":
+        return Queries(in_room, "eventsql")(name, table="view_runs" if name == "write_log" else "view_entries")
     # Leftovers are looked for in the tables that name topics.
     return Queries(in_room, "eventsql")(name, table="consumer")
 
@@ -66,6 +69,7 @@ def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
     """A database with a topic `orders`, for statements that are understood and not run."""
     with EventSQL(server.create_database("understood"), transfer=False) as platform:
         platform.registry.register_topic(Topic("orders"))
+        Views(platform.database).declare(Timeline("entries"), Logs("runs"))
         with platform.database.connection() as connection:
             connection.execute("CREATE TABLE eventsql.ordered (eql_transaction xid8, eql_id bigint, eql_value bytea)")
         yield platform.database
@@ -78,7 +82,12 @@ PREPARABLE = [
     for file, name in STATEMENTS
     if not (file == "database/bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
     and (file, name)
-    not in {("database/bench", "create_plain"), ("database/layouts", "lock_buffer"), ("storage/segments", "vacuum")}
+    not in {
+        ("database/bench", "create_plain"),
+        ("database/layouts", "lock_buffer"),
+        ("database/views", "lock_views"),
+        ("storage/segments", "vacuum"),
+    }
 ]
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -28,7 +28,7 @@ from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.offsets import AtOffset
-from eventsql_orchestration.views import Logs, Rollups, Timelines
+from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.fixtures import Until
 from tests.plain import REPLACE_ORDERS
 from tests.poolers.pgbouncer import running
@@ -363,21 +363,23 @@ def test_queues_stores_and_views_work(pooled_database: Database) -> None:
         queue.acknowledge(message)
     assert queue.receive() == []
 
-    store, timelines = Store(pooled_database), Timelines(pooled_database)
-    rollups, logs = Rollups(pooled_database), Logs(pooled_database)
+    store, views = Store(pooled_database), Views(pooled_database)
+    definitions = Timeline("orders"), Rollup("changes", timedelta(hours=1), ("kind",)), Logs("tracking")
+    views.declare(*definitions)
+    timeline, rollup, logs = views.timeline(definitions[0]), views.rollup(definitions[1]), views.logs(definitions[2])
     noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
     for version in range(8):
         with pooled_database.transaction() as connection:
             store.append(
                 "order", "1", [Change("raised", {"price": version})], expected_version=version, connection=connection
             )
-            timelines.append(connection, "orders", "1", {"version": version}, noon)
-            rollups.add(connection, "orders", [(noon, "raised", 1, version)])
-            logs.write(connection, "orders", [("1", f"version {version}", noon)])
+            timeline.append(connection, [("1", {"version": version}, noon)])
+            rollup.add(connection, [RollupEntry(noon, {"kind": "raised"})])
+            logs.write(connection, [LogEntry("1", f"version {version}", noon)])
     assert [change.version for change in store.load("order", "1")] == list(range(1, 9))
-    assert len(timelines.read("orders", "1")) == 8
-    assert [bucket.count for bucket in rollups.read("orders", noon, noon.replace(hour=13))] == [8]
-    assert len(logs.search("orders", since=noon, until=noon.replace(hour=13))) == 8
+    assert len(timeline.read("1")) == 8
+    assert [bucket.count for bucket in rollup.read(since=noon, until=noon.replace(hour=13))] == [8]
+    assert len(logs.search(since=noon, until=noon.replace(hour=13))) == 8
 
 
 # Its end

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import uuid
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal, localcontext
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -12,174 +15,246 @@ import pytest
 import sqlalchemy
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from psycopg import sql
 
-from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.errors import InvalidNameError, ValidationError
-from eventsql_orchestration.views import RollupBucket, Rollups
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
+from eventsql_orchestration.views import Measure, Rollup, RollupBucket, RollupEntry, RollupView, Views
+from eventsql_orchestration.views.partitions import sent
+from eventsql_orchestration.views.rollups import _selection
+from tests.fixtures import Sessions
 from tests.plans import custom_plan
+from tests.views.conftest import DAY, MINUTE, NOON
 
-NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
-MINUTE = timedelta(minutes=1)
+ORDERS = Rollup("orders", MINUTE, ("kind",), ("cents",))
 
-Row = tuple[datetime, str, int, int]
+
+def entry(at: datetime = NOON, kind: str = "placed", cents: Any = 0) -> RollupEntry:
+    return RollupEntry(at, {"kind": kind}, {"cents": cents})
 
 
 @pytest.fixture
-def rollups(database: Database) -> Rollups:
-    return Rollups(database)
+def orders(views: Views) -> RollupView:
+    views.declare(ORDERS)
+    return views.rollup(ORDERS)
 
 
-def add(database: Database, rollup: str, *batches: list[Row]) -> None:
+def add(database: Database, rollup: RollupView, *batches: list[RollupEntry], **where: Any) -> None:
     for batch in batches:
         with database.transaction() as connection:
-            Rollups(database).add(connection, rollup, batch)
+            rollup.add(connection, batch, **where)
 
 
-def test_additions_to_a_bucket_add_up(database: Database, rollups: Rollups) -> None:
+def measured(total: int, low: int, high: int) -> dict[str, Measure]:
+    return {"cents": Measure(Decimal(total), Decimal(low), Decimal(high))}
+
+
+def test_entries_of_a_bucket_are_counted_and_measured(database: Database, orders: RollupView) -> None:
     add(
-        database,
-        "orders",
-        [(NOON, "placed", 2, 300), (NOON, "placed", 1, 50), (NOON, "cancelled", 1, 0)],
-        [(NOON, "placed", 1, 100), (NOON + MINUTE, "placed", 5, 500)],
-    )
-    assert rollups.read("orders") == [
-        RollupBucket(NOON, "cancelled", 1, 0),
-        RollupBucket(NOON, "placed", 4, 450),
-        RollupBucket(NOON + MINUTE, "placed", 5, 500),
+        database, orders,
+        [entry(cents=300), entry(NOON + timedelta(seconds=59), cents=50), entry(kind="cancelled")],
+        [entry(cents=100), entry(NOON + MINUTE, cents=500)],
+    )  # fmt: skip
+    assert orders.read() == [
+        RollupBucket(NOON, {"kind": "cancelled"}, 1, measured(0, 0, 0)),
+        RollupBucket(NOON, {"kind": "placed"}, 3, measured(450, 50, 300)),
+        RollupBucket(NOON + MINUTE, {"kind": "placed"}, 1, measured(500, 500, 500)),
     ]
 
 
-def test_a_rollup_may_do_without_dimensions_and_may_take_back(database: Database, rollups: Rollups) -> None:
-    add(database, "orders", [(NOON, "", 3, 30)], [(NOON, "", -1, -10)])
-    assert rollups.read("orders", dimension="") == [RollupBucket(NOON, "", 2, 20)]
+def test_a_rollup_may_do_without_dimensions_and_values(database: Database, views: Views) -> None:
+    plain = Rollup("plain", timedelta(hours=1))
+    views.declare(plain)
+    add(database, views.rollup(plain), [RollupEntry(NOON + number * MINUTE) for number in range(90)])
+    assert views.rollup(plain).read() == [
+        RollupBucket(NOON, {}, 60, {}), RollupBucket(NOON + timedelta(hours=1), {}, 30, {}),
+    ]  # fmt: skip
 
 
-def test_rollups_are_read_by_range_and_dimension(database: Database, rollups: Rollups) -> None:
-    add(database, "orders", [(NOON + number * MINUTE, kind, number, 0) for number in range(5) for kind in "ab"])
-    add(database, "other", [(NOON, "a", 99, 0)])
+def test_buckets_are_read_by_range_dimension_and_tenant(database: Database, orders: RollupView) -> None:
+    entries = [entry(NOON + number * MINUTE, kind) for number in range(5) for kind in "ab" for _ in range(number)]
+    add(database, orders, entries)
+    add(database, orders, [entry(kind="a")] * 9, tenant="acme")
 
     def counts(**bounds: Any) -> list[int]:
-        return [bucket.count for bucket in rollups.read("orders", **bounds)]
+        return [bucket.count for bucket in orders.read(**bounds)]
 
-    assert counts() == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert counts(since=NOON + 3 * MINUTE, dimension="a") == [3, 4]
-    assert counts(until=NOON + 2 * MINUTE, dimension="b") == [0, 1]
+    assert counts() == [1, 1, 2, 2, 3, 3, 4, 4]
+    assert counts(since=NOON + 3 * MINUTE, where={"kind": "a"}) == [3, 4]
+    assert counts(until=NOON + 2 * MINUTE, where={"kind": "b"}) == [1]
     assert counts(since=NOON + MINUTE, until=NOON + 2 * MINUTE) == [1, 1]
-    assert counts(dimension="c") == []
-    assert rollups.read("unknown") == []
+    assert counts(where={"kind": "c"}) == []
+    assert counts(tenant="acme") == [9]
+    assert counts(by=()) == [2, 4, 6, 8]
 
 
-def test_adding_nothing_is_nothing(database: Database, rollups: Rollups) -> None:
-    add(database, "orders", [])
-    assert rollups.read("orders") == []
+def test_coarser_buckets_are_sums_of_the_stored_ones(database: Database, orders: RollupView) -> None:
+    add(database, orders, [entry(NOON + number * MINUTE, cents=number) for number in range(24 * 60)])
+    hours = orders.read(every=timedelta(hours=1), by=())
+    assert [bucket.count for bucket in hours] == [60] * 24
+    assert hours[1] == RollupBucket(NOON + 60 * MINUTE, {}, 60, measured(sum(range(60, 120)), 60, 119))
+    days = orders.read(every=DAY)
+    assert [(bucket.bucket.hour, bucket.count) for bucket in days] == [(0, 720), (0, 720)]
 
 
-def test_a_rollback_adds_nothing(database: Database, rollups: Rollups) -> None:
+def test_handlers_with_slots_of_their_own_do_not_wait_for_each_other(
+    database: Database, orders: RollupView, sessions: Sessions
+) -> None:
+    add(database, orders, [entry()])
+    held = sessions()
+    orders.add(held, [entry(cents=5)], slot=1)
+    # It would wait for the transaction above in the same slot.
+    with database.transaction() as connection:
+        connection.execute("SET LOCAL lock_timeout TO '1s'")
+        orders.add(connection, [entry(cents=7)], slot=2)
+    held.commit()
+    assert orders.read() == [RollupBucket(NOON, {"kind": "placed"}, 3, measured(12, 0, 7))]
+
+
+def test_decimal_fractions_are_added_exactly(database: Database, orders: RollupView) -> None:
+    add(database, orders, *([entry(cents=0.1)] for _ in range(3)), [entry(cents=Decimal("0.0000000001"))])
+    assert orders.read()[0].values["cents"].sum == Decimal("0.3000000001")
+
+
+def test_adding_nothing_is_nothing(database: Database, orders: RollupView) -> None:
+    add(database, orders, [])
+    assert orders.read() == []
+
+
+def test_a_rollback_adds_nothing(database: Database, orders: RollupView) -> None:
     with database.connection() as connection, connection.transaction(force_rollback=True):
-        rollups.add(connection, "orders", [(NOON, "placed", 1, 1)])
-    assert rollups.read("orders") == []
+        orders.add(connection, [entry()])
+    assert orders.read() == []
 
 
-def test_a_bucket_is_a_moment_whatever_its_time_zone(database: Database, rollups: Rollups) -> None:
-    add(database, "orders", [(NOON, "", 1, 0), (NOON.astimezone(timezone(timedelta(hours=9))), "", 1, 0)])
-    assert rollups.read("orders") == [RollupBucket(NOON, "", 2, 0)]
+def test_a_bucket_is_a_moment_whatever_its_time_zone(database: Database, orders: RollupView) -> None:
+    add(database, orders, [entry(), entry(NOON.astimezone(timezone(timedelta(hours=9))))])
+    assert [(bucket.bucket, bucket.count) for bucket in orders.read()] == [(NOON, 2)]
 
 
-def test_the_two_hours_of_a_clock_set_back_are_two_buckets(database: Database, rollups: Rollups) -> None:
+def test_the_two_hours_of_a_clock_set_back_are_two_buckets(database: Database, orders: RollupView) -> None:
     twice = datetime(2024, 10, 27, 2, tzinfo=ZoneInfo("Europe/Berlin"))
-    add(database, "orders", [(twice, "", 1, 0), (twice.replace(fold=1), "", 2, 0)])
-    assert [bucket.count for bucket in rollups.read("orders")] == [1, 2]
+    add(database, orders, [entry(twice), entry(twice.replace(fold=1)), entry(twice.replace(fold=1))])
+    assert [bucket.count for bucket in orders.read()] == [1, 2]
 
 
-rows = st.tuples(
+entries = st.builds(
+    entry,
     st.sampled_from([NOON + number * MINUTE for number in range(3)]),
     st.sampled_from(["", "a", "Ä", "ä"]),
-    st.integers(-5, 5),
-    st.integers(-(2**40), 2**40),
+    st.one_of(st.integers(-(2**70), 2**70), st.floats(allow_nan=False, allow_infinity=False, width=32)),
 )
 
 
-@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(batches=st.lists(st.lists(rows, max_size=6), min_size=1, max_size=5), data=st.data())
-def test_additions_commute(database: Database, rollups: Rollups, batches: list[list[Row]], data: st.DataObject) -> None:
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(batches=st.lists(st.lists(entries, max_size=6), min_size=1, max_size=5), data=st.data())
+def test_additions_commute(
+    database: Database, orders: RollupView, batches: list[list[RollupEntry]], data: st.DataObject
+) -> None:
     shuffled = data.draw(st.permutations(batches))
-    every_row = data.draw(st.permutations([row for batch in batches for row in batch]))
-    as_they_came, otherwise, at_once = (uuid.uuid4().hex for _ in range(3))
-    add(database, as_they_came, *batches)
-    add(database, otherwise, *shuffled)
-    add(database, at_once, every_row)
-    assert rollups.read(as_they_came) == rollups.read(otherwise) == rollups.read(at_once)
+    at_once = data.draw(st.permutations([each for batch in batches for each in batch]))
+    tenants = [uuid.uuid4().hex for _ in range(3)]
+    add(database, orders, *batches, tenant=tenants[0])
+    for slot, batch in enumerate(shuffled):
+        add(database, orders, batch, tenant=tenants[1], slot=slot)
+    add(database, orders, at_once, tenant=tenants[2])
+    first, second, third = (orders.read(tenant=tenant) for tenant in tenants)
+    assert first == second == third
+    assert sum(bucket.count for bucket in first) == len(at_once)
+    with localcontext(prec=300):
+        total = sum(Decimal(str(each.values["cents"])) for each in at_once)
+        assert sum(bucket.values["cents"].sum for bucket in first) == total
 
 
-def test_writers_at_once_neither_lose_an_addition_nor_deadlock(database: Database, rollups: Rollups) -> None:
-    batch = [(NOON + number * MINUTE, kind, 1, 10) for number in range(10) for kind in "abc"]
+def test_writers_at_once_neither_lose_an_addition_nor_deadlock(database: Database, orders: RollupView) -> None:
+    batch = [entry(NOON + number * MINUTE, kind, 10) for number in range(10) for kind in "abc"]
 
     def write(writer: int) -> None:
         for _ in range(20):
-            add(database, "orders", batch if writer % 2 else batch[::-1])
+            add(database, orders, batch if writer % 2 else batch[::-1])
 
     with ThreadPoolExecutor(6) as writers:
         list(writers.map(write, range(6)))
-    assert {(bucket.count, bucket.sum) for bucket in rollups.read("orders")} == {(120, 1200)}
+    assert {(bucket.count, bucket.values["cents"].sum) for bucket in orders.read()} == {(120, Decimal(1200))}
 
 
 @pytest.mark.parametrize(
-    "row",
+    "wrong",
     [
-        (NOON.replace(tzinfo=None), "", 1, 1),
-        ("2024-11-20", "", 1, 1),
-        (NOON, None, 1, 1),
-        (NOON, "a\x00b", 1, 1),
-        (NOON, "\ud800", 1, 1),
-        (NOON, "d" * 201, 1, 1),
-        (NOON, "", 1.5, 1),
-        (NOON, "", True, 1),
-        (NOON, "", 1, None),
-        (NOON, "", 2**63, 1),
-        (NOON, "", 1, 2**63 - 1),  # with the sum of the row before it
+        lambda: entry(NOON.replace(tzinfo=None)),
+        lambda: RollupEntry("2024-11-20", {"kind": ""}, {"cents": 1}),  # type: ignore[arg-type]
+        lambda: RollupEntry(NOON, {"kind": None}, {"cents": 1}),  # type: ignore[dict-item]
+        lambda: entry(kind="a\x00b"),
+        lambda: entry(kind="\ud800"),
+        lambda: entry(kind="d" * 201),
+        lambda: RollupEntry(NOON, {}, {"cents": 1}),
+        lambda: RollupEntry(NOON, {"kind": "", "other": ""}, {"cents": 1}),
+        lambda: RollupEntry(NOON, {"kind": ""}),
+        lambda: entry(cents=True),
+        lambda: entry(cents="1"),
+        lambda: entry(cents=math.nan),
+        lambda: entry(cents=math.inf),
+        lambda: entry(cents=Decimal("1e2000")),
+        lambda: (NOON, "", 1, 1),
     ],
 )
-def test_a_row_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_written(nowhere: Database, row: Any) -> None:
+def test_an_entry_that_cannot_be_stored_is_refused_before_any_of_its_batch_is_written(
+    nowhere: Database, wrong: Callable[[], Any]
+) -> None:
     connection: Any = None
     with pytest.raises(ValidationError):
-        Rollups(nowhere).add(connection, "orders", [(NOON, "", 1, 1), row])
+        RollupView(nowhere, ORDERS).add(connection, [entry(), wrong()])
 
 
-def test_a_name_or_a_range_that_cannot_be_used_is_refused(nowhere: Database) -> None:
-    rollups = Rollups(nowhere)
-    connection: Any = None
-    with pytest.raises(InvalidNameError, match="rollup"):
-        rollups.add(connection, "", [])
-    with pytest.raises(InvalidNameError, match="rollup"):
-        rollups.read("a\nb")
-    with pytest.raises(ValidationError, match="since"):
-        rollups.read("orders", since=NOON.replace(tzinfo=None))
-    with pytest.raises(ValidationError, match="until"):
-        rollups.read("orders", until=NOON.replace(tzinfo=None))
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"since": NOON.replace(tzinfo=None)}, {"until": NOON.replace(tzinfo=None)}, {"every": timedelta(seconds=90)},
+        {"every": timedelta(0)}, {"by": ["place"]}, {"where": {"place": "a"}}, {"tenant": "a\nb"},
+    ],
+)  # fmt: skip
+def test_a_question_that_makes_no_sense_is_refused(nowhere: Database, question: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        RollupView(nowhere, ORDERS).read(**question)
 
 
-def test_reading_a_range_goes_through_the_key(database: Database) -> None:
-    values = {"rollup": "rollup 7", "since": NOON, "until": None, "dimension": "a"}
-    composed = Queries("views", "eventsql")("read_rollup")
+def test_a_rollup_that_nobody_declared_is_named(database: Database) -> None:
+    with database.transaction() as connection, pytest.raises(ViewNotFoundError, match="orders"):
+        RollupView(database, ORDERS).add(connection, [entry()])
+
+
+def test_reading_a_range_goes_through_the_key_of_its_partitions(database: Database, orders: RollupView) -> None:
+    add(database, orders, [entry(NOON - 60 * DAY), entry(NOON), entry(NOON + 60 * DAY)])
+    query = sent(_selection(ORDERS, orders._table.identifier, [], ["kind"], since=True, until=True))
+    values = {
+        "tenant": "", "since": NOON, "until": NOON + 60 * MINUTE, "every": MINUTE, "dimension_0": "a",
+    }  # fmt: skip
     with database.connection() as connection:
         connection.execute(
-            "INSERT INTO eventsql.rollup_bucket "
-            "SELECT 'rollup ' || number % 50, timestamptz '2024-11-20 00:00+00' + make_interval(mins => number), "
-            "'a', 1, 1 "
-            "FROM generate_series(1, 20000) AS number"
+            "INSERT INTO eventsql.view_orders (eql_tenant, eql_bucket, kind, eql_slot, eql_count) "
+            "SELECT '', %s + number * interval '1 min', 'a', 0, 1 FROM generate_series(1, 8000) AS number",
+            [NOON],
         )
-        connection.execute("VACUUM ANALYZE eventsql.rollup_bucket")
-        plan = custom_plan(connection, composed, values)
-    assert "rollup_bucket_pkey" in plan
+        connection.execute("VACUUM ANALYZE eventsql.view_orders")
+        plan = custom_plan(connection, sql.SQL(query.decode()), values)
     assert "eql_bucket >=" in plan
     assert "Seq Scan" not in plan
+    assert "_p202409" not in plan
 
 
-def test_a_transaction_of_sqlalchemy_writes(database: Database, rollups: Rollups) -> None:
+def test_a_transaction_of_sqlalchemy_writes(database: Database, orders: RollupView) -> None:
     engine = sqlalchemy.create_engine(database.url)
     with engine.connect() as connection:
         for number, ending in enumerate((connection.rollback, connection.commit)):
-            rollups.add(connection, "orders", [(NOON, "", 1, number)])
+            orders.add(connection, [entry(cents=number)])
             ending()
     engine.dispose()
-    assert [bucket.sum for bucket in rollups.read("orders")] == [1]
+    assert [bucket.values["cents"].sum for bucket in orders.read()] == [1]
+
+
+def test_entries_older_than_the_retention_are_left_out(database: Database, views: Views) -> None:
+    short = Rollup("short", MINUTE, retention=DAY, period=DAY)
+    views.declare(short)
+    with database.transaction() as connection:
+        assert views.rollup(short).add(connection, [RollupEntry(NOON), RollupEntry(datetime.now(UTC))]) == 1
+    assert [bucket.count for bucket in views.rollup(short).read()] == [1]

@@ -28,6 +28,7 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_TAG,
     INTERNAL_RUN,
 )
+from eventsql_orchestration.views import Views
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +96,7 @@ def build_housekeeping_schedule(
     )
     def housekeeping() -> None:
         drop_old_segments()
+        drop_old_views()
         delete_old_claims()
         # Runs that are deleted repeat nothing.
         history = delete_old_history()
@@ -162,6 +164,16 @@ def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
 
 drop_old_segments = _shard_op(
     "drop_old_segments", "Drops the segments of topics that are beyond their retention.", _drop_segments
+)
+
+
+drop_old_views = _shard_op(
+    "drop_old_views",
+    "Drops the partitions of views that are beyond their retention.",
+    lambda _, shard: "; ".join(
+        f"view {each.view} lost {each.dropped} partitions" + (f", {each.busy} are in use" if each.busy else "")
+        for each in Views(shard.database).retain()
+    ),
 )
 
 

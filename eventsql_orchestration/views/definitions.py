@@ -1,0 +1,197 @@
+"""Definitions of views: their names, columns, retention, and the period of time of each of their partitions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, ClassVar, Final, TypeAlias
+
+from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.validation import check_kind, check_text, shown
+
+MINUTE: Final = timedelta(minutes=1)
+EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+LEAST_PERIOD: Final = timedelta(hours=1)
+MOST_PERIOD: Final = timedelta(days=3_660)
+
+MAX_NAME: Final = 40
+"""Characters of a view's name: a partition's table has the name, a prefix and its time, in PostgreSQL's 63 bytes."""
+
+MAX_COLUMNS: Final = 20
+
+_NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
+_OTHERS: Final = re.compile(r".*(_event|_segment_[0-9]+|_p[0-9]{12})")
+"""Ends of names that tables of topics, or of a view's partitions, have."""
+
+_OURS: Final = ("eql_", "sum_", "min_", "max_")
+"""Beginnings of the names of a rollup's other columns."""
+
+_LANGUAGE: Final = re.compile(r"[a-z][a-z_]{0,60}")
+
+
+class _Definition:
+    """What all views have. `period` is how much time each partition holds, in whole minutes.
+
+    Entries older than `retention` are not stored, and are dropped with their whole partition.
+    """
+
+    __slots__ = ()
+
+    kind: ClassVar[str]
+
+    name: str
+    retention: timedelta | None
+    period: timedelta
+
+    def _check(self) -> None:
+        _check_identifier(f"{self.kind} name", self.name)
+        if _OTHERS.fullmatch(self.name):
+            raise InvalidNameError(f"{self.kind} name {self.name!r} ends as the names of the platform's own tables do")
+        _check_minutes("period", self.period, LEAST_PERIOD, MOST_PERIOD)
+        if self.retention is not None:
+            _check_minutes("retention", self.retention, MINUTE, timedelta(days=365_000))
+
+    @property
+    def table(self) -> str:
+        """The name of the view's table."""
+        return f"view_{self.name}"
+
+    def described(self) -> dict[str, Any]:
+        """The definition as JSON, without its name, kind, retention and period."""
+        return {}
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline(_Definition):
+    """Entries of resources, read by resource in the order in which they were appended.
+
+    A lookup of a resource looks into each partition: long periods are fast to read, short ones are exact to drop.
+    """
+
+    kind: ClassVar[str] = "timeline"
+
+    name: str
+    retention: timedelta | None = field(default=None, kw_only=True)
+    period: timedelta = field(default=timedelta(days=30), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check()
+
+
+@dataclass(frozen=True, slots=True)
+class Rollup(_Definition):
+    """The number of entries, and sums, minima and maxima of their values, for each `grain` of time and each combination
+    of dimensions.
+
+    `dimensions` and `values` are names of columns: lower-case SQL identifiers.
+    """
+
+    kind: ClassVar[str] = "rollup"
+
+    name: str
+    grain: timedelta
+    dimensions: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    retention: timedelta | None = field(default=None, kw_only=True)
+    period: timedelta = field(default=timedelta(days=30), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check()
+        _check_minutes("grain", self.grain, MINUTE, self.period)
+        if self.period % self.grain:
+            raise ValidationError(f"period {self.period} is no multiple of grain {self.grain}")
+        for what in ("dimensions", "values"):
+            object.__setattr__(self, what, _check_columns(what, getattr(self, what)))
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "grain": self.grain.total_seconds(), "dimensions": list(self.dimensions), "values": list(self.values),
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Logs(_Definition):
+    """Lines of resources with a level and attributes, searched by resource, time, level, attributes and text.
+
+    `language` names a text search configuration of PostgreSQL, such as "english" or "simple": an index of words then
+    makes `words` of a search fast, and each line takes more time and room to store.
+    """
+
+    kind: ClassVar[str] = "logs"
+
+    name: str
+    language: str | None = None
+    retention: timedelta | None = field(default=None, kw_only=True)
+    period: timedelta = field(default=timedelta(days=1), kw_only=True)
+
+    def __post_init__(self) -> None:
+        self._check()
+        if self.language is not None and not _LANGUAGE.fullmatch(check_text("language", self.language)):
+            raise ValidationError(
+                f"language {shown(self.language)} is not usable: take the name of a text search configuration of "
+                "PostgreSQL, such as english or simple"
+            )
+
+    def described(self) -> dict[str, Any]:
+        return {"language": self.language}
+
+
+Definition: TypeAlias = Timeline | Rollup | Logs
+
+
+def define(kind: str, name: str, described: Mapping[str, Any], **common: Any) -> Definition:
+    """The definition that the database has of a view."""
+    if kind == Timeline.kind:
+        return Timeline(name, **common)
+    if kind == Logs.kind:
+        return Logs(name, language=described["language"], **common)
+    grain = timedelta(seconds=described["grain"])
+    return Rollup(name, grain, tuple(described["dimensions"]), tuple(described["values"]), **common)
+
+
+def start_of(view: Definition, time: datetime) -> datetime:
+    """The start of the partition that has a time."""
+    return floor(time, view.period)
+
+
+def start_of_partition(table: str) -> datetime:
+    """The start of the partition whose table has this name."""
+    return datetime.strptime(table[-12:], "%Y%m%d%H%M").replace(tzinfo=UTC)
+
+
+def keeps(view: Definition, time: datetime, now: datetime) -> bool:
+    """Whether the view's retention keeps an entry of a time."""
+    return view.retention is None or time > now - view.retention
+
+
+def floor(time: datetime, step: timedelta) -> datetime:
+    """The last multiple of `step` since 1970 in UTC that is not after `time`."""
+    return EPOCH + (time - EPOCH) // step * step
+
+
+def _check_identifier(what: str, name: object) -> str:
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise InvalidNameError(
+            f"{what} {shown(name)} is not usable: take a-z, 0-9 and _, {MAX_NAME} characters at most, a letter first"
+        )
+    return name
+
+
+def _check_columns(what: str, names: Sequence[str]) -> tuple[str, ...]:
+    check_kind(what, names, tuple | list)
+    columns = tuple(_check_identifier(f"a name of {what}", name) for name in names)
+    for name in columns:
+        if name.startswith(_OURS):
+            raise InvalidNameError(f"name {name!r} of {what} is not usable: it begins with one of {', '.join(_OURS)}")
+    if len(columns) > MAX_COLUMNS or len(set(columns)) < len(columns):
+        raise ValidationError(f"{what} {shown(columns)} are not usable: take {MAX_COLUMNS} different names at most")
+    return columns
+
+
+def _check_minutes(what: str, length: timedelta, least: timedelta, most: timedelta) -> None:
+    check_kind(what, length, timedelta)
+    if length % MINUTE or not least <= length <= most:
+        raise ValidationError(f"{what} {length} is not usable: take whole minutes, from {least} to {most}")

@@ -1,0 +1,76 @@
+"""The table of a declared view: writing with the partitions that the written times need, and reading."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
+from eventsql_orchestration.qualification import qualified
+from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.views.definitions import Definition, start_of
+
+NO_TENANT: Final = ""
+"""The tenant of views that have none."""
+
+MAX_PERIODS: Final = 100
+"""The most partitions that one call writes to: times that are wrong by years would make thousands of tables."""
+
+
+class ViewTable:
+    """The table of one view."""
+
+    def __init__(self, database: Database, definition: Definition) -> None:
+        self._database = database
+        self._definition = definition
+        self._queries = Queries("views", database.schema)
+        self.identifier = sql.Identifier(database.schema, definition.table)
+
+    def query(self, name: str) -> sql.SQL:
+        """A named statement on the view's table."""
+        return self._queries(name, table=self._definition.table)
+
+    @contextmanager
+    def writing(self, connection: CallersConnection, times: Iterable[datetime]) -> Iterator[Connection]:
+        """The caller's transaction, with a partition for each of `times`."""
+        starts = sorted({start_of(self._definition, time) for time in times})
+        if len(starts) > MAX_PERIODS:
+            raise ValidationError(
+                f"the times are in {len(starts)} periods of {self._definition.period}; {MAX_PERIODS} are allowed at "
+                "once: write them in several calls"
+            )
+        with self._database.callers(connection) as joined, self._found():
+            joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
+            yield joined
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """A connection to read with."""
+        with self._database.connection() as connection, self._found():
+            yield connection
+
+    @contextmanager
+    def _found(self) -> Iterator[None]:
+        try:
+            yield
+        except (psycopg.errors.UndefinedTable, psycopg.errors.NoDataFound) as error:
+            view = self._definition
+            raise ViewNotFoundError(
+                f"{view.kind} {view.name!r} does not exist in this database: `Views.declare` makes it"
+            ) from error
+
+
+def sent(statement: sql.Composable) -> bytes:
+    """A composed statement as it is sent."""
+    return qualified(statement.as_string()).encode()
+
+
+def check_tenant(tenant: str) -> str:
+    """Return `tenant`, or raise `InvalidNameError`: a name, or `NO_TENANT`."""
+    return tenant if tenant == NO_TENANT else check_name("tenant", tenant)

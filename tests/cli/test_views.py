@@ -1,0 +1,85 @@
+"""`eventsql view`, `timeline`, `rollup` and `logs`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from click.testing import Result
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
+
+Run = Callable[..., Result]
+
+NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
+PARCELS = Timeline("parcels")
+MOVES = Rollup("moves", timedelta(minutes=1), ("place",), ("grams",))
+TRACKING = Logs("tracking", language="simple")
+
+
+@pytest.fixture(autouse=True)
+def views(platform: EventSQL) -> Views:
+    views = Views(platform.database)
+    views.declare(PARCELS, MOVES, TRACKING)
+    with platform.database.transaction() as connection:
+        views.timeline(PARCELS).append(connection, [("7", {"place": "Lodz"}, NOON)])
+        for minute, place in enumerate(("Lodz", "Lodz", "Gdansk")):
+            at = NOON + timedelta(minutes=minute)
+            views.rollup(MOVES).add(connection, [RollupEntry(at, {"place": place}, {"grams": 0.5 + minute})])
+            views.logs(TRACKING).write(
+                connection, [LogEntry("7", f"arrived at {place}", at, attributes={"place": place})]
+            )
+    return views
+
+
+def test_views_are_listed(run: Run) -> None:
+    assert [row["name"] for row in json.loads(run("view", "list", "--json").stdout)] == ["moves", "parcels", "tracking"]
+    assert "grain 60.0, dimensions ['place'], values ['grams']" in run("view", "list").stdout
+
+
+def test_a_timeline_shows_what_happened_to_a_resource(run: Run) -> None:
+    (entry,) = json.loads(run("timeline", "parcels", "7", "--json").stdout)
+    assert (entry["occurred_at"], entry["data"]) == ("2026-01-02T12:00:00+00:00", {"place": "Lodz"})
+    assert "Lodz" in run("timeline", "parcels", "7").stdout
+
+
+def test_a_rollup_shows_its_buckets_with_bars(run: Run) -> None:
+    arguments = ("rollup", "moves", "--every", "1h", "--by", "place")
+    assert json.loads(run(*arguments, "--json").stdout) == [
+        {"bucket": "2026-01-02T12:00:00+00:00", "place": "Gdansk", "count": 1,
+         "sum_grams": 2.5, "min_grams": 2.5, "max_grams": 2.5},
+        {"bucket": "2026-01-02T12:00:00+00:00", "place": "Lodz", "count": 2,
+         "sum_grams": 2, "min_grams": 0.5, "max_grams": 1.5},
+    ]  # fmt: skip
+    shown = run(*arguments).stdout
+    assert "█" * 30 in shown
+    assert json.loads(run("rollup", "moves", "--where", "place=Lodz", "--since", "1m", "--json").stdout) == []
+
+
+def test_logs_are_searched(run: Run) -> None:
+    found = json.loads(run("logs", "tracking", "--words", "arrived", "--attribute", "place=Lodz", "--json").stdout)
+    assert [line["written_at"] for line in found] == ["2026-01-02T12:01:00+00:00", "2026-01-02T12:00:00+00:00"]
+    assert "arrived at Gdansk" in run("logs", "tracking", "--limit", 1).stdout
+
+
+def test_another_kind_of_view_is_named(run: Run) -> None:
+    result = run("logs", "parcels")
+    assert result.exit_code == 2
+    assert "eventsql timeline parcels" in result.stderr
+    assert run("logs", "unknown").exit_code == 1
+
+
+def test_a_view_is_dropped_when_it_is_asked_for(run: Run, views: Views) -> None:
+    assert "--execute" in run("view", "drop", "parcels").stderr
+    assert len(views.definitions()) == 3
+    assert run("view", "drop", "parcels", "--execute").exit_code == 0
+    assert [view.name for view in views.definitions()] == ["moves", "tracking"]
+
+
+def test_retention_tells_what_it_dropped(run: Run, views: Views) -> None:
+    views.declare(Timeline("parcels", retention=timedelta(days=1)))
+    assert "view 'parcels' lost 1 partition" in run("view", "retain").stderr
+    assert json.loads(run("view", "retain", "--json").stdout) == [{"view": "parcels", "dropped": 0, "busy": 0}]

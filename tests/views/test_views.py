@@ -1,0 +1,209 @@
+"""Views are declared once, change within limits, and lose whole partitions to their retention."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import InvalidNameError, ValidationError, ViewConflictError, ViewNotFoundError
+from eventsql_orchestration.views import Definition, Logs, Measure, Retained, Rollup, RollupEntry, Timeline, Views
+from tests.fixtures import Sessions, UntilBlocked
+from tests.views.conftest import DAY, MINUTE, NOON
+
+ALL: tuple[Definition, ...] = (
+    Timeline("parcels", retention=90 * DAY),
+    Rollup("moves", timedelta(hours=1), ("place",), ("weight",)),
+    Logs("tracking", language="english", retention=30 * DAY),
+)
+
+
+def partitions(database: Database, view: str) -> list[str]:
+    with database.connection() as connection:
+        rows = connection.execute(
+            "SELECT c.relname FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
+            "WHERE i.inhparent = %s::regclass AND c.relkind = 'r' ORDER BY 1",
+            [f"eventsql.view_{view}"],
+        )
+        return [str(name) for (name,) in rows]
+
+
+def test_a_declaration_makes_each_view_once(views: Views) -> None:
+    assert views.declare(*ALL) == ["parcels", "moves", "tracking"]
+    assert views.declare(*ALL) == []
+    assert sorted(views.definitions(), key=lambda view: view.name) == sorted(ALL, key=lambda view: view.name)
+    assert views.open("moves").definition == ALL[1]
+
+
+def test_processes_that_declare_at_once_make_each_view_once(database: Database) -> None:
+    changed: list[list[str]] = []
+
+    def declare() -> None:
+        changed.append(Views(database).declare(*ALL))
+
+    threads = [threading.Thread(target=declare) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(map(len, changed)) == [0, 0, 0, 3]
+
+
+def test_a_retention_a_value_and_a_language_may_be_added(database: Database, views: Views) -> None:
+    views.declare(Rollup("moves", MINUTE), Logs("tracking"))
+    with database.transaction() as connection:
+        views.rollup(Rollup("moves", MINUTE)).add(connection, [RollupEntry(NOON)])
+    wider = Rollup("moves", MINUTE, values=("weight",), retention=None)
+    assert views.declare(wider, Logs("tracking", language="simple", retention=DAY)) == ["moves", "tracking"]
+    with database.transaction() as connection:
+        views.rollup(wider).add(connection, [RollupEntry(NOON, values={"weight": 7})])
+        views.rollup(wider).add(connection, [RollupEntry(NOON + MINUTE, values={"weight": 2})], slot=3)
+    first, second = views.rollup(wider).read()
+    assert (first.count, first.values["weight"]) == (2, Measure(Decimal(7), Decimal(7), Decimal(7)))
+    assert (second.count, second.values["weight"].min) == (1, Decimal(2))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Timeline("moves"),
+        Rollup("moves", timedelta(minutes=2), ("place",), ("weight",)),
+        Rollup("moves", MINUTE, (), ("weight",)),
+        Rollup("moves", MINUTE, ("place",), ()),
+        Rollup("moves", MINUTE, ("place",), ("weight",), period=DAY),
+    ],
+    ids=["kind", "grain", "dimensions", "values", "period"],
+)
+def test_another_form_is_refused_and_changes_nothing(views: Views, other: Definition) -> None:
+    held = Rollup("moves", MINUTE, ("place",), ("weight",))
+    views.declare(held)
+    with pytest.raises(ViewConflictError, match="moves"):
+        views.declare(Timeline("new"), other)
+    assert views.definitions() == [held]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Timeline("Parcels"), lambda: Timeline(""), lambda: Timeline("p" * 41), lambda: Timeline("orders_event"),
+        lambda: Timeline("orders_segment_3"), lambda: Timeline("a_p202601010000"), lambda: Timeline('a"; DROP'),
+        lambda: Timeline("a", period=timedelta(seconds=90 * 60 + 1)), lambda: Timeline("a", period=MINUTE),
+        lambda: Timeline("a", retention=timedelta(0)), lambda: Rollup("a", timedelta(minutes=7)),
+        lambda: Rollup("a", MINUTE, ("x", "x")), lambda: Rollup("a", MINUTE, "place"),  # type: ignore[arg-type]
+        lambda: Rollup("a", MINUTE, ("eql tenant",)), lambda: Rollup("a", MINUTE, ("eql_tenant",)),
+        lambda: Rollup("a", MINUTE, ("sum_x",), ("x",)), lambda: Logs("a", language="english'); --"),
+    ],
+)  # fmt: skip
+def test_a_definition_that_cannot_be_is_refused_before_anything_is_made(make: Callable[[], Definition]) -> None:
+    with pytest.raises((InvalidNameError, ValidationError)):
+        make()
+
+
+def test_a_language_that_the_server_lacks_is_named_and_makes_nothing(views: Views) -> None:
+    with pytest.raises(ValidationError, match="klingon"):
+        views.declare(Logs("runs", language="klingon"))
+    assert views.definitions() == []
+
+
+def test_a_dropped_view_is_gone(database: Database, views: Views) -> None:
+    views.declare(*ALL)
+    views.drop("parcels")
+    with pytest.raises(ViewNotFoundError):
+        views.open("parcels")
+    with pytest.raises(ViewNotFoundError):
+        views.drop("parcels")
+    assert views.declare(*ALL) == ["parcels"]
+
+
+def fill(database: Database, views: Views, *ages: timedelta) -> Timeline:
+    """A timeline of days with an entry of each age, and a retention that it gets afterwards."""
+    everything = Timeline("parcels", period=DAY)
+    views.declare(everything)
+    now = datetime.now(UTC)
+    with database.transaction() as connection:
+        views.timeline(everything).append(connection, [("1", {"age": age.days}, now - age) for age in ages])
+    kept = Timeline("parcels", period=DAY, retention=10 * DAY)
+    views.declare(kept)
+    return kept
+
+
+def test_retention_drops_the_partitions_whose_entries_are_all_too_old(database: Database, views: Views) -> None:
+    kept = fill(database, views, 30 * DAY, 20 * DAY, 9 * DAY, 0 * DAY)
+    assert views.retain() == [Retained("parcels", dropped=2, busy=0)]
+    assert [entry.data["age"] for entry in views.timeline(kept).read("1")] == [9, 0]
+    assert views.retain() == [Retained("parcels", dropped=0, busy=0)]
+
+
+def test_the_partition_after_the_current_one_is_made_ahead(database: Database, views: Views) -> None:
+    fill(database, views)
+    before = partitions(database, "parcels")
+    views.retain(now=datetime.now(UTC) + DAY)
+    assert len(partitions(database, "parcels")) == len(before) + 1
+
+
+def test_a_partition_that_a_transaction_reads_stays_for_the_next_run(
+    database: Database, views: Views, sessions: Sessions
+) -> None:
+    fill(database, views, 30 * DAY, 0 * DAY)
+    reader = sessions()
+    reader.execute("SELECT FROM eventsql.view_parcels")
+    assert views.retain() == [Retained("parcels", dropped=0, busy=1)]
+    reader.rollback()
+    assert views.retain() == [Retained("parcels", dropped=1, busy=0)]
+
+
+def test_transactions_that_need_the_same_new_partition_make_it_once(
+    database: Database, views: Views, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    orders = Timeline("orders")
+    views.declare(orders)
+    first, second = sessions(), sessions()
+    timeline = views.timeline(orders)
+    timeline.append(first, [("1", {"number": 1}, NOON)])
+
+    def append() -> None:
+        timeline.append(second, [("2", {"number": 2}, NOON)])
+        second.commit()
+
+    other = threading.Thread(target=append)
+    other.start()
+    until_blocked()
+    first.commit()
+    other.join()
+    assert len(partitions(database, "orders")) == 3
+    assert [len(timeline.read(resource)) for resource in "12"] == [1, 1]
+
+
+def test_a_handler_with_times_of_too_many_periods_is_told(database: Database, views: Views) -> None:
+    views.declare(Timeline("orders", period=DAY))
+    timeline = views.timeline(Timeline("orders", period=DAY))
+    entries: list[tuple[str, dict[str, Any], datetime]] = [("1", {}, NOON + number * DAY) for number in range(101)]
+    with database.transaction() as connection, pytest.raises(ValidationError, match="101 periods"):
+        timeline.append(connection, entries)
+
+
+@pytest.mark.parametrize(
+    ("view", "starts"),
+    [
+        ("parcels", "ARRAY[timestamptz '2024-11-20 12:00:01+00']"),
+        ("parcels", "ARRAY[NULL::timestamptz]"),
+        ("parcels", "ARRAY['infinity'::timestamptz]"),
+        ("parcels", "array_fill('2024-11-20 00:00+00'::timestamptz, ARRAY[101])"),
+        ("pg_class", "ARRAY['2024-11-20 00:00+00'::timestamptz]"),
+        ("parcels; DROP TABLE x", "ARRAY['2024-11-20 00:00+00'::timestamptz]"),
+    ],
+)
+def test_the_function_of_the_database_makes_nothing_but_partitions_of_views(
+    database: Database, views: Views, view: str, starts: str
+) -> None:
+    views.declare(Timeline("parcels", period=DAY))
+    before = partitions(database, "parcels")
+    with database.connection() as connection, pytest.raises(psycopg.Error):
+        connection.execute(f"SELECT eventsql.make_view_periods(%s, {starts})".encode(), [view])
+    assert partitions(database, "parcels") == before
