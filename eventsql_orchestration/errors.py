@@ -82,6 +82,27 @@ class SequenceError(DatabaseError):
         return partial(type(self), self.finding, sequence=self.sequence, remedy=self.remedy), ()
 
 
+class BrokenBlockError(DatabaseError):
+    """A block of events in a topic's log is damaged, so reading its partition stops there.
+
+    `topic` and `partition` say where it is, `first` is the offset of its first event that was asked for.
+    """
+
+    def __init__(self, message: str | None = None, *, topic: str = "", partition: int = -1, first: int = 0) -> None:
+        super().__init__(
+            message
+            or f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its "
+            "number of events is not that of its values. Restore it from a backup, or move the consumers past it "
+            "(`eventsql seek --help`)"
+        )
+        self.topic = topic
+        self.partition = partition
+        self.first = first
+
+    def __reduce__(self) -> tuple[Callable[[], BrokenBlockError], tuple[()]]:
+        return partial(type(self), self.message, topic=self.topic, partition=self.partition, first=self.first), ()
+
+
 class StuckEventError(DatabaseError):
     """One event cannot be moved from the buffer to its log, so it and the later events of its topic wait there.
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, Literal, TypeAlias
 
 from eventsql_orchestration.errors import (
     InvalidNameError,
@@ -25,6 +25,7 @@ from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.validation import (
     MAX_VALUE_BYTES,
     NO_METADATA,
+    check_choice,
     check_kind,
     check_metadata,
     check_text,
@@ -103,6 +104,14 @@ def check_partition(topic: str, partition: object, partitions: int) -> int:
     return partition
 
 
+Storage: TypeAlias = Literal["rows", "blocks"]
+
+ROWS: Final = "rows"
+BLOCKS: Final = "blocks"
+STORAGES: Final = (ROWS, BLOCKS)
+"""The forms of a topic's log: a row for each event, or a row for many events."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """The bounds of a topic's log: events beyond any of them may be dropped.
@@ -140,9 +149,13 @@ class Topic:
 
     `partitions` is -1 for a topic that is not partitioned, else 1 to 32,767.
 
-    Equality ignores `retention`, `layout` and `shards`. In a topic from the registry, the retention None means that
-    everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends it. `layout`
-    counts the changes of the places of its keys. `shards` are the databases that share the topic, if there are several.
+    `storage` is the form of its log: "rows", or "blocks" for events that are published many at a time. In a topic to
+    register, None leaves it as it is, and takes rows for a new topic.
+
+    Equality ignores `retention`, `layout`, `shards` and `storage`. In a topic from the registry, the retention None
+    means that everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends
+    it. `layout` counts the changes of the places of its keys. `shards` are the databases that share the topic, if there
+    are several.
     """
 
     name: str
@@ -151,6 +164,7 @@ class Topic:
     retention: Retention | None = field(default=None, compare=False)
     layout: int = field(default=1, compare=False)
     shards: ShardSet | None = field(default=None, compare=False, repr=False)
+    storage: Storage | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
@@ -160,6 +174,12 @@ class Topic:
         check_kind("retention", self.retention, Retention | None)
         check_whole("layout", self.layout, least=1)
         check_kind("shards", self.shards, ShardSet | None)
+        if self.storage is not None:
+            check_choice("storage", self.storage, STORAGES)
+        if self.storage == BLOCKS and self.name.endswith(DEAD_LETTER_SUFFIX):
+            raise ValidationError(
+                f"topic {self.name!r} takes dead letters, which are read one by one: its storage must be {ROWS!r}"
+            )
 
     @property
     def partitioned(self) -> bool:

@@ -19,7 +19,7 @@ _TOKEN: Final = re.compile(
     |(?P<name>"(?:[^"]|"")*"|\{\w*\}|[a-z_]\w*)
     |(?P<keyword>[A-Z]\w*)
     |(?P<value>%\(\w+\)s|%[sb]|\$\d+|\d+(?:\.\d+)?)
-    |(?P<mark>::|=>|:=|[()\[\],;.])
+    |(?P<mark>::|=>|:=|:|[()\[\],;.])
     |(?P<operator>(?:%%|[-+*/<>=~!@\#&|^])+)""",
     re.VERBOSE | re.DOTALL,
 )

@@ -6,7 +6,7 @@ import json
 import operator
 import re
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import NoneType, UnionType
@@ -144,6 +144,12 @@ def check_kind(what: str, value: object, kind: type | UnionType) -> None:
         kinds = get_args(kind) or (kind,)
         wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
         raise ValidationError(f"{what} must be {wanted}, not {type(value).__name__}")
+
+
+def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
+    """Raise `ValidationError` unless `value` is one of some texts."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValidationError(f"{what} must be {' or '.join(map(repr, choices))}, not {shown(value)}")
 
 
 class Metadata(dict[str, str]):

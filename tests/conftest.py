@@ -20,13 +20,13 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
+from eventsql_orchestration.model import ROWS, STORAGES
+from eventsql_orchestration.topics import registry
 from tests.fixtures import memory_disk, said_by, session, sessions, spawn, until, until_blocked
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
-from tests.poolers.through import pytest_addoption
 
 __all__ = [
-    "pytest_addoption",
     "said_by",
     "session",
     "sessions",
@@ -49,8 +49,14 @@ def is_setting(name: str) -> bool:
     return name.startswith("EVENTSQL_") and name != PROGRAMS_VARIABLE
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    through.pytest_addoption(parser)
+    parser.addoption("--storage", choices=STORAGES, default=ROWS, help="The form of topics that name none.")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     """Configure hypothesis and Spark, and heed signals that a script's background or nohup ignores."""
+    registry.DEFAULT_STORAGE = config.getoption("--storage")
     # A deadline for each example would fail on a machine that is busy.
     hypothesis.settings.register_profile("tests", deadline=None)
     hypothesis.settings.load_profile("tests")

@@ -28,7 +28,7 @@ class Dagster(Benchmark):
 
     name = "dagster"
     summary = "Time Dagster from publish to run."
-    hidden = frozenset({"partitions", "raw_events"})
+    hidden = frozenset({"partitions", "storage", "raw_events"})
 
     cold: int = option(12, "Runs from rest", quick=1)
     drained: int = option(150, "Events for a run that drains", quick=5)

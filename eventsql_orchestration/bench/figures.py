@@ -39,7 +39,10 @@ class Publish(Benchmark):
         return session.beside_raw_copy(lambda: [self._publish(session)])
 
     def _publish(self, session: Session) -> Figure:
-        with session.topic("publish", partitions=self.partitions) as topic, session.crew() as crew:
+        with (
+            session.topic("publish", partitions=self.partitions, storage=self.storage) as topic,
+            session.crew() as crew,
+        ):
             publishers = start_publishers(
                 crew, topic, events=self.events, batch=self.batch, publishers=self.publishers, straight=self.straight
             )
@@ -81,7 +84,10 @@ class Latency(Benchmark):
         length = self.warm_up + self.seconds
         events = max(1, round(self.rate * length))
 
-        with session.topic("latency", partitions=self.partitions) as topic, session.crew() as crew:
+        with (
+            session.topic("latency", partitions=self.partitions, storage=self.storage) as topic,
+            session.crew() as crew,
+        ):
             consumer = session.consumer(topic)
             publisher = crew.start(
                 roles.publish_timed, "the publisher",
@@ -126,7 +132,7 @@ class Transfer(Benchmark):
         return [short, long, Figure("transfer_long_buffer_ratio", long.value / short.value, "of the short one's")]
 
     def _transfer(self, session: Session, name: str, events: int) -> Figure:
-        with session.topic("transfer", partitions=self.partitions) as topic:
+        with session.topic("transfer", partitions=self.partitions, storage=self.storage) as topic:
             session.fill_buffer(topic, partitions=self.partitions, events=events)
             session.settle()
 
@@ -164,7 +170,7 @@ class Consume(Benchmark):
     rounds: int = option(2, "How often each way is measured", most=100, quick=1)
 
     def measure(self, session: Session) -> list[Figure]:
-        with session.topic("consume", partitions=self.partitions) as topic:
+        with session.topic("consume", partitions=self.partitions, storage=self.storage) as topic:
             session.fill_log(topic, events=self.events)
             whole, partitions = session.beside_raw_copy(lambda: self._rounds(session, topic))
         ratio = partitions.value / whole.value
@@ -209,7 +215,7 @@ class Idle(Benchmark):
     warm_up: float = duration(12.0, "How long before the measurement begins", quick=0.5)
 
     def measure(self, session: Session) -> list[Figure]:
-        with session.topic("idle", partitions=self.partitions) as topic, session.crew() as crew:
+        with session.topic("idle", partitions=self.partitions, storage=self.storage) as topic, session.crew() as crew:
             consumer = crew.start(
                 roles.idle, "the consumer",
                 topic=topic, consumer=session.consumer(topic), warm_up=self.warm_up, seconds=self.seconds,
@@ -277,7 +283,10 @@ class Buffered(Benchmark):
             return float(crew.outcome(inserter, limit=60.0 + 2 * self.seconds)["rate"])
 
     def _acknowledged(self, session: Session, in_flight: int) -> dict[str, Any]:
-        with session.topic("buffered", partitions=self.partitions) as topic, session.crew() as crew:
+        with (
+            session.topic("buffered", partitions=self.partitions, storage=self.storage) as topic,
+            session.crew() as crew,
+        ):
             publisher = crew.start(
                 roles.publish_buffered, "the publisher", topic=topic, in_flight=in_flight, seconds=self.seconds
             )
@@ -302,7 +311,7 @@ class Retention(Benchmark):
 
     def measure(self, session: Session) -> list[Figure]:
         half = self.events // 2
-        with session.topic("retention", partitions=self.partitions) as topic:
+        with session.topic("retention", partitions=self.partitions, storage=self.storage) as topic:
             session.fill_log(topic, events=self.events)
             session.settle()
             session.connection.execute(session.queries("keep_newest"), {"topic": topic, "events": half})

@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import psycopg
 from psycopg import sql
@@ -28,7 +28,7 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
-from eventsql_orchestration.model import Topic
+from eventsql_orchestration.model import ROWS, Storage, Topic
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
@@ -110,11 +110,11 @@ class Session:
     # Topics, tables and processes
 
     @contextmanager
-    def topic(self, label: str, *, partitions: int) -> Iterator[str]:
+    def topic(self, label: str, *, partitions: int, storage: str = ROWS) -> Iterator[str]:
         """A topic of the benchmark for the block. Gives its name."""
         name = f"{PREFIX}{label}_{self._token}"
         try:
-            self.platform.registry.register_topic(Topic(name, partitions))
+            self.platform.registry.register_topic(Topic(name, partitions, storage=cast("Storage", storage)))
             yield name
         finally:
             with _uninterrupted():

@@ -37,7 +37,7 @@ class Single(Benchmark):
         return session.beside_raw_copy(lambda: self._run(session))
 
     def _run(self, session: Session) -> list[Figure]:
-        with session.topic("single", partitions=self.partitions) as topic, session.crew() as crew:
+        with session.topic("single", partitions=self.partitions, storage=self.storage) as topic, session.crew() as crew:
             consumer = session.consumer(topic)
             publisher = crew.start(
                 roles.publish_singly, "the publisher", topic=topic, events=self.events, threads=self.threads

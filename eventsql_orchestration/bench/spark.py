@@ -44,8 +44,8 @@ class Spark(Benchmark):
 
     def _compare(self, session: Session) -> list[Figure]:
         with (
-            session.topic("spark", partitions=self.partitions) as source,
-            session.topic("spark_target", partitions=self.partitions) as target,
+            session.topic("spark", partitions=self.partitions, storage=self.storage) as source,
+            session.topic("spark_target", partitions=self.partitions, storage=self.storage) as target,
             session.raw_table() as raw,
         ):
             session.fill_log(source, events=self.events)

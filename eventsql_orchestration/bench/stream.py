@@ -140,7 +140,7 @@ class Stream(Benchmark):
     def _run(self, session: Session, *, hold_xmin: bool = False, servers: Sequence[int] = ()) -> Run:
         """Publish and consume all events once. `servers` are the process ids of database servers to meter."""
         events = self.total
-        with session.topic("stream", partitions=self.partitions) as topic, session.crew() as crew:
+        with session.topic("stream", partitions=self.partitions, storage=self.storage) as topic, session.crew() as crew:
             consumer = session.consumer(topic)
             processes = {
                 "publishers": start_publishers(

@@ -34,6 +34,7 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
+from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.topics.leftovers import Leftovers
 
 _OLDEST_SERVER: Final = 14
@@ -152,7 +153,7 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     if schema.status is Status.OK and database.revision() is not None:
         yield from _creators(database)
         yield from _transfer(platform, stalled_after)
-        for check in (_sequences, _stranded, _order, _leftovers, _consumers):
+        for check in (_sequences, _blocks, _stranded, _order, _leftovers, _consumers):
             yield from check(platform)
 
 
@@ -221,6 +222,21 @@ def _sequences(platform: Shard) -> Iterator[Finding]:
         faults = sequences.faults(connection, database.schema, topics)
     for fault in faults:
         yield problem("sequences", fault.finding, fault.remedy)
+
+
+def _blocks(platform: Shard) -> Iterator[Finding]:
+    """Broken blocks of logs in blocks: reading their partition stops there, or gives events twice."""
+    database = platform.database
+    for topic in platform.registry.topics():
+        with database.connection() as connection:
+            found = broken_blocks(connection, database.schema, topic.name)
+        for block in found:
+            yield problem(
+                "logs",
+                f"the block of topic {topic.name} that ends with offset {block.offset}, in partition "
+                f"{block.partition}, is broken: {block.finding}",
+                "restore it from a backup, or move the consumers past it: eventsql seek --help",
+            )
 
 
 def _stranded(platform: Shard) -> Iterator[Finding]:

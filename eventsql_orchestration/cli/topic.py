@@ -13,7 +13,7 @@ from eventsql_orchestration.cli.output import Columns, counted, same, say, show_
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Size, TopicName, argument, command, option
 from eventsql_orchestration.cli.topic_output import TOPIC, description, form, kept, size
 from eventsql_orchestration.errors import TopicNotFoundError
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic, check_partitions
+from eventsql_orchestration.model import NOT_PARTITIONED, STORAGES, Retention, Storage, Topic, check_partitions
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -62,15 +62,21 @@ def create(
     partitions: Annotated[
         int, option("1 to 32767; without it the topic is not partitioned.", default=NOT_PARTITIONED, show_default=False)
     ],
+    storage: Annotated[
+        Storage | None,
+        option(
+            "The form of its log: blocks for events that are published many at a time.", type=click.Choice(STORAGES)
+        ),
+    ],
     dead_letters: Annotated[bool, option("Also create TOPIC_dlt for the events that its consumers give up.")],
     **retention: Unpack[_Retention],
 ) -> None:
     """Create TOPIC, or change it.
 
     A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
-    gets the number of partitions.
+    gets the number of partitions. Its form stays: rows, unless --storage says blocks when it is created.
     """
-    wanted, bounds = Topic(topic, partitions), _Bounds(**retention)
+    wanted, bounds = Topic(topic, partitions, storage=storage), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
     with context.definitions() as platform:
         _register(platform, wanted, bounds)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, same, say, show_fields, show_items
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.model import Retention, Topic
+from eventsql_orchestration.model import BLOCKS, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def form(topic: Topic) -> str:
     """The partitions and the retention of a topic, in a few words."""
     partitions = counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"
-    return partitions if topic.retention is None else f"{partitions}, kept: {kept(topic)}"
+    stored = partitions if topic.storage != BLOCKS else f"{partitions}, in blocks"
+    return stored if topic.retention is None else f"{stored}, kept: {kept(topic)}"
 
 
 def kept(topic: Topic) -> str:
@@ -56,7 +57,7 @@ def size(number: int) -> str:
 
 TOPIC: Final[Columns] = {
     "topic": "name",
-    **same("partitions", "created_at"),
+    **same("partitions", "storage", "created_at"),
     "retention": lambda topic: None if topic.retention is None else asdict(topic.retention),
 }
 """A topic for JSON."""
@@ -142,8 +143,9 @@ class Description:
     def show(self) -> None:
         found = self.topic
         partitions = found.partitions if found.partitioned else "not partitioned"
-        fields = {"topic": found.name, "partitions": partitions, "created (UTC)": found.created_at, "kept": kept(found)}
-        show_fields({**fields, "dead letters": self.dead_letters})
+        fields = {"topic": found.name, "partitions": partitions, "stored in": found.storage}
+        kept_since = {"created (UTC)": found.created_at, "kept": kept(found)}
+        show_fields({**fields, **kept_since, "dead letters": self.dead_letters})
         show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
         if self.layouts:
             after: Columns = {

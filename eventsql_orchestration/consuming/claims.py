@@ -41,7 +41,7 @@ from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import query_all, query_first
+from eventsql_orchestration.database.rows import fetch_all, query_first
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
@@ -135,8 +135,11 @@ class Claims:
 
         Empty if the consumer does not exist. Raises `TopicNotFoundError`.
         """
-        query = self._on_log("standings" if consumer.partitioned else "standings_topic", topic=consumer.topic)
-        rows = query_all(self._database, query, {"topic": consumer.topic, "consumer": consumer.name}, prepare=False)
+        name = "standings" if consumer.partitioned else "standings_topic"
+        with self._database.connection() as connection:
+            query = self._on_log.on(connection, name, consumer.topic)
+            own = {"topic": consumer.topic, "consumer": consumer.name}
+            rows = fetch_all(connection, query, own, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
     def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:

@@ -37,7 +37,7 @@ from eventsql_orchestration.consuming.worker_pool import (
 )
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -200,9 +200,10 @@ class Consumers:
 
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
         """The partitions that have the requested number of events, with the seconds until each may be consumed."""
-        query = self._on_log("ready" if partitioned else "ready_topic", topic=topic)
         asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
-        rows = query_all(self._database, query, asking, prepare=True)
+        with self._database.connection() as connection:
+            query = self._on_log.on(connection, "ready" if partitioned else "ready_topic", topic)
+            rows = fetch_all(connection, query, asking, prepare=True)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
         if len(found) < len(rows):
             settled = self._layouts.settle(topic, consumer).entered

@@ -59,7 +59,7 @@ class LagReader:
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
         own = {"topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            rows = fetch_all(connection, self._on_log("behind", topic=topic), own, prepare=False)
+            rows = fetch_all(connection, self._on_log.on(connection, "behind", topic), own, prepare=False)
             known = layouts(connection, self._database.schema, topic)
         partitions = [partition for partition, _ in rows]
         ending = max((each.number for each in known if each.after < until), default=None)

@@ -40,7 +40,7 @@ FUNCTIONS: Final = (
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
     "capture_page", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
-    "acknowledge_messages", "make_queue_archive", "make_view_periods",
+    "acknowledge_messages", "make_queue_archive", "make_view_periods", "refuse_rows",
 )  # fmt: skip
 """The platform's functions."""
 
@@ -115,8 +115,8 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """Further rights of a role of all topics."""
 
-_READ_LOG: Final = ("SELECT ON {log}", "SELECT ON SEQUENCE {ids}")
-_MAY_PUBLISH: Final = ("INSERT (eql_id) ON {log}",)
+_READ_LOG: Final = ("SELECT ON {log}", "SELECT ON {events}", "SELECT ON SEQUENCE {ids}")
+_MAY_PUBLISH: Final = ("INSERT (eql_id) ON {events}",)
 """Stands for the right to publish to one topic: it inserts nothing, and the topic takes it along when it goes."""
 
 _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
@@ -128,6 +128,12 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "consumer": _READ_LOG,
     "reader": _READ_LOG,
 }
+_WRITE_BLOCKS: Final = (
+    "INSERT ON {log}",
+    "SELECT (eql_id, eql_events, eql_buffered_at, eql_created_at) ON {log}",
+    "USAGE ON SEQUENCE {ids}",
+)
+"""The rights of the transfer on a log in blocks."""
 
 GRANTED_FUNCTIONS: Final = frozenset(
     right.removeprefix("EXECUTE ON FUNCTION {s}.")
@@ -162,11 +168,15 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A topic with the table of its log and the sequence of that table's ids, both as SQL."""
+    """A topic with the table of its log and the sequence of that table's ids, both as SQL.
+
+    `view` shows the events of a log in blocks; None for a log in rows.
+    """
 
     topic: str
     table: sql.Composable
     sequence: sql.Composable
+    view: sql.Composable | None = None
 
 
 def role_name(prefix: str, kind: str, topic: str | None = None) -> str:
@@ -193,13 +203,17 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
     granted: tuple[str, ...] = ()
     if role.topic in (None, log.topic):
         granted = _RIGHTS_ON_LOG.get(role.kind, ())
+        if role.kind == "transfer" and log.view is not None:
+            granted = _WRITE_BLOCKS
     if role.kind == "publisher" and role.topic == log.topic:
         granted = _MAY_PUBLISH
     if role.kind == "consumer" and log.topic.endswith(letters) and role.topic in (None, log.topic[: -len(letters)]):
         granted += _MAY_PUBLISH
-    for right in granted:
+    for right in dict.fromkeys(granted):
+        if log.view is None and right == "SELECT ON {events}":
+            continue
         yield sql.SQL("GRANT " + right + " TO {role}").format(
-            log=log.table, ids=log.sequence, role=sql.Identifier(role.name)
+            log=log.table, events=log.view or log.table, ids=log.sequence, role=sql.Identifier(role.name)
         )
 
 

@@ -11,6 +11,9 @@ EVENT_TABLE: Final = "%s_event"
 
 _FOLDED: Final = str.maketrans(string.ascii_uppercase, string.ascii_lowercase)
 
+BLOCK_TABLE: Final = "%s_block"
+"""The pattern of the names of the tables of logs in blocks."""
+
 
 def event_table(topic: str) -> str:
     """The name of the table that holds a topic's ordered log.
@@ -20,11 +23,16 @@ def event_table(topic: str) -> str:
     return EVENT_TABLE % topic.translate(_FOLDED)
 
 
+def block_table(topic: str) -> str:
+    """The name of the table that holds a topic's log in blocks."""
+    return BLOCK_TABLE % topic.translate(_FOLDED)
+
+
 def names_log(identifier: str) -> bool:
     """Whether an identifier may be that of a log, or of a log's segment or sequence."""
-    return "_event" in identifier or "_segment_" in identifier
+    return any(part in identifier for part in ("_event", "_block", "_segment_"))
 
 
 def mentions_log(message: str, schema: str) -> bool:
     """Whether a server's message names a log of `schema`. The words and quotes around the name differ by language."""
-    return re.search(rf"\b{re.escape(schema)}\.\S*_event\W", message) is not None
+    return re.search(rf"\b{re.escape(schema)}\.\S*_(event|block)\W", message) is not None

@@ -68,6 +68,9 @@ class Queries:
         self._schema = schema
         self._composed: dict[tuple[str, tuple[tuple[str, str], ...]], sql.SQL] = {}
 
+    def __contains__(self, name: str) -> bool:
+        return name in _statements(self._file, self._room)
+
     def __call__(self, name: str, **names: str) -> sql.SQL:
         """The statement called `name`. Each of `names` is an identifier for its placeholder: `table` for `{table}`."""
         key = name, tuple(names.items())

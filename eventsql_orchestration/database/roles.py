@@ -19,7 +19,7 @@ from eventsql_orchestration.database import grants, tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Log, Role, role_name
-from eventsql_orchestration.database.log_names import EVENT_TABLE
+from eventsql_orchestration.database.log_names import BLOCK_TABLE, EVENT_TABLE
 from eventsql_orchestration.database.migrations import VERSION_TABLE
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
@@ -198,14 +198,21 @@ def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]
 
 def _logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:
     wanted = None if topics is None else list(topics)
-    rows = _rows(connection, schema, "logs", topics=wanted, log=EVENT_TABLE)
-    return [Log(topic, sql.Identifier(namespace, table), sql.SQL(ids)) for topic, namespace, table, ids in rows]
+    rows = _rows(connection, schema, "logs", topics=wanted, log=EVENT_TABLE, blocks=BLOCK_TABLE)
+    return [
+        Log(
+            topic, sql.Identifier(namespace, table), sql.SQL(ids),
+            None if view is None else sql.Identifier(namespace, view),
+        )
+        for topic, namespace, table, ids, view in rows
+    ]  # fmt: skip
 
 
 def _tables(connection: psycopg.Connection[Any], schema: str) -> list[tuple[Any, ...]]:
     """The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser."""
     names = [*tables.NAMES, VERSION_TABLE]
-    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED, log=EVENT_TABLE)
+    patterns = {"log": EVENT_TABLE, "blocks": BLOCK_TABLE}
+    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED, **patterns)
 
 
 def _own(connection: Connection, schema: str, admin: str) -> Statements:

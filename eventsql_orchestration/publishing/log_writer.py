@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Final
+from typing import Final, TypeAlias, cast
 
 import psycopg
 
@@ -24,8 +24,9 @@ from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
-from eventsql_orchestration.model import Topic
+from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import segments, sequences
@@ -59,8 +60,16 @@ _OF_EVENTS: Final = ("22", "23", "44", "P0", "XX")
 """SQLSTATE classes that a single event may cause: data, constraints, views' checks, triggers, faults of the server."""
 
 
+Encoded: TypeAlias = bytes | EncodedBlock
+"""An event for a log in rows (`copy_format.encode`), or events for a log in blocks."""
+
+
 class SmallerBatchError(Exception):
     """Internal: a batch could not be moved, and the next batch of its topic has fewer events."""
+
+
+class _ForeignIdsError(Exception):
+    """Internal: another program drew ids of a log in blocks at the same time."""
 
 
 class _BufferStuckError(Exception):
@@ -69,7 +78,7 @@ class _BufferStuckError(Exception):
 
 _BUFFER_MAY_TAKE_IT: Final = (
     psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation,
-    psycopg.errors.QueryCanceled, _BufferStuckError,
+    psycopg.errors.QueryCanceled, _BufferStuckError, _ForeignIdsError,
 )  # fmt: skip
 """After these errors nothing was appended, and the buffer may still take the batch."""
 
@@ -219,7 +228,7 @@ class LogWriter:
             self._tried = limit, None
             mark = self._low_water.marks.get(topic, 0)
             batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
-            upto, found, definition, block, last_id = batch
+            upto, found, definition, block, last_id, blocks = batch
 
             self._tried = None
             if found:
@@ -228,7 +237,7 @@ class LogWriter:
             last = upto if block is None else block - 1
             moved = self._move(connection, topic, last, definition) if found else 0
             if block is not None:
-                copied = self._blocks.move(connection, topic, block, zoned=self._zoned[topic])
+                copied = self._blocks.move(connection, topic, block, zoned=self._zoned[topic], blocks=blocks)
                 self._drew(topic, copied)
                 moved += copied
 
@@ -286,15 +295,15 @@ class LogWriter:
 
     # Appending a publisher's own events
 
-    def append(self, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
+    def append(self, topic: Topic, events: Iterable[Sequence[Encoded]]) -> bool:
         """Append encoded events to the topic's log, after its buffered events, in one transaction.
 
-        `events` come in parts, and each part is fetched while the topic is held. If fetching a part raises, nothing is
-        appended.
+        `topic.storage` says how they are encoded: for rows, or as blocks. `events` come in parts, and each part is
+        fetched while the topic is held. If fetching a part raises, nothing is appended.
 
         False, with nothing done, if the events must go to the buffer: another transaction keeps the topic for too long,
-        too much is buffered, the topic is no longer defined like `topic`, or its log has times without a time zone,
-        which the server must convert (EventSQL's Java library makes such tables).
+        too much is buffered, the topic is no longer defined like `topic`, its log is in another form, or its log has
+        times without a time zone, which the server must convert (EventSQL's Java library makes such tables).
         """
         # The mark may be a little late; it matters only with events in the buffer.
         if time.monotonic() - self._looked_at > LOOK_SECONDS:
@@ -316,15 +325,16 @@ class LogWriter:
             self._low_water.moved(topic.name, MAX_OFFSET)
         return appended
 
-    def _append(self, connection: Connection, topic: Topic, events: Iterable[Sequence[bytes]]) -> bool:
+    def _append(self, connection: Connection, topic: Topic, events: Iterable[Sequence[Encoded]]) -> bool:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return False
 
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
         mark = self._low_water.marks.get(topic.name, 0)
-        definition, now, upto, found, last_id = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
-        if definition != [topic.partitions, topic.layout] or found > most:
+        state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
+        definition, now, upto, found, last_id, blocks = state
+        if definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS) or found > most:
             return False
         self._make_room(connection, topic.name, last_id)
         if not self._zoned[topic.name]:
@@ -332,14 +342,37 @@ class LogWriter:
 
         if found:
             self._move_before(connection, topic.name, upto, definition, found)
-        prefix = copy_format.log_prefix(copy_format.microseconds(now))
-        with self._log.copy(connection.cursor(), topic.name) as copy:
+        time = copy_format.microseconds(now)
+        if blocks:
+            self._append_blocks(connection, topic.name, cast("Iterable[Sequence[EncodedBlock]]", events), time)
+            return True
+        self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", events), time)
+        return True
+
+    def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
+        prefix = copy_format.log_prefix(now)
+        with self._log.copy(connection.cursor(), topic) as copy:
             copy.write(copy_format.HEADER)
             for part in events:
                 copy.write(prefix + prefix.join(part))
-                self._drew(topic.name, len(part))
+                self._drew(topic, len(part))
             copy.write(copy_format.TRAILER)
-        return True
+
+    def _append_blocks(
+        self, connection: Connection, topic: str, blocks: Iterable[Sequence[EncodedBlock]], now: int
+    ) -> None:
+        for part in blocks:
+            events = sum(block.events for block in part)
+            first = self._log.draw(connection, topic, events)
+            if first is None:
+                raise _ForeignIdsError
+            self._drew(topic, events)
+            with self._log.copy(connection.cursor(), topic) as copy:
+                copy.write(copy_format.HEADER)
+                for block in part:
+                    copy.write(block.row(first, now, now))
+                    first += block.events
+                copy.write(copy_format.TRAILER)
 
     def _move_before(self, connection: Connection, topic: str, upto: int, definition: list[int], found: int) -> None:
         """Move the `found` buffered events, before a publisher's own."""

@@ -23,8 +23,9 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
-from eventsql_orchestration.model import Publication, Topic, check_partition
+from eventsql_orchestration.model import BLOCKS, Publication, Topic, check_partition
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.block_format import EncodedBlock, encode_blocks
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, rendered
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
@@ -48,6 +49,8 @@ _integer: Final = struct.Struct(">i").pack
 
 _CHUNK_BYTES: Final = 256 * 1024
 _CHUNK_EVENTS: Final = 500
+_PART_EVENTS: Final = 5_000
+"""Events of a batch that are made blocks at a time: the server stores some blocks while the next are encoded."""
 
 Encoded: TypeAlias = tuple[str, bytes]
 """An event's topic and the rest of its row."""
@@ -180,23 +183,37 @@ class Publisher:
         """Take the straight path. False, with nothing done, if the events must go to the buffer."""
         if not writer.may_append(topic.name):
             return False
-        rows = self._rows(publications, topic)
+        parts = self._blocks(publications, topic) if topic.storage == BLOCKS else self._row_parts(publications, topic)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
             # In parts: the server stores one part while the next is encoded.
-            appended = mine and writer.append(topic, iter(lambda: list(islice(rows, _CHUNK_EVENTS)), []))
+            appended = mine and writer.append(topic, parts)
         if appended:
             self._on_appended(topic.name)
         return appended
 
-    def _rows(self, publications: list[Publication], topic: Topic) -> Iterator[bytes]:
-        """The rows of events, encoded lazily while the topic is held. The caller's partitioner runs before that."""
-        partitions: Iterable[int]
+    def _row_parts(self, publications: list[Publication], topic: Topic) -> Iterator[list[bytes]]:
+        rows = map(copy_format.encode, publications, self._partitions(publications, topic))
+        return iter(lambda: list(islice(rows, _CHUNK_EVENTS)), [])
+
+    def _blocks(self, publications: list[Publication], topic: Topic) -> Iterator[list[EncodedBlock]]:
+        """The blocks of events. The first part is encoded here, before the topic is held."""
+        partitions = iter(self._partitions(publications, topic))
+
+        def encoded() -> Iterator[list[EncodedBlock]]:
+            for part in (
+                publications[start : start + _PART_EVENTS] for start in range(0, len(publications), _PART_EVENTS)
+            ):
+                yield list(encode_blocks(part, list(islice(partitions, len(part)))))
+
+        parts = encoded()
+        return chain([next(parts)], parts)
+
+    def _partitions(self, publications: list[Publication], topic: Topic) -> Iterable[int]:
+        """The partitions of events, found lazily. The caller's partitioner runs before the topic is held."""
         by_key = self._partitioner is default_partition and topic.shards is None
         if by_key and all(each.partition is None for each in publications):
-            partitions = (default_partition(each, topic.partitions) for each in publications)
-        else:
-            partitions = [self._partition(each, topic) for each in publications]
-        return map(copy_format.encode, publications, partitions)
+            return (default_partition(each, topic.partitions) for each in publications)
+        return [self._partition(each, topic) for each in publications]
 
     @property
     def hashes_keys(self) -> bool:

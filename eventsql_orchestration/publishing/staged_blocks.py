@@ -13,6 +13,7 @@ import psycopg
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.block_format import encode_rows
 from eventsql_orchestration.publishing.blocks import REFERENCE, unpack
 from eventsql_orchestration.storage.appending import LogAppender
 
@@ -89,17 +90,27 @@ class StagedBlocks:
                     copy.write(piece)
             copy.write(copy_format.TRAILER)
 
-    def move(self, connection: Connection, topic: str, reference: int, *, zoned: bool) -> int:
+    def move(self, connection: Connection, topic: str, reference: int, *, zoned: bool, blocks: bool = False) -> int:
         """Copy the block that the buffer's row `reference` stands for to the end of the log. Gives its events.
 
-        The caller's transaction holds the topic. `zoned` says whether the log's times have a time zone. Raises
-        `psycopg.DataError` if the block is missing or damaged.
+        The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `blocks`: the log is in
+        blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
         row = connection.execute(self._blocks("take"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
         if row is None:
             raise _damaged(reference, "is gone")
         packed, events, published, now = row
-        prefix = copy_format.log_prefix(copy_format.microseconds(now), copy_format.microseconds(published))
+        times = copy_format.microseconds(now), copy_format.microseconds(published)
+        if blocks:
+            try:
+                copied = self._copy_blocks(connection, topic, packed, *times)
+            except (zlib.error, ValueError) as error:
+                raise _damaged(reference, f"cannot be unpacked ({error})") from error
+            if copied != events:
+                raise _damaged(reference, f"has {copied} events instead of {events}")
+            return copied
+
+        prefix = copy_format.log_prefix(*times)
         with connection.cursor() as cursor:
             try:
                 with self._appender.copy(cursor, topic) as copy:
@@ -112,6 +123,24 @@ class StagedBlocks:
             if cursor.rowcount != events:
                 raise _damaged(reference, f"has {cursor.rowcount} events instead of {events}")
         return int(events)
+
+    def _copy_blocks(self, connection: Connection, topic: str, packed: bytes, now: int, published: int) -> int:
+        """Copy the events of a staged block to the end of a log in blocks; gives their number."""
+        copied = 0
+        for events in copy_format.decode_rows(unpack(packed, b"")):
+            if not events:
+                continue
+            first = self._appender.draw(connection, topic, len(events))
+            if first is None:
+                raise psycopg.errors.SerializationFailure(f"another program drew ids of topic {topic!r}")
+            with self._appender.copy(connection.cursor(), topic) as copy:
+                copy.write(copy_format.HEADER)
+                for block in encode_rows(events):
+                    copy.write(block.row(first, published, now))
+                    first += block.events
+                copy.write(copy_format.TRAILER)
+            copied += len(events)
+        return copied
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
         """Delete the blocks of attempts, except published blocks and blocks of a prepared part."""

@@ -188,7 +188,7 @@ class ShardStore:
         """Whether a consumer has consumed all events before a generation here; True if the consumer does not exist."""
         own = {"generation": generation, "topic": topic, "consumer": consumer}
         with self._database.connection() as connection:
-            return not fetch_one(connection, self._on_log("before_fence", topic=topic), own, prepare=False)[0]
+            return not fetch_one(connection, self._on_log.on(connection, "before_fence", topic), own, prepare=False)[0]
 
     # The barrier
 

@@ -11,7 +11,6 @@ from eventsql_orchestration.spark.adbc import Piece
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK, PROBES, Interval, even_tasks
 from eventsql_orchestration.spark.read_options import ReadOptions
-from eventsql_orchestration.storage.log_table import table_name
 
 _LEAST_PROBES: Final = 4
 """The least parts of each range, if many ranges are planned together."""
@@ -53,7 +52,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
 
 def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
     offsets = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds)
-    return Piece(offsets, table_name(offsets.topic), first, wanted.rows, wanted.logs.shard)
+    return Piece(offsets, wanted.logs.table(offsets.topic), first, wanted.rows, wanted.logs.shard)
 
 
 def _number_of_tasks(options: ReadOptions, events: int) -> int:

@@ -22,6 +22,7 @@ from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stre
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.log_form import stored_table
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
@@ -272,6 +273,12 @@ class Logs:
         with self.database.connection() as connection:
             found = self._ranges.samples(connection, offsets.topic, offsets.partition, parts, sample=SAMPLE)
         return Occupied(offsets.after, offsets.upto, [Stretch.estimate(*each) for each in found])
+
+    @_on_its_shard
+    def table(self, topic: str) -> str:
+        """The name of the table that holds a topic's log, for `copy_out`."""
+        with self.database.connection() as connection:
+            return stored_table(connection, self._schema, topic)
 
     @_on_its_shard
     def firsts(self, offsets: OffsetRange, parts: Sequence[Interval]) -> list[int | None]:

@@ -10,6 +10,8 @@ import psycopg
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage.log_form import in_blocks
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 
@@ -18,7 +20,7 @@ class TopicState(NamedTuple):
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one
-    and upwards.
+    and upwards. `blocks`: the log is in blocks.
     """
 
     definition: list[int] | None
@@ -26,12 +28,13 @@ class TopicState(NamedTuple):
     upto: int
     buffered: int
     last_id: int | None
+    blocks: bool
 
 
 class BufferedBatch(NamedTuple):
     """The next events of a topic in the buffer: the last buffer id, 0 without events, and the number.
 
-    `block` is the first buffer id that stands for a block. `definition` and `last_id` are as in `TopicState`.
+    `block` is the first buffer id that stands for a block. The other fields are as in `TopicState`.
     """
 
     upto: int
@@ -39,23 +42,29 @@ class BufferedBatch(NamedTuple):
     definition: list[int]
     block: int | None
     last_id: int | None
+    blocks: bool
 
 
 class LogAppender:
     """Appends to the logs of one database schema, on its callers' connections."""
 
     def __init__(self, schema: str) -> None:
+        self._schema = schema
         self._queries = LogQueries("append", schema)
 
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
         """The state of a topic. At most `limit` buffered events are counted; a block of events counts as `limit`."""
         values = {"topic": topic, "low_water": low_water, "limit": limit}
-        return TopicState(*fetch_one(connection, self._queries("append_state"), values, prepare=False))
+        state = TopicState(*fetch_one(connection, self._queries("append_state"), values, prepare=False))
+        log_form.learn(connection, self._schema, topic, blocks=state.blocks)
+        return state
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next events of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
         values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
-        return BufferedBatch(*fetch_one(connection, self._queries("batch_end"), values, prepare=False))
+        batch = BufferedBatch(*fetch_one(connection, self._queries("batch_end"), values, prepare=False))
+        log_form.learn(connection, self._schema, topic, blocks=batch.blocks)
+        return batch
 
     def move(
         self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int
@@ -65,10 +74,21 @@ class LogAppender:
         `partitions` and `layout` are the topic's: a publisher that knows no layouts may have chosen partitions by an
         earlier layout.
         """
-        query = self._queries("move" if layout == 1 else "move_into_layout", topic=topic)
+        name = "move" if layout == 1 else "move_into_layout"
+        blocks = in_blocks(connection, self._schema, topic)
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions}
-        return connection.execute(query, values, prepare=False).rowcount
+        moved = connection.execute(self._queries(name, topic=topic, blocks=blocks), values, prepare=False)
+        return sum(events for (events,) in moved) if blocks else moved.rowcount
+
+    def draw(self, connection: Connection, topic: str, events: int) -> int | None:
+        """Take ids for `events` events of a log in blocks. Gives the first; None if others took ids, too."""
+        query = self._queries("draw", topic=topic, blocks=True)
+        last, consecutive = fetch_one(connection, query, {"events": events}, prepare=False)
+        return last - events + 1 if consecutive else None
 
     def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
-        """COPY of encoded events to the end of the log: rows as `publishing/copy_format.py` makes them."""
-        return cursor.copy(self._queries("append", topic=topic))
+        """COPY of encoded events to the end of the log: rows as `publishing/copy_format.py` makes them.
+
+        To a log in blocks, blocks as `publishing/block_format.py` makes them.
+        """
+        return cursor.copy(self._queries.on(cursor.connection, "append", topic))

@@ -24,6 +24,14 @@ _EXPRESSIONS: Final = {
     "headers": sql.SQL("eql_metadata::text"),
 }
 
+MOST_EVENTS: Final = 20_000
+"""The most events of a block, as its table's constraint has it."""
+
+_OF_BLOCKS: Final = "_block"
+"""The end of the names of tables of blocks; those of rows end with `_event`."""
+
+_MAX_OFFSET: Final = 2**63 - 1
+
 COLUMNS: Final = frozenset(_EXPRESSIONS)
 """The columns that a log has, by their names in Spark."""
 
@@ -31,7 +39,10 @@ COLUMNS: Final = frozenset(_EXPRESSIONS)
 def range_query(
     schema: str, table: str, offsets: OffsetRange, columns: Iterable[str], *, rows: Sequence[str] = ()
 ) -> str:
-    """The events of a range in order. `rows` are SQL conditions on the columns of the log, with values as literals."""
+    """The events of a range in order. `rows` are SQL conditions on the columns of the log, with values as literals.
+
+    `table` is the table that holds the log, in either form.
+    """
     conditions: list[sql.Composable] = [
         sql.SQL("eql_id > {}").format(offsets.after),
         sql.SQL("eql_id <= {}").format(offsets.upto),
@@ -39,15 +50,56 @@ def range_query(
     if offsets.partition != NOT_PARTITIONED:
         conditions.append(sql.SQL("eql_partition = {}").format(offsets.partition))
     conditions += [sql.SQL(f"({row})") for row in rows]
-    return _select(schema, table, sql.SQL(", ").join(_EXPRESSIONS[name] for name in columns), conditions)
+    selected = sql.SQL(", ").join(_EXPRESSIONS[name] for name in columns)
+    where = sql.SQL(" AND ").join(conditions)
+    if not table.endswith(_OF_BLOCKS):
+        query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
+        return qualified(query.format(selected, sql.Identifier(schema, table), where).as_string())
+
+    # The blocks come in order, and their events within them: sorting the events would cost more than reading them.
+    needed = sql.SQL(", ").join([selected, where]).as_string()
+    log = _events_of_blocks(schema, table, offsets, needed)
+    return qualified(sql.SQL("SELECT {} FROM {} WHERE {}").format(selected, log, where).as_string())
 
 
 def event_query(schema: str, table: str, offset: int) -> str:
     """The offset of one event, if the log still has the event."""
-    return _select(schema, table, _EXPRESSIONS["offset"], [sql.SQL("eql_id = {}").format(offset)])
+    return range_query(schema, table, OffsetRange("log", NOT_PARTITIONED, offset - 1, offset), ["offset"])
 
 
-def _select(schema: str, table: str, columns: sql.Composable, conditions: Sequence[sql.Composable]) -> str:
-    log = sql.Identifier(schema, table)
-    query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
-    return qualified(query.format(columns, log, sql.SQL(" AND ").join(conditions)).as_string())
+_SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metadata": "eql_metadata"}
+"""The columns of events that are arrays in blocks, and these arrays."""
+
+_NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - eql_events < {upto}")
+"""The blocks that a range has events of: a block has at most 20,000."""
+
+
+def _events_of_blocks(schema: str, table: str, offsets: OffsetRange, needed: str) -> sql.Composed:
+    """A relation of the events of blocks near a range, in order; of their arrays, those that `needed` names."""
+    wanted = [name for name in _SOURCES if name in needed]
+    arrays: list[sql.Composable] = [sql.SQL("b.{}").format(sql.Identifier(_SOURCES[name])) for name in wanted]
+    names = [sql.SQL(name) for name in wanted]
+    if "eql_buffered_at" in needed:
+        arrays.append(sql.SQL("b.eql_times"))
+        names.append(sql.SQL("published"))
+    # An array that always has an element for each event.
+    arrays.append(sql.SQL("array_fill(NULL::boolean, ARRAY[b.eql_events])"))
+    names += [sql.SQL("nothing"), sql.SQL("number")]
+    columns = [sql.SQL("b.eql_id - b.eql_events + e.number AS eql_id"), sql.SQL("b.eql_partition")]
+    columns += [
+        sql.SQL("coalesce(e.eql_metadata, '{}'::json) AS eql_metadata" if name == "eql_metadata" else f"e.{name}")
+        for name in wanted
+    ]
+    if "eql_buffered_at" in needed:
+        columns.append(sql.SQL("coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at"))
+    near = min(offsets.upto, _MAX_OFFSET - MOST_EVENTS) + MOST_EVENTS
+    conditions = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
+    if offsets.partition != NOT_PARTITIONED:
+        conditions += sql.SQL(" AND eql_partition = {}").format(offsets.partition)
+    return sql.SQL(
+        "(SELECT {columns} FROM (SELECT * FROM {blocks} WHERE {conditions} ORDER BY eql_id) b "
+        "CROSS JOIN LATERAL {unnested} WITH ORDINALITY AS e ({names})) log"
+    ).format(
+        columns=sql.SQL(", ").join(columns), blocks=sql.Identifier(schema, table), conditions=conditions,
+        unnested=sql.SQL("unnest({})").format(sql.SQL(", ").join(arrays)), names=sql.SQL(", ").join(names),
+    )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 import sqlalchemy
@@ -23,9 +23,11 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import JSON
 from sqlalchemy.schema import DropTable
 
-from eventsql_orchestration.database import tables
-from eventsql_orchestration.database.log_names import event_table
-from eventsql_orchestration.database.rows import fetch_first
+from eventsql_orchestration.database import driver_connection, tables
+from eventsql_orchestration.database.log_names import block_table, event_table
+from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.errors import RegistryError
+from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 _TIME: Final = DateTime(timezone=True)
@@ -51,12 +53,12 @@ def event_log(topic: str, *, partitioned: bool) -> Table:
 
 
 def table_name(topic: str) -> str:
-    """The name of the table that holds a topic's log, for `copy_out` and for programs that show it."""
+    """The name of the relation with the events of a topic's log, for programs that read it in SQL."""
     return event_table(topic)
 
 
 def identifier(schema: str, topic: str) -> sql.Identifier:
-    """A topic's log, to be composed into a statement of this room."""
+    """A topic's log with EventSQL's columns, to be composed into a statement of this room."""
     return sql.Identifier(schema, event_table(topic))
 
 
@@ -65,9 +67,53 @@ def is_usable_name(topic: str) -> bool:
     return event_table(topic) not in tables.NAMES
 
 
-def drop_log(connection: sqlalchemy.Connection, topic: str, *, if_exists: bool = False) -> None:
+def exists(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
+    """Whether a topic has a log."""
+    log = {"name": identifier(schema, topic).as_string(connection)}
+    return fetch_first(connection, LogQueries("forms", schema)("exists"), log) == (True,)
+
+
+def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: str, *, partitioned: bool) -> None:
+    """Create a topic's log in blocks, without segments, in the caller's transaction."""
+    queries = LogQueries("forms", schema)
+    name = sql.Identifier(schema, block_table(topic)).as_string(connection)
+    if fetch_first(connection, queries("exists"), {"name": name}) == (True,):
+        raise RegistryError(f"topic {topic!r} cannot be kept in blocks: there is a table {name} already. Rename it")
+    steps = ["create_blocks", "store_apart", "create_view", "refuse_rows"]
+    for step in steps + (["create_partition_index"] if partitioned else []):
+        connection.execute(queries(step, topic=topic))
+    log_form.learn(connection, schema, topic, blocks=True)
+
+
+class BrokenBlock(NamedTuple):
+    """A block that is not whole, overlaps the one before it, or is of a partition that its topic never had.
+
+    `offset` is that of its last event.
+    """
+
+    offset: int
+    partition: int
+    finding: str
+
+
+def broken_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> list[BrokenBlock]:
+    """The first broken blocks of a topic's log, and none for a log in rows. Looks into the newest 1,000 blocks."""
+    if not log_form.in_blocks(connection, schema, topic):
+        return []
+    query = LogQueries("forms", schema)("broken_blocks", topic=topic)
+    return [BrokenBlock(*row) for row in fetch_all(connection, query, {"topic": topic}, prepare=False)]
+
+
+def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_exists: bool = False) -> None:
     """Drop a topic's log with its segments, in the caller's transaction."""
-    connection.execute(DropTable(event_log(topic, partitioned=False), if_exists=if_exists))
+    driver = driver_connection(connection)
+    if log_form.is_in_blocks(driver, schema, topic):
+        queries = LogQueries("forms", schema)
+        for step in ("drop_view", "drop_blocks"):
+            driver.execute(queries(step, topic=topic))
+    else:
+        connection.execute(DropTable(event_log(topic, partitioned=False), if_exists=if_exists))
+    log_form.forget(driver, schema, topic)
 
 
 def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:
@@ -78,6 +124,6 @@ def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:
 
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
-    queries, log = LogQueries("read", schema), {"log": identifier(schema, topic).as_string(connection)}
+    queries, log = LogQueries("read", schema), {"log": log_form.stored(connection, schema, topic).as_string(connection)}
     if fetch_first(connection, queries("is_refused"), log) == (True,):
-        connection.execute(queries("check_readable", topic=topic))
+        connection.execute(queries.on(connection, "check_readable", topic))

@@ -8,8 +8,8 @@ from typing import Final
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.storage.log_form import stored
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.storage.log_table import identifier
 
 COUNTED: Final = 10_000
 """Events that are counted for each consumer partition, and dead letters for each topic. Counting a long backlog at each
@@ -58,12 +58,12 @@ class LogMetrics:
     def log(self, connection: Connection, topic: str) -> LogFigures:
         """The figures of a topic's log."""
         values = {"log": self._log(connection, topic)}
-        return LogFigures(*fetch_one(connection, self._queries("log", topic=topic), values, prepare=False))
+        return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), values, prepare=False))
 
     def waiting(self, connection: Connection, topic: str) -> dict[tuple[str, int], Waiting]:
         """The events that wait for each consumer of a topic and each of its partitions."""
         values = {"topic": topic, "most": COUNTED}
-        rows = fetch_all(connection, self._queries("waiting", topic=topic), values, prepare=False)
+        rows = fetch_all(connection, self._queries.on(connection, "waiting", topic), values, prepare=False)
         return {
             (consumer, partition): Waiting(events, furthest or 0, max(0.0, seconds or 0.0), below is False)
             for consumer, partition, events, furthest, seconds, below in rows
@@ -76,4 +76,4 @@ class LogMetrics:
         return int(row[0])
 
     def _log(self, connection: Connection, topic: str) -> str:
-        return identifier(self._schema, topic).as_string(connection)
+        return stored(connection, self._schema, topic).as_string(connection)

@@ -85,12 +85,13 @@ class LogRanges:
         partitions, afters, uptos = ([each[column] for each in ranges] for column in range(3))
         name = "occupied_topic" if NOT_PARTITIONED in partitions else "occupied"
         values = {"numbers": list(range(len(ranges))), "partitions": partitions, "after": afters, "upto": uptos}
-        return {number for (number,) in fetch_all(connection, self._queries(name, topic=topic), values, prepare=False)}
+        query = self._queries.on(connection, name, topic)
+        return {number for (number,) in fetch_all(connection, query, values, prepare=False)}
 
     def first(self, connection: Connection, topic: str, *, after: int, upto: int) -> int | None:
         """The first offset in a range of a whole log; None without events."""
         values = {"after": after, "upto": upto}
-        (first,) = fetch_one(connection, self._queries("first", topic=topic), values, prepare=False)
+        (first,) = fetch_one(connection, self._queries.on(connection, "first", topic), values, prepare=False)
         return None if first is None else int(first)
 
     def ends_of_events(self, connection: Connection, topic: str, *, after: int, upto: int, events: int) -> list[int]:
@@ -121,11 +122,11 @@ class LogRanges:
     ) -> Publication:  # fmt: skip
         """The events after an offset that one transaction published at `at` for a Dagster asset, at most `events`."""
         values = {"after": after, "at": at, "asset": asset, "partition": run_partition, "events": events}
-        query = self._queries("publication", topic=topic)
+        query = self._queries.on(connection, "publication", topic)
         return Publication(*fetch_one(connection, query, values, prepare=False))
 
     def _ends(self, connection: Connection, name: str, topic: str, **values: float) -> list[int]:
-        rows = fetch_all(connection, self._queries(name, topic=topic), values, prepare=False)
+        rows = fetch_all(connection, self._queries.on(connection, name, topic), values, prepare=False)
         return [int(end) for (end,) in rows]
 
     def _rows(
@@ -133,7 +134,7 @@ class LogRanges:
     ) -> list[TupleRow]:
         # Plan for the values: a generic plan does not know how small the range is.
         name = name if partition == NOT_PARTITIONED else f"{name}_partition"
-        query = self._queries(name, topic=topic)
+        query = self._queries.on(connection, name, topic)
         return fetch_all(connection, query, {**values, "partition": partition}, prepare=False)
 
 

@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import datetime
+from itertools import repeat
 from typing import Any, Final, NamedTuple
 
 import psycopg
+from psycopg import sql
 from psycopg.rows import TupleRow, tuple_row
 from psycopg.types.numeric import Int8BinaryLoader
 from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.storage.log_form import in_blocks
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 MAX_OFFSET: Final = 2**63 - 1
+
+_FIRST_BLOCKS: Final = 64
+"""How many blocks are looked at first for the events of a batch."""
+
+_MORE: Final = 8
+"""How many times as many blocks each further look takes, where blocks are small."""
 
 
 class Extent(NamedTuple):
@@ -41,6 +51,7 @@ class LogReader:
     """
 
     def __init__(self, schema: str) -> None:
+        self._schema = schema
         self._queries = LogQueries("read", schema)
 
     def read(
@@ -54,7 +65,11 @@ class LogReader:
         cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
         cursor.adapters.register_loader("json", TextBinaryLoader)
         values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
-        cursor.execute(self._queries(_of("read", partition), topic=topic), values, binary=True, prepare=False)
+        blocks = in_blocks(connection, self._schema, topic)
+        query = self._queries(_of("read", partition), topic=topic, blocks=blocks)
+        if blocks:
+            return _read_blocks(cursor, query, topic, values)
+        cursor.execute(query, values, binary=True, prepare=False)
         return [Event(topic, *row) for row in cursor.fetchall()]
 
     def end(self, connection: Connection, topic: str, partition: int = NOT_PARTITIONED) -> int:
@@ -93,7 +108,8 @@ class LogReader:
         self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int
     ) -> float | None:
         """Seconds since the first event after an offset was published; None without one."""
-        query, values = self._queries(_of("oldest", partition), topic=topic), {"partition": partition, "after": after}
+        query = self._queries.on(connection, _of("oldest", partition), topic)
+        values = {"partition": partition, "after": after}
         row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else float(row[0])
 
@@ -108,7 +124,8 @@ class LogReader:
     ) -> int | None:  # fmt: skip
         """The offset of the `n`-th event of a range, counted from 1; None if the range has fewer."""
         values = {"partition": partition, "after": after, "upto": upto, "skip": n - 1}
-        row = fetch_first(connection, self._queries(_of("nth", partition), topic=topic), values, prepare=False)
+        query = self._queries.on(connection, _of("nth", partition), topic)
+        row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else int(row[0])
 
     def nth_before(
@@ -116,17 +133,53 @@ class LogReader:
     ) -> int | None:
         """The offset of the `n`-th event from `offset` backwards; an event at `offset` is the first."""
         values = {"partition": partition, "offset": offset, "skip": n - 1}
-        row = fetch_first(connection, self._queries(_of("nth_before", partition), topic=topic), values, prepare=False)
+        query = self._queries.on(connection, _of("nth_before", partition), topic)
+        row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else int(row[0])
 
     def _row(
         self, connection: psycopg.Connection[Any], name: str, topic: str, partition: int, values: Mapping[str, object]
     ) -> TupleRow:
         # Planned for its values: `read_partition` says why.
-        query = self._queries(_of(name, partition), topic=topic)
+        query = self._queries.on(connection, _of(name, partition), topic)
         return fetch_one(connection, query, {**values, "partition": partition}, prepare=False)
 
 
 def _of(name: str, partition: int) -> str:
     """The name of a statement that exists for all partitions and for one."""
     return name if partition == NOT_PARTITIONED else f"{name}_partition"
+
+
+def _read_blocks(cursor: psycopg.Cursor[Any], query: sql.SQL, topic: str, values: dict[str, Any]) -> list[Event]:
+    """The events of a range of a log in blocks."""
+    events: list[Event] = []
+    limit: int | None = values["limit"]
+    blocks = None if limit is None else _FIRST_BLOCKS
+    while True:
+        left = None if limit is None else limit - len(events)
+        cursor.execute(query, {**values, "limit": left, "blocks": blocks}, binary=True, prepare=False)
+        rows = cursor.fetchall()
+        for row in rows:
+            events += _events_of_block(topic, *row)
+        if blocks is None or len(rows) < blocks or len(events) == limit:
+            return events
+        # Whole blocks were read so far.
+        values["after"] = events[-1].id
+        blocks *= _MORE
+
+
+def _events_of_block(  # noqa: PLR0917 - in the order of the columns
+    topic: str, first: int, partition: int, events: int, buffered_at: int, created_at: int,
+    keys: list[str | None] | None, contents: list[bytes], metadata: list[str] | None, times: list[int] | None,
+) -> list[Event]:  # fmt: skip
+    whole = len(contents) == events and all(array is None or len(array) == events for array in (keys, metadata, times))
+    if not whole:
+        raise BrokenBlockError(topic=topic, partition=partition, first=first)
+    return list(
+        map(
+            Event, repeat(topic), range(first, first + events), repeat(partition),
+            repeat(None, events) if keys is None else keys, contents,
+            repeat(buffered_at) if times is None else times, repeat(created_at),
+            repeat("{}") if metadata is None else metadata,
+        )
+    )  # fmt: skip

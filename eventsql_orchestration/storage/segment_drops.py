@@ -17,8 +17,8 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.storage.log_form import stored
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.storage.log_table import identifier
 from eventsql_orchestration.storage.segments import Segment, segment_name, segments
 
 LOCK_SECONDS: Final = 5
@@ -54,29 +54,32 @@ class SegmentDrops:
 
     def span(self, connection: Connection, segment: Segment) -> Span | None:
         """The offsets of a segment and its age; None if it is empty."""
-        row = fetch_first(connection, self._queries("first", table=segment.table), prepare=False)
+        row = fetch_first(connection, self._on_segment(connection, "first", segment), prepare=False)
         if row is None:
             return None
-        last = fetch_first(connection, self._queries("last", table=segment.table), prepare=False)
+        last = fetch_first(connection, self._on_segment(connection, "last", segment), prepare=False)
         return None if last is None else Span(row[0], last[0], row[1])
 
     def newest(self, connection: Connection, segment: Segment) -> Newest | None:
         """The newest event of a segment, and the planner's estimate of its events; None if it is empty."""
-        last = fetch_first(connection, self._queries("last", table=segment.table), prepare=False)
+        last = fetch_first(connection, self._on_segment(connection, "last", segment), prepare=False)
         if last is None:
             return None
         table = sql.Identifier(self._schema, segment.table).as_string(connection)
-        estimate = fetch_first(connection, self._queries("estimate"), {"table": table})
+        estimate = fetch_first(connection, self._on_segment(connection, "estimate", segment), {"table": table})
         if estimate is None or estimate[0] < 0:
             # The segment was never analyzed.
-            estimate = fetch_one(connection, self._queries("size", table=segment.table), prepare=False)
+            estimate = fetch_one(connection, self._on_segment(connection, "size", segment), prepare=False)
         return Newest(last[0], last[1], int(estimate[0]))
 
     def unpassed(self, connection: Connection, segment: Segment, *, newest: int) -> tuple[str, int] | None:
         """A consumer and its partition that have events of a segment to consume, up to `newest`; None without one."""
         values = {"topic": self._topic, "newest": newest}
-        row = fetch_first(connection, self._queries("unpassed", table=segment.table), values, prepare=False)
+        row = fetch_first(connection, self._on_segment(connection, "unpassed", segment), values, prepare=False)
         return None if row is None else (row[0], row[1])
+
+    def _on_segment(self, connection: Connection, name: str, segment: Segment) -> sql.SQL:
+        return self._queries.on(connection, name, self._topic, table=segment.table)
 
     # Dropping one
 
@@ -107,7 +110,7 @@ class SegmentDrops:
     def _alter(self, connection: Connection, table: str, statement: str, *, wait: float | None = None) -> None:
         """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
-            "log": identifier(self._schema, self._topic),
+            "log": stored(connection, self._schema, self._topic),
             "segment": sql.Identifier(self._schema, table),
             "mark": sql.Literal(tables.DROPPED),
         }
@@ -121,7 +124,7 @@ class SegmentDrops:
 
         Raises `QueryCanceled` after `wait` seconds, which a timer measures.
         """
-        log, segment = identifier(self._schema, self._topic), sql.Identifier(self._schema, table)
+        log, segment = stored(connection, self._schema, self._topic), sql.Identifier(self._schema, table)
         statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, segment)
 
         def give_up() -> None:
@@ -157,8 +160,9 @@ def drop_leftovers(connection: Connection, schema: str, *, kept: Sequence[str]) 
 def drop_orphans(connection: Connection, schema: str, prefix: str) -> None:
     """Drop the logs and detached segments that no topic has, with names that begin with `prefix`."""
     values = {"schema": schema, "prefix": prefix}
-    for (table,) in fetch_all(connection, LogQueries("segments", schema)("orphans"), values):
-        connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
+    for table, view in fetch_all(connection, LogQueries("segments", schema)("orphans"), values):
+        statement = "DROP VIEW IF EXISTS {}" if view else "DROP TABLE IF EXISTS {}"
+        connection.execute(sql.SQL(statement).format(sql.Identifier(schema, table)))
 
 
 def _detached(connection: Connection, schema: str, names: str) -> list[str]:

@@ -21,8 +21,8 @@ from eventsql_orchestration.database import Connection, Queries, driver_connecti
 from eventsql_orchestration.database.log_names import event_table
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
-from eventsql_orchestration.model import Topic
-from eventsql_orchestration.storage import legacy_writer_trigger, sequences
+from eventsql_orchestration.model import BLOCKS, Topic
+from eventsql_orchestration.storage import legacy_writer_trigger, log_form, log_table, sequences
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import event_log, identifier
 
@@ -53,6 +53,19 @@ class Segment:
 def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
     """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
     driver = driver_connection(connection)
+    blocks = log_form.is_in_blocks(driver, schema, topic.name)
+    if not blocks and topic.storage == BLOCKS and not log_table.exists(driver, schema, topic.name):
+        log_table.create_blocks(driver, schema, topic.name, partitioned=topic.partitioned)
+        blocks = True
+    if not blocks:
+        _create_rows(connection, schema, topic)
+    sequences.settle(driver, schema, log_form.stored_table(driver, schema, topic.name))
+    if segments(driver, schema, topic.name) == []:
+        ensure_ahead(driver, schema, topic.name)
+
+
+def _create_rows(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
+    driver = driver_connection(connection)
     log = event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
     name = sql.Identifier(schema, log.name).as_string(driver)
@@ -64,9 +77,6 @@ def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> 
         # A large table takes long, and this cannot be done in parts.
         driver.execute("SET LOCAL statement_timeout TO 0")
         index.create(connection)
-    sequences.settle(driver, schema, log.name)
-    if segments(driver, schema, topic.name) == []:
-        ensure_ahead(driver, schema, topic.name)
 
 
 def segment_name(topic: str, start: int) -> str:
@@ -85,8 +95,8 @@ def segments(connection: Connection, schema: str, topic: str) -> list[Segment] |
 
 
 def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
-    """A topic's event table, as the statements on segments take it."""
-    return {"log": identifier(schema, topic).as_string(connection)}
+    """The table of a topic's log, as the statements on segments take it."""
+    return {"log": log_form.stored(connection, schema, topic).as_string(connection)}
 
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
@@ -116,7 +126,7 @@ def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> N
 
 def vacuum(connection: Connection, schema: str, topic: str) -> None:
     """Leave a log as it is a while after it was written, on a connection in autocommit mode."""
-    connection.execute(LogQueries("segments", schema)("vacuum", topic=topic))
+    connection.execute(LogQueries("segments", schema).on(connection, "vacuum", topic))
 
 
 def adopt(connection: Connection, schema: str, topic: str) -> None:

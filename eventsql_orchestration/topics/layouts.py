@@ -93,7 +93,7 @@ class Layouts:
         return Settled(True)
 
     def _behind(self, connection: Connection, topic: str, own: dict[str, str]) -> Settled | None:
-        rows = connection.execute(self._on_log("behind", topic=topic), own, prepare=False).fetchall()
+        rows = connection.execute(self._on_log.on(connection, "behind", topic), own, prepare=False).fetchall()
         if not rows:
             return None
         return Settled(False, f"{named([partition for partition, _ in rows])} must come to offset {rows[0][1]} first")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any, Final, TypedDict, Unpack
 
 from sqlalchemy import Connection, delete, func, null, select, update
@@ -14,7 +15,7 @@ from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFil
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, ROWS, Retention, Storage, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.storage import log_table, segments
 from eventsql_orchestration.storage.log_table import check_readable
@@ -46,6 +47,9 @@ class ConsumerSettings(TypedDict, total=False):
     filter: DeclaredFilter
     held: bool
 
+
+DEFAULT_STORAGE: Storage = ROWS
+"""The form of a topic that names none."""
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -82,7 +86,7 @@ class Registry:
             # EventSQL's Java library registers topics too, and does not take our lock.
             connection.execute(
                 insert(tables.topic)
-                .values(eql_name=topic.name, eql_partitions=topic.partitions)
+                .values(eql_name=topic.name, eql_partitions=topic.partitions, eql_storage=_storage(topic))
                 .on_conflict_do_nothing()
             )
             if before is None:
@@ -90,11 +94,16 @@ class Registry:
             connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
 
             existing = existing_topic(connection, topic.name)
+            if topic.storage not in {None, existing.storage}:
+                raise RedefinitionError(
+                    f"topic {topic.name!r} is stored in {existing.storage} and cannot be changed to {topic.storage}: "
+                    "register another topic"
+                )
             if existing.partitions != topic.partitions:
                 self._redefine(connection, existing, topic)
             if topic.retention is not None:
                 _keep(connection, existing, topic.retention)
-            segments.create_log(connection, self._database.schema, topic)
+            segments.create_log(connection, self._database.schema, replace(topic, storage=existing.storage))
             if has_roles:
                 roles.grant(driver_connection(connection), self._database.schema, [topic.name])
             registration = topic_registration(before, existing_topic(connection, topic.name))
@@ -126,7 +135,7 @@ class Registry:
             .where(_t.eql_name == topic.name)
             .values(eql_partitions=topic.partitions, eql_layout=_t.eql_layout + 1)
         )
-        log_table.drop_log(connection, topic.name)
+        log_table.drop_log(connection, schema_of(connection), topic.name)
 
     def topics(self) -> list[Topic]:
         """All topics, by name."""
@@ -198,7 +207,7 @@ class Registry:
             connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
-            log_table.drop_log(connection, name, if_exists=True)
+            log_table.drop_log(connection, self._database.schema, name, if_exists=True)
         self.forget(name)
 
     # Consumers
@@ -310,6 +319,11 @@ def _insert_consumer(
             for partition in partitions
         ],
     )  # fmt: skip
+
+
+def _storage(topic: Topic) -> Storage:
+    """The form of a new topic's log."""
+    return topic.storage or (ROWS if topic.name.endswith(DEAD_LETTER_SUFFIX) else DEFAULT_STORAGE)
 
 
 def _partitions(count: int) -> str:

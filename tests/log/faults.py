@@ -34,6 +34,7 @@ from typing import Any, Final, TypeAlias
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, ShardError
+from eventsql_orchestration.model import STORAGES
 from tests.fixtures import memory_disk
 from tests.log import playing, verdict
 from tests.log.numbered import TOPIC, Progress, replace
@@ -214,7 +215,7 @@ class Run:
         return server.create_database(f"faults_{self.figures.shards}")
 
     def _prepare(self, platform: EventSQL) -> None:
-        platform.registry.register_topic(Topic(TOPIC, self._settings.partitions))
+        platform.registry.register_topic(Topic(TOPIC, self._settings.partitions, storage=self._settings.storage))
         for role, consumer in CONSUMERS.items():
             platform.registry.register_consumer(Consumer(TOPIC, consumer, partitioned=role != "consume_claims"))
         for dsn in self._urls.read_text().split():
@@ -372,6 +373,7 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--repartitionings", type=int, default=None, help="as many as restarts by default")
     parser.add_argument("--additions", type=int, default=None, help="of shards; two by default if there are several")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
+    parser.add_argument("--storage", choices=STORAGES, default="rows", help="the form of the log")
     parser.add_argument("--keep", action="store_true", help="leave the servers as they are when there are violations")
     given = vars(parser.parse_args(arguments))
     keep = given.pop("keep")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from eventsql_orchestration.model import Storage
 from tests.log.verdict import CONSUMERS
 
 SHARES: Final = {"single": 0.02, "small": 0.08, "outbox": 0.10, "buffered": 0.30, "straight": 0.50}
@@ -35,6 +36,7 @@ class Settings:
     repartitionings: int = 10
     additions: int = 0
     deadline: float = 1_200.0
+    storage: Storage = "rows"
 
 
 @dataclass(frozen=True, slots=True)

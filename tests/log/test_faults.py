@@ -12,13 +12,21 @@ from tests.log import faults, plan, verdict
 from tests.log.plan import Settings
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=150.0)
+IN_BLOCKS = replace(SMALL, storage="blocks")
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2
 )
 
 
-@pytest.mark.parametrize("settings", [SMALL, SHARDED], ids=["one database", "shards that are added"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(SMALL, id="one database"),
+        pytest.param(SHARDED, id="shards that are added"),
+        pytest.param(IN_BLOCKS, id="blocks", marks=pytest.mark.nightly),
+    ],
+)
 def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_servers_restart(
     settings: Settings,
 ) -> None:

@@ -17,11 +17,14 @@ SELECT a.eql_role, a.eql_kind, a.eql_topic,
 FROM {schema}.access_role a
 ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 
--- logs -- Each topic, the schema and table of its log, and the sequence of the ids.
+-- logs -- Each topic, the schema and table of its log, the sequence of the ids, and the view of a log in blocks.
 SELECT t.eql_name, n.nspname, c.relname,
-       pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id')
+       pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id'),
+       CASE WHEN t.eql_storage = 'blocks' THEN format(%(log)s, lower(t.eql_name COLLATE "C")) END
 FROM {schema}.topic t
-JOIN pg_class c ON c.relname = format(%(log)s, lower(t.eql_name COLLATE "C"))
+JOIN pg_class c ON c.relname = format(
+    CASE WHEN t.eql_storage = 'blocks' THEN %(blocks)s ELSE %(log)s END, lower(t.eql_name COLLATE "C")
+)
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
 ORDER BY t.eql_name;
@@ -33,11 +36,13 @@ JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 JOIN pg_roles o ON o.oid = c.relowner
 LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
 LEFT JOIN pg_class log ON log.oid = i.inhparent
-WHERE c.relkind = ANY (ARRAY['r', 'p'])
+WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
   AND (
       c.relname = ANY (%(tables)s)
       OR coalesce(log.relname, c.relname) = ANY (
-          SELECT format(%(log)s, lower(t.eql_name COLLATE "C")) FROM {schema}.topic t
+          SELECT format(pattern, lower(t.eql_name COLLATE "C"))
+          FROM {schema}.topic t CROSS JOIN unnest(ARRAY[%(log)s, %(blocks)s]) AS pattern
+          WHERE pattern = %(log)s OR t.eql_storage = 'blocks'
       )
       OR obj_description(c.oid, 'pg_class') = %(dropped)s
   )

@@ -1,18 +1,28 @@
+-- part ids -- The sequence of a topic's ids, in either form of its log.
+coalesce(
+    pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'),
+    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block')) IS NOT NULL
+        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'), 'eql_id') END
+)
+
 -- part last_id -- The last id of the log; NULL if its sequence does not give ids one by one and upwards.
 (SELECT pg_sequence_last_value(own.sequence)
-FROM (
-    SELECT pg_get_serial_sequence(
-        '{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'
-    )::regclass::oid AS sequence
-) own
+FROM (SELECT {ids}::regclass::oid AS sequence) own
 CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
 WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 
+-- part in_blocks -- Whether the log is in blocks.
+coalesce((
+    SELECT relkind = 'v' FROM pg_class
+    WHERE oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'))
+), false)
+
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
--- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log.
+-- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log, and whether it is in
+-- blocks.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), coalesce(max(eql_id), 0), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
-       {last_id}
+       {last_id}, {in_blocks}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -25,12 +35,12 @@ COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- A batch of at most `limit` events: its last buffer id, its size, the topic's partitions and layout, the
--- first id of a block of events in it; and the last id of the log. Every read of a topic's part of the buffer compares
+-- first id of a block of events in it; the last id of the log, and whether it is in blocks. Every read of a topic's part of the buffer compares
 -- rows: the buffer fills and empties faster than its statistics change, and the server might step over all other topics
 -- otherwise.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        min(eql_id) FILTER (WHERE eql_partition < -1),
-       {last_id}
+       {last_id}, {in_blocks}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)

@@ -7,10 +7,10 @@ ORDER BY known.topic;
 -- log -- A log's identity; the newest offset that it has, or has given out if it is empty; the seconds since its oldest
 -- event entered it; its bytes.
 SELECT log.oid::bigint,
-       coalesce((SELECT max(eql_id) FROM {schema}.{event_table}),
+       coalesce((SELECT max(eql_id) FROM {schema}.{log_table}),
                 pg_sequence_last_value(pg_get_serial_sequence(%(log)s::text, 'eql_id')::regclass), 0),
        (SELECT extract(epoch FROM clock_timestamp() - eql_created_at::timestamptz)::float8
-        FROM {schema}.{event_table} ORDER BY eql_id LIMIT 1),
+        FROM {schema}.{log_table} ORDER BY eql_id LIMIT 1),
        (pg_total_relation_size(log.oid)
         + (SELECT coalesce(sum(pg_total_relation_size(inhrelid)), 0) FROM pg_inherits WHERE inhparent = log.oid))::bigint
 FROM (SELECT %(log)s::text::regclass::oid) AS log (oid);

@@ -11,13 +11,13 @@ LIMIT %(limit)s;
 SELECT has_table_privilege(to_regclass(%(log)s), 'SELECT') IS FALSE;
 
 -- check_readable -- Nothing of a topic's log, which takes the right to read it.
-SELECT FROM {schema}.{event_table} LIMIT 0;
+SELECT FROM {schema}.{log_table} LIMIT 0;
 
 -- end -- The newest offset of a topic, 0 when it is empty.
-SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table};
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{log_table};
 
 -- end_partition -- The newest offset of one partition, 0 when it is empty.
-SELECT coalesce(max(eql_id), 0) FROM {schema}.{event_table} WHERE eql_partition = %(partition)s;
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{log_table} WHERE eql_partition = %(partition)s;
 
 -- count -- How many events a range of offsets holds.
 SELECT count(*) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s;

@@ -133,13 +133,19 @@ SELECT EXISTS (
     )
 );
 
--- orphans -- The logs, and the detached segments of logs, that no topic has, with names that begin so.
-SELECT c.relname
+-- orphans -- The logs, and the detached segments of logs, that no topic has, with names that begin so; and whether each
+-- is a view. Views come before the tables that they read.
+SELECT c.relname, c.relkind = 'v'
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s AND (c.relkind = 'r' OR c.relkind = 'p') AND NOT c.relispartition
-  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|segment_[0-9]+)$'
-  AND NOT EXISTS (SELECT FROM {schema}.topic t WHERE (lower(t.eql_name COLLATE "C") || '_event') = c.relname);
+WHERE n.nspname = %(schema)s AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT c.relispartition
+  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|block|segment_[0-9]+)$'
+  AND NOT EXISTS (
+      SELECT FROM {schema}.topic t WHERE c.relname = ANY (ARRAY[
+          lower(t.eql_name COLLATE "C") || '_event', lower(t.eql_name COLLATE "C") || '_block'
+      ])
+  )
+ORDER BY c.relkind DESC;
 
 -- vacuum -- Leave a log as it is a while after it was written.
-VACUUM (ANALYZE) {schema}.{event_table};
+VACUUM (ANALYZE) {schema}.{log_table};

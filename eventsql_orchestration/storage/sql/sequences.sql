@@ -27,11 +27,11 @@ SELECT max(eql_id) FROM {schema}.{table};
 SELECT (
            SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype
                   AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype
-           FROM (SELECT) nothing LEFT JOIN {schema}.{event_table} ON false
+           FROM (SELECT) nothing LEFT JOIN {schema}.{log_table} ON false
        ),
        sequence.oid::bigint, coalesce(pg_sequence_last_value(sequence.oid), 0),
        greatest(
-           (SELECT max(eql_id) FROM {schema}.{event_table}),
+           (SELECT max(eql_id) FROM {schema}.{log_table}),
            (SELECT max(eql_last_event_id) FROM {schema}.consumer
             WHERE eql_topic = %(topic)s AND eql_last_event_id < 4611686018427387904),
            (SELECT max(eql_after) FROM {schema}.topic_layout WHERE eql_topic = %(topic)s),

@@ -1,0 +1,70 @@
+-- append -- Any number of encoded blocks to the end of the topic's log.
+COPY {schema}.{block_table} (
+    eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
+) FROM STDIN (FORMAT binary);
+
+-- draw -- Take so many ids of the log: the last one, and whether they are consecutive.
+WITH own AS MATERIALIZED (
+    SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence
+)
+SELECT max(id), max(id) - min(id) + 1 = count(*)
+FROM (SELECT nextval(own.sequence) AS id FROM own CROSS JOIN generate_series(1, %(events)s)) drawn;
+
+-- part moved -- Take events out of the buffer.
+WITH moved AS (
+    DELETE FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
+
+-- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
+-- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. Without consecutive ids it
+-- gets none and is refused.
+numbered AS (
+    SELECT *, (row_number() OVER own - 1) / 10000 AS by_number,
+           sum(octet_length(eql_value) + coalesce(octet_length(eql_key), 0) + octet_length(eql_metadata::text)) OVER own
+               / 1048576 AS by_size
+    FROM placed
+    WINDOW own AS (PARTITION BY eql_partition ORDER BY eql_id)
+), packed AS (
+    SELECT min(eql_id) AS first, eql_partition, count(*)::int AS events, min(eql_created_at) AS published,
+           CASE WHEN min(eql_created_at) < max(eql_created_at) THEN array_agg(eql_created_at ORDER BY eql_id) END AS times,
+           CASE WHEN count(eql_key) > 0 THEN array_agg(eql_key ORDER BY eql_id) END AS keys,
+           array_agg(eql_value ORDER BY eql_id) AS vals,
+           CASE WHEN bool_or(eql_metadata::text <> '{{}}') THEN array_agg(eql_metadata ORDER BY eql_id) END AS metadata
+    FROM numbered
+    GROUP BY eql_partition, by_number, trunc(by_size)
+), own AS MATERIALIZED (
+    SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence
+), ids AS MATERIALIZED (
+    SELECT min(id) - 1 AS before, max(id) - min(id) + 1 = count(*) AS consecutive
+    FROM (
+        SELECT nextval(own.sequence) AS id FROM own CROSS JOIN generate_series(1, (SELECT count(*) FROM moved))
+    ) drawn
+)
+INSERT INTO {schema}.{block_table} (
+    eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
+)
+SELECT CASE WHEN ids.consecutive THEN ids.before + (sum(packed.events) OVER (ORDER BY packed.first))::bigint END,
+       packed.eql_partition, packed.events, packed.published, statement_timestamp(), packed.times, packed.keys,
+       packed.vals, packed.metadata
+FROM packed CROSS JOIN ids
+ORDER BY packed.first
+RETURNING eql_events
+
+-- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
+{moved}
+), placed AS (SELECT * FROM moved), {packed};
+
+-- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
+-- new partition.
+{moved}
+), placed AS (
+    SELECT eql_id,
+           CASE
+               WHEN (eql_partition >= 0 AND eql_partition < %(partitions)s) OR %(partitions)s < 0 THEN eql_partition
+               WHEN eql_key IS NOT NULL THEN {schema}.partition_of_key(eql_key, %(partitions)s)
+               ELSE (eql_id %% %(partitions)s)::smallint
+           END AS eql_partition,
+           eql_key, eql_value, eql_created_at, eql_metadata
+    FROM moved
+), {packed};

@@ -1,0 +1,329 @@
+"""Logs in blocks: what a range of them holds is what the same events in rows hold, whatever the blocks are like."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import islice, pairwise
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import BrokenBlockError, RedefinitionError, ValidationError
+from eventsql_orchestration.model import OffsetRange, Storage
+from eventsql_orchestration.publishing import block_format, copy_format
+from eventsql_orchestration.publishing.block_format import encode_blocks
+from eventsql_orchestration.storage import copy_out, log_form, log_table, reading, segments
+from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
+from tests.fixtures import Sessions
+
+SCHEMA = "eventsql"
+NOON = datetime(2024, 3, 1, 12, tzinfo=UTC)
+PARTITIONS = 3
+
+appender, reader, ranges = LogAppender(SCHEMA), LogReader(SCHEMA), LogRanges(SCHEMA)
+
+
+def publication(number: int, partition: int, rng: random.Random) -> Publication:
+    run = {"dagster_run_id": rng.choice("ab"), "dagster_asset_key": "x"} if rng.random() < 0.3 else {}
+    key = rng.choice([None, "", "k", "ä" * 9])
+    return Publication("blocks", b"%d" % number * rng.choice([0, 1, 40]), key=key, metadata=run, partition=partition)
+
+
+def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: int) -> int:
+    """Append the same events with the same ids to the topics `blocks` and `rows`; gives their number."""
+    for name in ("blocks", "rows"):
+        platform.registry.register_topic(Topic(name, PARTITIONS, storage="blocks" if name == "blocks" else "rows"))
+    written = 0
+    for hour in range(blocks):
+        partition, events = rng.randrange(PARTITIONS), rng.choice([1, 1, 2, 7, 30])
+        own = [publication(written + each, partition, rng) for each in range(events)]
+        now = copy_format.microseconds(NOON + timedelta(hours=hour))
+        for name in ("blocks", "rows"):
+            with session.transaction():
+                segments.ensure_ahead(session, SCHEMA, name)
+                if name == "blocks":
+                    (block,) = encode_blocks(own, [partition] * events)
+                    first = appender.draw(session, name, events)
+                    assert first is not None
+                    encoded = block.row(first, now - 5, now)
+                else:
+                    prefix = copy_format.log_prefix(now, now - 5)
+                    encoded = b"".join(prefix + copy_format.encode(each, partition) for each in own)
+                with appender.copy(session.cursor(), name) as copy:
+                    copy.write(copy_format.HEADER + encoded + copy_format.TRAILER)
+        written += events
+    return written
+
+
+@pytest.fixture
+def both(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Both:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 50)
+    monkeypatch.setattr(reading, "_FIRST_BLOCKS", 2)
+    rng = random.Random(request.param)
+    return Both(session, rng, fill(platform, session, rng, blocks=30))
+
+
+@dataclass
+class Both:
+    """The topics `blocks` and `rows` with the same events, and random ranges of them."""
+
+    session: Connection
+    rng: random.Random
+    events: int
+
+    def same(self, ask: Callable[..., object], *given: object, **named: object) -> None:
+        answers = [ask(self.session, topic, *given, **named) for topic in ("blocks", "rows")]
+        assert answers[0] == answers[1]
+
+    def ranges(self) -> Iterator[tuple[int, int, int]]:
+        """Partitions with the offsets after and up to which something is asked."""
+        for _ in range(40):
+            after = self.rng.randrange(-1, self.events + 3)
+            upto = self.rng.choice([MAX_OFFSET, after + self.rng.randrange(-2, 60)])
+            yield self.rng.randrange(-1, PARTITIONS + 1), after, upto
+
+
+def content(session: Connection, topic: str, **wanted: Any) -> list[object]:
+    return [
+        (each.id, each.partition, each.key, each.value, each.buffered_at, each.created_at, each.metadata)
+        for each in reader.read(session, topic, **wanted)
+    ]
+
+
+def waiting(session: Connection, topic: str, **wanted: Any) -> tuple[object, ...]:
+    """All but the seconds, which pass."""
+    return reader.waiting(session, topic, **wanted)[:2]
+
+
+def is_behind(session: Connection, topic: str, **wanted: Any) -> bool:
+    return reader.seconds_behind(session, topic, **wanted) is not None
+
+
+def in_sql(session: Connection, topic: str, after: int, upto: int) -> list[object]:
+    columns = "eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata::text"
+    view = sql.SQL(f"SELECT {columns} FROM {{}} WHERE eql_id > %s AND eql_id <= %s ORDER BY eql_id")
+    shown = session.execute(view.format(log_table.identifier(SCHEMA, topic)), (after, upto)).fetchall()
+    function = f"SELECT {columns} FROM eventsql.events(%s, %s, %s)"
+    assert shown == session.execute(function, (topic, after, upto)).fetchall()
+    return list(shown)
+
+
+def copied(
+    session: Connection, topic: str, offsets: tuple[int, int, int], columns: list[str], rows: list[str]
+) -> object:
+    table = log_form.stored_table(session, SCHEMA, topic)
+    query = copy_out.range_query(SCHEMA, table, OffsetRange("topic", *offsets), columns, rows=rows)
+    # Without values, so that nothing in the query is a placeholder.
+    return session.execute(query.encode()).fetchall()
+
+
+SEEDS = pytest.mark.parametrize("both", range(3), indirect=True)
+
+
+@SEEDS
+def test_events_of_a_range_are_read_and_counted_alike_in_both_forms(both: Both) -> None:
+    both.same(reader.bounds)
+    both.same(content)
+    for partition, after, upto in both.ranges():
+        n = both.rng.choice([1, 2, 3, 8, 31, 90])
+        bounds = {"partition": partition, "after": after, "upto": upto}
+        both.same(content, **bounds)
+        both.same(content, **bounds, limit=n)
+        both.same(reader.count, **bounds)
+        both.same(reader.count, **bounds, most=n)
+        both.same(reader.extent, **bounds)
+        both.same(waiting, **bounds, limit=n)
+        both.same(reader.nth, n, **bounds)
+        both.same(reader.nth_before, n, partition=partition, offset=after)
+        both.same(reader.end, partition)
+        both.same(reader.before_time, NOON + timedelta(minutes=both.rng.randrange(-60, 32 * 60)))
+        both.same(is_behind, partition=partition, after=after)
+
+
+@SEEDS
+def test_ranges_of_offsets_hold_the_same_in_both_forms(both: Both) -> None:
+    rng = both.rng
+    for partition, after, upto in both.ranges():
+        n = rng.choice([1, 2, 3, 8, 31, 90])
+        parts = list(pairwise(sorted({0, both.events, *(rng.randrange(both.events + 5) for _ in range(4))})))
+        both.same(ranges.firsts, partition, parts)
+        both.same(ranges.samples, partition, parts, sample=n)
+        both.same(ranges.contents, parts)
+        both.same(ranges.occupied, [(partition, low, high) for low, high in parts])
+        span = {"after": after, "upto": min(upto, both.events + 7)}
+        both.same(ranges.first, **span)
+        both.same(ranges.ends_of_events, **span, events=n)
+        both.same(ranges.ends_of_periods, **span, seconds=7200)
+        both.same(ranges.publishers, partition=partition, **span)
+        published = NOON + timedelta(hours=rng.randrange(30)) - timedelta(microseconds=5)
+        both.same(ranges.publication, after=after, at=published, asset="x", run_partition=None, events=5)
+
+
+@SEEDS
+def test_sql_and_copies_give_the_same_events_in_both_forms(both: Both) -> None:
+    for partition, after, upto in both.ranges():
+        both.same(in_sql, after, upto)
+        columns = both.rng.sample(
+            ["key", "value", "partition", "offset", "timestamp", "headers"], both.rng.randrange(1, 7)
+        )
+        rows: list[str] = both.rng.choice([[], ["eql_key = 'k'"], ["eql_value = ''"]])
+        both.same(copied, (partition, max(after, 0), max(upto, after, 0)), columns, rows)
+
+
+def test_a_publication_of_many_events_is_a_block_for_each_partition(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", 3, storage="blocks"))
+    platform.publisher.publish_all([Publication("orders", b"%d" % each, partition=each % 3) for each in range(90)])
+    assert session.execute("SELECT eql_partition, eql_events FROM eventsql.orders_block ORDER BY 1").fetchall() == [
+        (0, 30), (1, 30), (2, 30),
+    ]  # fmt: skip
+    for partition in range(3):
+        values = [event.value for event in platform.reader.read("orders", partition=partition)]
+        assert values == [b"%d" % each for each in range(partition, 90, 3)]
+
+
+def test_buffered_events_become_blocks_in_the_order_of_their_partition(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    for each in range(5):
+        platform.publisher.publish(Publication("orders", b"%d" % each, key="k" if each == 2 else None))
+    platform.transfer.run_once()
+    assert [event.value for event in platform.reader.read("orders")] == [b"0", b"1", b"2", b"3", b"4"]
+    found = session.execute("SELECT eql_events, cardinality(eql_times), eql_metadata FROM eventsql.orders_block")
+    assert found.fetchall() == [(5, 5, None)]
+
+
+def test_a_block_is_bounded_in_events_and_bytes() -> None:
+    small = [Publication("t", b"") for _ in range(block_format.MOST_EVENTS + 1)]
+    large = [Publication("t", b"x" * (block_format.MOST_BYTES // 2 + 1)) for _ in range(3)]
+    huge = [Publication("t", b"1"), Publication("t", b"x" * (2 * block_format.MOST_BYTES)), Publication("t", b"2")]
+    for events, sizes in ((small, [block_format.MOST_EVENTS, 1]), (large, [1, 1, 1]), (huge, [1, 1, 1])):
+        assert [block.events for block in encode_blocks(events, [0] * len(events))] == sizes
+
+
+def test_decoded_rows_are_those_that_were_encoded_whatever_their_pieces() -> None:
+    rng = random.Random(7)
+    events = [publication(each, each % 3, rng) for each in range(200)]
+    encoded = b"".join(copy_format.encode(each, each.partition or 0) for each in events)
+    for size in (1, 13, 10_000_000):
+        pieces = (encoded[start : start + size] for start in range(0, len(encoded), size))
+        found = [event for part in copy_format.decode_rows(pieces) for event in part]
+        assert [(each.partition, each.value) for each in found] == [(each.partition, each.value) for each in events]
+        assert [each.key for each in found] == [None if each.key is None else each.key.encode() for each in events]
+    with pytest.raises(ValueError, match="incomplete"):
+        list(copy_format.decode_rows([encoded[:-1]]))
+
+
+BROKEN = {
+    "a wrong number of events": "UPDATE eventsql.orders_block SET eql_events = 4",
+    "cut values": "UPDATE eventsql.orders_block SET eql_values = eql_values[1:2]",
+    "cut keys": "UPDATE eventsql.orders_block SET eql_keys = eql_keys[1:2]",
+    "a missing value": "UPDATE eventsql.orders_block SET eql_values[2] = NULL",
+    "another first index": "UPDATE eventsql.orders_block SET eql_keys = '[0:2]={a,b,c}'",
+    "no events": "UPDATE eventsql.orders_block SET eql_events = 0, eql_values = '{}', eql_keys = NULL",
+    "ids below 1": "UPDATE eventsql.orders_block SET eql_id = 2",
+}
+
+
+@pytest.mark.parametrize("forged", BROKEN.values(), ids=BROKEN)
+def test_the_server_refuses_a_forged_block(platform: EventSQL, session: Connection, forged: str) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    for each in range(3):
+        platform.publisher.publish(Publication("orders", b"v%d" % each, key="k"))
+    platform.transfer.run_once()
+    with pytest.raises(psycopg.errors.CheckViolation):
+        session.execute(forged)
+
+
+def test_a_damaged_block_stops_reading_loudly(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    for each in range(3):
+        platform.publisher.publish(Publication("orders", b"v%d" % each))
+    platform.transfer.run_once()
+    session.execute("ALTER TABLE eventsql.orders_block DROP CONSTRAINT eql_whole_values")
+    session.execute("UPDATE eventsql.orders_block SET eql_values = eql_values[1:2]")
+    assert [(each.offset, each.partition) for each in log_table.broken_blocks(session, SCHEMA, "orders")] == [(3, -1)]
+    with pytest.raises(BrokenBlockError) as caught:
+        platform.reader.read("orders")
+    assert (caught.value.topic, caught.value.partition, caught.value.first) == ("orders", -1, 1)
+
+
+def test_overlapping_blocks_and_foreign_partitions_are_found(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
+    platform.publisher.publish_all([Publication("orders", b"v", partition=each % 2) for each in range(60)])
+    assert log_table.broken_blocks(session, SCHEMA, "orders") == []
+    session.execute("UPDATE eventsql.orders_block SET eql_id = 55 WHERE eql_id = 60")
+    session.execute("UPDATE eventsql.orders_block SET eql_partition = 7 WHERE eql_id = 30")
+    assert [(each.offset, each.partition) for each in log_table.broken_blocks(session, SCHEMA, "orders")] == [
+        (30, 7), (55, 1),
+    ]  # fmt: skip
+
+
+def test_a_program_that_knows_no_blocks_is_refused(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    with pytest.raises(psycopg.errors.FeatureNotSupported):
+        session.execute("INSERT INTO eventsql.orders_event (eql_partition, eql_value) VALUES (-1, 'x')")
+
+
+def test_a_topic_made_anew_in_the_other_form_is_read_and_written_in_it(platform: EventSQL) -> None:
+    forms: tuple[Storage, ...] = ("blocks", "rows", "blocks")
+    for storage in forms:
+        platform.registry.register_topic(Topic("orders", storage=storage))
+        platform.publisher.publish_all([Publication("orders", storage.encode())] * 60)
+        assert [event.value for event in platform.reader.read("orders")] == [storage.encode()] * 60
+        assert platform.registry.topic("orders").storage == storage
+        platform.registry.unregister_topic("orders", force=True)
+
+
+def test_a_publisher_with_an_old_definition_publishes_to_the_new_form(
+    platform: EventSQL, dsn: str, request: pytest.FixtureRequest
+) -> None:
+    other = EventSQL(dsn, transfer=False)
+    request.addfinalizer(other.close)
+    platform.registry.register_topic(Topic("orders", storage="rows"))
+    other.publisher.publish_all([Publication("orders", b"old")] * 60)
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    other.publisher.publish_all([Publication("orders", b"new")] * 60)
+    platform.transfer.run_once()
+    assert [event.value for event in platform.reader.read("orders")] == [b"new"] * 60
+
+
+def test_the_form_of_a_topic_stays(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.registry.register_topic(Topic("orders"))
+    assert platform.registry.topic("orders").storage == "blocks"
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", storage="rows"))
+
+
+def test_an_unknown_form_and_dead_letters_in_blocks_are_refused() -> None:
+    for name, storage in (("orders", "columns"), ("orders_dlt", "blocks")):
+        with pytest.raises(ValidationError):
+            Topic(name, storage=storage)  # type: ignore[arg-type]  # refused
+
+
+def test_a_writer_that_is_killed_within_a_block_leaves_nothing(platform: EventSQL, sessions: Sessions) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    writer = sessions()
+    (block,) = islice(encode_blocks([Publication("orders", b"x" * 1000)] * 900, [-1] * 900), 1)
+    with pytest.raises(psycopg.Error), writer.transaction():
+        first = appender.draw(writer, "orders", 900)
+        assert first is not None
+        with appender.copy(writer.cursor(), "orders") as copy:
+            copy.write(copy_format.HEADER + block.row(first, 0, 0)[:500_000])
+            killer = sessions()
+            killer.execute("SELECT pg_terminate_backend(%s)", (writer.info.backend_pid,))
+            copy.write(b"x" * 400_000)
+    assert platform.reader.read("orders") == []
+    platform.publisher.publish_all([Publication("orders", b"after")] * 60)
+    assert [event.id for event in platform.reader.read("orders")] == list(range(901, 961))
