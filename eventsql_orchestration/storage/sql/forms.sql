@@ -67,7 +67,7 @@ DROP TABLE {schema}.{block_table};
 -- their topic never had. Only the newest 1,000 blocks' arrays are read.
 SELECT eql_id, eql_partition,
        CASE WHEN NOT whole THEN 'its number of events is not that of its values'
-           WHEN overlaps THEN 'it overlaps the block before it'
+           WHEN overlapping THEN 'it overlaps the block before it'
            ELSE 'the topic never had its partition' END
 FROM (
     SELECT eql_id, eql_partition,
@@ -77,13 +77,13 @@ FROM (
                    AND coalesce(cardinality(eql_metadata), eql_events) = eql_events
                    AND coalesce(cardinality(eql_times), eql_events) = eql_events
                ELSE true END AS whole,
-           coalesce(lag(eql_id) OVER (ORDER BY eql_id) > (eql_id - eql_events), false) AS overlaps,
+           coalesce(lag(eql_id) OVER (ORDER BY eql_id) > (eql_id - eql_events), false) AS overlapping,
            eql_partition >= greatest(
                (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s),
                (SELECT max(eql_partitions) FROM {schema}.topic_layout WHERE eql_topic = %(topic)s), 0
            ) AS foreign_partition
     FROM {schema}.{block_table}
 ) block
-WHERE NOT whole OR overlaps OR foreign_partition
+WHERE NOT whole OR overlapping OR foreign_partition
 ORDER BY eql_id
 LIMIT 100;
