@@ -65,7 +65,8 @@ def create(
     storage: Annotated[
         Storage | None,
         option(
-            "The form of its log: blocks for events that are published many at a time.", type=click.Choice(STORAGES)
+            "The form of its log: blocks (a preview) for events published in bulk.",
+            type=click.Choice(STORAGES),
         ),
     ],
     dead_letters: Annotated[bool, option("Also create TOPIC_dlt for the events that its consumers give up.")],
