@@ -33,7 +33,7 @@ class Projection(ABC):
 
     `name` is a lower-case identifier. `tables` names all tables that `create` makes and `apply` writes, in the order in
     which `apply` writes them; they live in `schema`. `types` and `kinds` choose the changes; None is all. Both methods
-    name their tables without a schema: during a rebuild, the same SQL works on the new tables.
+    name their tables without a schema: during a rebuild, the same SQL works on the new tables::
 
         class OrdersByStatus(Projection):
             name = "orders_by_status"
