@@ -82,6 +82,14 @@ def test_a_repeated_deduplication_id_is_sent_once_within_the_window(database: Da
     assert queue.send(b"4", deduplication_id="x") > ids[3]
 
 
+def test_a_repeated_deduplication_id_leaves_the_messages_before_it(queue: Queue) -> None:
+    first = queue.send(b"1", deduplication_id="x")
+    queue.acknowledge(queue.receive()[0])
+    messages = [NewMessage(b"2"), NewMessage(b"3", deduplication_id="y"), NewMessage(b"again", deduplication_id="x")]
+    assert queue.send_all(messages)[2] == first
+    assert bodies(queue.receive(max_messages=9)) == [b"2", b"3"]
+
+
 def test_deduplication_counts_when_the_first_sender_commits(database: Database, queue: Queue) -> None:
     queue.definition()
     with ThreadPoolExecutor(1) as other, database.connection() as connection:

@@ -96,7 +96,7 @@ DECLARE
     in_order boolean;
     seconds double precision;
     ids bigint[];
-    repeated boolean[] := '{}';
+    repeated boolean[];
     place integer;
     sent bigint;
 BEGIN
@@ -110,6 +110,8 @@ BEGIN
         ids := ARRAY(SELECT nextval('{schema}.queue_message_eql_id_seq') FROM generate_series(1, cardinality(bodies)));
     END IF;
     IF deduplication_ids IS NOT NULL THEN
+        -- In full: an array that grows by an assignment begins at that place.
+        repeated := array_fill(false, ARRAY[cardinality(bodies)]);
         -- In the order of the ids: of two such calls, neither then waits for the other in turn.
         FOR place IN
             SELECT given.place FROM unnest(deduplication_ids) WITH ORDINALITY AS given (id, place)
