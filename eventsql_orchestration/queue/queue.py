@@ -126,24 +126,32 @@ class Queue:
             else:
                 table = QueueTable(
                     shard.database, self.name, self._options, shard=shard.name, listener=shard.listener,
-                    notifier=shard.notifier,
+                    notifier=shard.notifier, elsewhere=self._elsewhere,
                 )  # fmt: skip
             self._tables[id(shard)] = table
         return table
+
+    def _lone(self) -> bool:
+        """Whether there is one database, not one of several that is the only one up."""
+        return isinstance(self._source, Database) or len(self._shards()) == 1
 
     def _all(self) -> list[QueueTable]:
         """The queue in each database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
         if isinstance(self._source, Database):
             return [self._table(None)]
-        shards = self._shards()
-        if len(shards) == 1:
-            return [self._table(shards[0])]
+        if self._lone():
+            return [self._table(self._shards()[0])]
         assert not isinstance(self._source, Shard)
         self._source.open()
         up = [shard for shard in self._source.shards if shard.down is None and shard.active]
         if not up:
             raise self._source.shards[0].unavailable()
         return [self._table(shard) for shard in up]
+
+    def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
+        """The queue as another shard has it. A queue that is created on one shard after another stays the same."""
+        others = (table.existing() for table in self._all() if table is not created)
+        return next((found for found in others if found is not None), None)
 
     def _of(self, message: Message) -> QueueTable:
         for table in self._all():
@@ -156,7 +164,7 @@ class Queue:
         )
 
     def _for_key(self, key: str | None, tables: Sequence[QueueTable]) -> QueueTable:
-        if len(tables) == 1 and (isinstance(self._source, Database) or len(self._shards()) == 1):
+        if self._lone():
             return tables[0]
         if key is None:
             return random.choice(tables)  # noqa: S311 - no secret
@@ -170,8 +178,11 @@ class Queue:
         return [(tables.get(shard) or self._of(held[0]), held) for shard, held in grouped.items()]
 
     def definition(self) -> QueueDefinition:
-        """The queue's options as the database has them; creates the queue if there is none."""
-        return next(table.definition() for table in self._all())
+        """The queue's options as the database has them; creates the queue if there is none.
+
+        Over several shards, on each of them that can be reached.
+        """
+        return [table.definition() for table in self._all()][0]  # noqa: RUF015 - each shard is defined
 
     # Sending
 
@@ -214,15 +225,17 @@ class Queue:
             if connection is not None:
                 self._where(connection, given, tables)
             return []
-        if len(tables) == 1:
-            return self._for_key(given[0].key, tables).put(given, connection)
+        if self._lone():
+            return tables[0].put(given, connection)
         if connection is not None:
             return self._where(connection, given, tables).put(given, connection)
 
         ids = [0] * len(given)
         grouped: dict[int, tuple[QueueTable, list[int]]] = {}
         for place, message in enumerate(given):
-            table = self._for_key(message.key, tables)
+            # The same deduplication id is to meet its first message.
+            key = message.deduplication_id if message.key is None else message.key
+            table = self._for_key(key, tables)
             grouped.setdefault(id(table), (table, []))[1].append(place)
         for table, places in grouped.values():
             for place, sent in zip(places, table.put([given[each] for each in places], None), strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, Final
@@ -56,9 +56,18 @@ class QueueOptions:
             (given := getattr(self, name)) is not None and given != getattr(found, name) for name in self.__slots__
         )
 
+    def completed(self, found: QueueDefinition) -> QueueOptions:
+        """The given options, and those of a definition for the others."""
+        own = {name: getattr(self, name) for name in self.__slots__}
+        return QueueOptions(**{name: getattr(found, name) if given is None else given for name, given in own.items()})
+
 
 class QueueTable:
-    """One queue in one database. `QueueTable` creates the queue at its first use, with the options that were given."""
+    """One queue in one database. `QueueTable` creates the queue at its first use, with the options that were given.
+
+    `elsewhere` gives the queue's definition in another database of the platform, if there is one: a new queue takes
+    over the options that were not given.
+    """
 
     def __init__(
         self,
@@ -69,6 +78,7 @@ class QueueTable:
         shard: str | None = None,
         listener: Listener | None = None,
         notifier: Notifier | None = None,
+        elsewhere: Callable[[QueueTable], QueueDefinition | None] = lambda _: None,
     ) -> None:
         self.database = database
         self.listener = listener
@@ -76,6 +86,7 @@ class QueueTable:
         self._name = name
         self._options = options
         self._notifier = notifier
+        self._elsewhere = elsewhere
         self._queries = Queries("queue", database.schema)
         self._id: int | None = None
         self._known: QueueDefinition | None = None
@@ -93,6 +104,11 @@ class QueueTable:
                 found = self._define(connection, found)
         self._known = found
         return found
+
+    def existing(self) -> QueueDefinition | None:
+        """The queue's options, or None if the database has no such queue."""
+        with self.database.connection() as connection:
+            return self._read(connection)
 
     def known(self) -> QueueDefinition:
         """The definition as it was read last."""
@@ -114,11 +130,14 @@ class QueueTable:
 
     def _define(self, connection: Connection, found: QueueDefinition | None) -> QueueDefinition:
         options = self._options
-        if found is not None and options.ordered not in (None, found.ordered):
+        other = self._elsewhere(self) if found is None else found
+        if other is not None and options.ordered not in (None, other.ordered):
             raise RedefinitionError(
-                f"queue {self._name!r} {'keeps' if found.ordered else 'does not keep'} the order of keys, and that "
+                f"queue {self._name!r} {'keeps' if other.ordered else 'does not keep'} the order of keys, and that "
                 "cannot change: omit `ordered`, or take another name"
             )
+        if found is None and other is not None:
+            options = options.completed(other)
         if options.max_receives is not None and options.dead_letters is None and not (found and found.dead_letters):
             options = replace(options, dead_letters=f"{self._name}_dead")
         if options.dead_letters is not None and not (options.max_receives or (found and found.max_receives)):

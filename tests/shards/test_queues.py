@@ -1,0 +1,63 @@
+"""A queue over several shards: one definition, and each deduplication id on one shard."""
+
+from __future__ import annotations
+
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError
+from eventsql_orchestration.queue import NewMessage, Queue, QueueDefinition
+from tests.shards.conftest import Databases, Open
+
+
+@pytest.fixture
+def platform(databases: Databases, opened: Open) -> EventSQL:
+    return opened(*databases(3)).open()
+
+
+def definitions(platform: EventSQL) -> list[QueueDefinition]:
+    return [Queue(shard, "jobs").definition() for shard in platform.shards]
+
+
+def test_a_definition_is_made_on_every_shard(platform: EventSQL) -> None:
+    Queue(platform, "jobs", ordered=True, max_receives=3).definition()
+    assert {(each.ordered, each.max_receives, each.dead_letters) for each in definitions(platform)} == {
+        (True, 3, "jobs_dead")
+    }
+
+
+def test_a_shard_takes_over_the_options_of_the_others(platform: EventSQL) -> None:
+    Queue(platform, "jobs", ordered=True, max_receives=3, retention=60).send(b"1", key="a")
+    plain = Queue(platform, "jobs")
+    plain.send_all([NewMessage(b"2", key=f"{number}") for number in range(50)])
+    found = definitions(platform)
+    assert {(each.ordered, each.max_receives, each.retention) for each in found} == {(True, 3, 60)}
+
+
+def test_no_shard_gets_a_queue_of_another_order(platform: EventSQL) -> None:
+    Queue(platform.shards[2], "jobs", ordered=True).definition()
+    with pytest.raises(RedefinitionError):
+        Queue(platform, "jobs", ordered=False).definition()
+    assert {each.ordered for each in definitions(platform)[2:]} == {True}
+
+
+def test_a_deduplication_id_without_a_key_is_sent_once(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    ids = {queue.send(b"once", deduplication_id="x") for _ in range(20)}
+    assert len(ids) == 1
+    assert queue.statistics().depth == 1
+
+
+def test_the_only_shard_that_is_up_takes_no_keys_of_the_others(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    up = platform.shard_of("a")
+    theirs = next(f"{n}" for n in range(1_000) if platform.shard_of(f"{n}") is not up)
+    for shard in platform.shards:
+        if shard is not up:
+            shard.down = DatabaseUnavailableError("gone")
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key=theirs)])
+    for shard in platform.shards:
+        shard.down = None
+    assert [message.body for message in Queue(up, "jobs").receive(max_messages=9)] == [b"1"]
+    assert [message.body for message in Queue(platform.shard_of(theirs), "jobs").receive(max_messages=9)] == [b"2"]
