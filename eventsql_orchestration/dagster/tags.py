@@ -64,6 +64,9 @@ the runs or the steps of a pool. An executor with several processes limits the s
 HOUSEKEEPING_TAG: Final = f"{HIDDEN}housekeeping"
 """The kind of a run, for housekeeping: `consumer`, `internal` or `backfill`."""
 
+FORMER_HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
+"""The name of that tag on history from before it was hidden, which housekeeping has to delete too."""
+
 HOUSEKEEPING_CONSUMER: Final = "consumer"
 HOUSEKEEPING_INTERNAL: Final = "internal"
 HOUSEKEEPING_BACKFILL: Final = "backfill"

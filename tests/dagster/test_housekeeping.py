@@ -99,6 +99,14 @@ def test_finished_runs_of_a_kind_are_deleted_with_their_events(instance: dg.Dags
     assert not list(instance.all_logs(own[0]))
 
 
+def test_runs_from_before_the_tag_was_renamed_are_deleted(instance: dg.DagsterInstance) -> None:
+    idle.execute_in_process(instance=instance, tags={"eventsql/housekeeping": HOUSEKEEPING_CONSUMER})
+    kept = execute(instance, HOUSEKEEPING_INTERNAL)
+    later = datetime.now(UTC) + timedelta(seconds=1)
+    assert delete_runs(instance, HOUSEKEEPING_CONSUMER, before=later) == 1
+    assert ids(instance) == {kept}
+
+
 def test_young_runs_are_kept(instance: dg.DagsterInstance) -> None:
     execute(instance, HOUSEKEEPING_INTERNAL)
     assert delete_runs(instance, HOUSEKEEPING_INTERNAL, before=datetime.now(UTC) - timedelta(hours=1)) == 0
@@ -280,6 +288,14 @@ def test_reports_of_others_are_not_deleted_whatever_they_contain(
     stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET))
     assert delete_reports(stored, [], before=datetime.now(UTC) + timedelta(seconds=1)) == 1
     assert counts(platform)["event_logs"] == 7
+
+
+def test_reports_from_before_the_tag_was_renamed_are_deleted(stored: dg.DagsterInstance, platform: EventSQL) -> None:
+    for _ in range(2):
+        former = {"eventsql/housekeeping": HOUSEKEEPING_INTERNAL}
+        stored.report_runless_asset_event(dg.AssetMaterialization(asset_key=ASSET, tags=former))
+    assert delete_reports(stored, [], before=datetime.now(UTC) + timedelta(seconds=1)) == 1, "the newest stays"
+    assert counts(platform)["event_logs"] == 1
 
 
 def test_reports_outside_of_postgresql_are_left(shared_instance: dg.DagsterInstance) -> None:

@@ -14,7 +14,7 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.housekeeping import prune
 from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
-from eventsql_orchestration.dagster.tags import HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
+from eventsql_orchestration.dagster.tags import FORMER_HOUSEKEEPING_TAG, HOUSEKEEPING_INTERNAL, HOUSEKEEPING_TAG
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.storage.log_queries import LogQueries
 
@@ -105,7 +105,8 @@ def test_the_search_for_published_events_starts_at_their_time(filled: EventSQL) 
 def test_housekeeping_finds_the_oldest_reports_and_stops_at_the_first_batch(filled: EventSQL, age: timedelta) -> None:
     values = {
         "asset": '["asset7"]', "type": "ASSET_OBSERVATION", "run": prune.NO_RUN, "before": NOW - age, "batch": 100,
-        "entry": "asset_observation", "tag": HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL,
+        "entry": "asset_observation", "tag": HOUSEKEEPING_TAG, "former": FORMER_HOUSEKEEPING_TAG,
+        "own": HOUSEKEEPING_INTERNAL,
     }  # fmt: skip
     with filled.database.core() as connection, connection.begin_nested() as nothing_changes:
         connection.execute(sa.text(f"SET LOCAL search_path TO {STORAGE_SCHEMA}"))

@@ -26,6 +26,7 @@ from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_TAG,
     FINISHED,
+    FORMER_HOUSEKEEPING_TAG,
     HOUSEKEEPING_INTERNAL,
     HOUSEKEEPING_TAG,
 )
@@ -57,7 +58,10 @@ WITH old AS (
     SELECT e.id FROM event_logs e
     WHERE e.asset_key = :asset AND e.dagster_event_type = :type AND e.run_id = :run AND e.timestamp < :before
       AND e.id < (SELECT max(id) FROM event_logs WHERE asset_key = :asset AND dagster_event_type = :type)
-      AND e.event::json #>> ARRAY['dagster_event', 'event_specific_data', :entry, 'tags', :tag] = :own
+      AND :own IN (
+          e.event::json #>> ARRAY['dagster_event', 'event_specific_data', :entry, 'tags', :tag],
+          e.event::json #>> ARRAY['dagster_event', 'event_specific_data', :entry, 'tags', :former]
+      )
     ORDER BY e.id
     LIMIT :batch
 ), tags AS (
@@ -95,14 +99,15 @@ WHERE x.asset_key = :asset AND x.check_name = :check AND x.run_id <> :run AND x.
 
 def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, page: int = PAGE) -> int:
     """Delete the finished runs of a kind that ended before a time, with their logs; gives their number."""
-    old = dg.RunsFilter(tags={HOUSEKEEPING_TAG: kind}, statuses=list(FINISHED), updated_before=before)
     deleted = 0
-    while runs := instance.get_run_records(old, limit=page):
-        for run in runs:
-            run_id = run.dagster_run.run_id
-            instance.compute_log_manager.delete_logs(prefix=[run_id])
-            instance.delete_run(run_id)
-            deleted += 1
+    for tag in (HOUSEKEEPING_TAG, FORMER_HOUSEKEEPING_TAG):
+        old = dg.RunsFilter(tags={tag: kind}, statuses=list(FINISHED), updated_before=before)
+        while runs := instance.get_run_records(old, limit=page):
+            for run in runs:
+                run_id = run.dagster_run.run_id
+                instance.compute_log_manager.delete_logs(prefix=[run_id])
+                instance.delete_run(run_id)
+                deleted += 1
     return deleted
 
 
@@ -145,7 +150,7 @@ def delete_reports(
 
     # Dagster stores times in UTC, without a zone.
     common = {"before": before.astimezone(UTC).replace(tzinfo=None), "run": NO_RUN, "batch": batch}
-    own = {**common, "tag": HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL}
+    own = {**common, "tag": HOUSEKEEPING_TAG, "former": FORMER_HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL}
     deleted = 0
     # In autocommit mode: each batch is a transaction.
     with storage.index_connection() as connection:
