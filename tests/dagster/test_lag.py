@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.monitoring.lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
@@ -21,7 +21,8 @@ from eventsql_orchestration.dagster.monitoring.lag_sensor import (
     stopped_sensors,
 )
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
+from eventsql_orchestration.storage.reading import LogReader
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -250,6 +251,44 @@ def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(bench: W
         if redact
         else [{"value": "4", "value bytes": None}, {"value": "5", "value bytes": None}]
     )
+
+
+def reported_page(bench: Workbench, sample: TopicSample) -> dg.AssetMaterialization:
+    """The report of topic `rides` after 20 more events."""
+    rides = [Topic("rides")]
+    bench.publish("rides", 1)
+    first = observe_lag(bench.platform, [eager], topics=rides, sample=sample, cursor=None, now=1_000.0)
+    bench.publish("rides", 20)
+    later = observe_lag(
+        bench.platform, [eager], topics=rides, sample=sample, cursor=first.cursor, now=1_000.0 + TOPIC_INTERVAL
+    )
+    (news,) = arrivals(later)
+    assert isinstance(news, dg.AssetMaterialization)
+    return news
+
+
+def test_a_sample_reads_no_more_events_than_it_shows(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = LogReader.read
+    found: list[int] = []
+
+    def counted(*arguments: Any, **named: Any) -> list[Event]:
+        events = read(*arguments, **named)
+        found.append(len(events))
+        return events
+
+    monkeypatch.setattr(LogReader, "read", counted)
+    reported_page(bench, TopicSample(events=2))
+    assert found[-1] == 2, "the reads before are those of the publisher"
+
+
+def test_a_topics_page_that_cannot_be_read_does_not_stop_the_report(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def busy(*_: object, **__: object) -> None:
+        raise DatabaseBusyError("canceling statement due to statement timeout")
+
+    monkeypatch.setattr(LogReader, "nth_before", busy)
+    assert reported_page(bench, TopicSample()).metadata["published events"].value == 20
 
 
 @pytest.mark.parametrize("events", [-1, 101])

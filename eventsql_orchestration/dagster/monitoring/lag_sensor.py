@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -23,12 +24,9 @@ from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.errors import (
-    DatabaseUnavailableError,
-    SchemaOutdatedError,
-    TopicNotFoundError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import EventSQLError, SchemaOutdatedError, ValidationError
+
+logger = logging.getLogger(__name__)
 
 IDLE_INTERVAL: Final = 300.0
 """Seconds between observations of a consumer without lag, and between reports of a red check that has not changed:
@@ -248,8 +246,9 @@ class _Tick:
                     arrived=found.get(keys.PUBLISHED_EVENTS), seconds=self.now - self.before.topics_at,
                     end=found[keys.PUBLISHED_LAST],
                 )  # fmt: skip
-            except (TopicNotFoundError, DatabaseUnavailableError):
-                # It went between the two looks.
+            except EventSQLError as error:
+                # The tick reports lags and checks all the same.
+                logger.info("the page of %s is left out: %s", arrival.asset_key.to_user_string(), error)
                 page = {}
             yield dg.AssetMaterialization(
                 arrival.asset_key, arrival.description, {**arrival.metadata, **page}, tags=INTERNAL_RUN

@@ -11,6 +11,7 @@ import dagster as dg
 from eventsql_orchestration import Event, Shard
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.storage.reading import LogReader
 
 RATE: Final = "events per second"
 IN_LOG: Final = "events in log, at most"
@@ -21,9 +22,6 @@ LAST_EVENTS: Final = "last events"
 
 SHOWN_CHARACTERS: Final = 200
 """The most characters of a key or a value in a sample."""
-
-LOOK_BACK: Final = 1_000
-"""Offsets before the end of a log in which the sample is looked for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,8 +51,10 @@ def topic_page(
     Without a scan of the log, its events are at most as many as its offsets. Raises `TopicNotFoundError`.
     """
     registered = shard.registry.topic(topic)
+    schema = shard.database.schema
     with shard.database.connection() as connection:
-        first = LogRanges(shard.database.schema).first(connection, topic, after=0, upto=end)
+        first = LogRanges(schema).first(connection, topic, after=0, upto=end)
+        begin = LogReader(schema).nth_before(connection, topic, sample.events, offset=end) if sample.events else None
     names = sorted({state.name for state in shard.registry.consumers(topic)})
     page: dict[str, Any] = {
         RETENTION: "everything is kept" if registered.retention is None else str(registered.retention),
@@ -65,7 +65,9 @@ def topic_page(
     if arrived is not None and seconds > 0:
         page[RATE] = round(arrived / seconds, 3)
     if sample.events:
-        events = shard.reader.read(topic, after=max(0, end - LOOK_BACK), upto=end)[-sample.events :]
+        # A log with fewer events is shown from its beginning.
+        after = 0 if begin is None else begin - 1
+        events = shard.reader.read(topic, after=after, upto=end, limit=sample.events)
         page[LAST_EVENTS] = dg.MetadataValue.json([_shown(event, sample) for event in events])
     return page
 
