@@ -139,14 +139,20 @@ class BackgroundTransfer:
         self._ended = threading.Event()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._moving: _Moving | None = None
 
     @property
     def ended(self) -> bool:
         return self._ended.is_set()
 
     def prolong(self, seconds: float) -> bool:
-        """Go on for `seconds` seconds from now. False if the transfer has ended: begin another one."""
+        """Go on for `seconds` seconds from now. False if the transfer has ended, or ends because it no longer moves the
+        events of a shard: begin another one.
+        """
         with self._lock:
+            if self._moving is not None and self._moving.faults:
+                self._stop.set()
+                return False
             if self.ended:
                 return False
             self._until = time.monotonic() + seconds
@@ -169,7 +175,7 @@ class BackgroundTransfer:
     def _run(self) -> None:
         try:
             with self._platform as platform:
-                moving = _Moving(shards_of(platform), self._polling_delay, self._count)
+                moving = self._moving = _Moving(shards_of(platform), self._polling_delay, self._count)
                 try:
                     moving.begin()
                     while not self._over() and not moving.ended.is_set():
@@ -177,6 +183,8 @@ class BackgroundTransfer:
                         self._stop.wait(self._look_around)
                 finally:
                     moving.end()
+                    for fault in moving.faults:
+                        logger.error("the transfer in the background ends, and the next tick begins another: %s", fault)
         except EventSQLError as error:
             # The next tick finds the same error, and says so.
             logger.warning("the transfer in the background ends: %s", error)

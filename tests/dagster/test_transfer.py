@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_transfer_schedule, transfer
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from eventsql_orchestration.publishing.transfer import Transfer
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.test_shards import NOWHERE, ONE
 
@@ -114,6 +116,26 @@ def test_ticks_prolong_one_transfer_and_a_tick_after_its_end_begins_another(plat
     second = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
     assert second is not first
     await_(lambda: platform.buffered() == {}, "the event")
+
+
+def test_a_tick_begins_another_transfer_if_a_shard_has_dropped_out_of_the_first(
+    shards: dict[str, Workbench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eventsql, transfer_on, calls = shards[ONE].eventsql, Transfer.run, itertools.count()
+
+    def breaks_once(*arguments: Any, **named: Any) -> None:
+        if next(calls) == 0:
+            raise RuntimeError("the transfer of one shard is broken")
+        transfer_on(*arguments, **named)
+
+    monkeypatch.setattr(Transfer, "run", breaks_once)
+    first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
+    await_(lambda: transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600) is not first, "another transfer")
+    await_(lambda: first.ended, "the end of the first")
+    for shard in shards.values():
+        shard.platform.registry.register_topic(Topic("rides"))
+        publish(shard.platform, "rides", 1)
+    await_(lambda: not any(shard.platform.buffered() for shard in shards.values()), "the events of both shards")
 
 
 def test_each_database_and_each_schema_has_a_transfer_of_its_own(dsn: str) -> None:
