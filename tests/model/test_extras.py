@@ -13,7 +13,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 
 REPOSITORY = Path(__file__).parents[2]
 
-SPARK = ("pyspark", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql", "dagster_pyspark")
+SPARK = ("pyspark", "py4j", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql", "dagster_pyspark")
 DAGSTER = ("dagster", "dagster_webserver", "dagster_postgres", "dagster_shared", "psycopg2")
 
 CONSUMING = """

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # it has no types
-
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext
 
 if TYPE_CHECKING:
@@ -112,6 +110,9 @@ def spark_progress(
     The Spark jobs that this thread starts in the block are one group. Spark's own UI shows it under the run's id. Give
     `metadata()` to the materialization.
     """
+    # It comes with Spark, and assets without Spark import this module, too.
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
+
     group = f"{context.run.run_id}/{uuid.uuid4().hex[:8]}"
     spark.sparkContext.setJobGroup(group, f"run {context.run.run_id}")
     progress = SparkProgress(spark, group)
