@@ -47,10 +47,14 @@ class _LoadedWhenCalled(click.Command):
         super().__init__(name, short_help=help)
         self.module: Final = f"{_PACKAGE}.cli.{module or name}"
 
-    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+    def load(self) -> click.Command:
+        """The command itself, with its options."""
         loaded = getattr(importlib.import_module(self.module), str(self.name))
         assert isinstance(loaded, click.Command)
-        return loaded.make_context(*arguments, **extra)
+        return loaded
+
+    def make_context(self, *arguments: Any, **extra: Any) -> click.Context:
+        return self.load().make_context(*arguments, **extra)
 
 
 def _secret_part(argument: str) -> str | None:
@@ -224,7 +228,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("logs", "Search the lines of logs.", "views"),
     _LoadedWhenCalled("trace", "Show where an event comes from."),
     _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
-    _LoadedWhenCalled("store", "Look at the event store, append to it, replay subscriptions."),
+    _LoadedWhenCalled("store", "Look at the event store, append to it, and replay subscriptions."),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
     _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each work."),
     _LoadedWhenCalled("server", "Look at the embedded server of this directory, print its URL, stop it."),
@@ -234,3 +238,9 @@ _COMMANDS: Final = (
 
 for _command in _COMMANDS:
     main.add_command(_command)
+
+
+def whole_program() -> click.Group:
+    """The program with all commands loaded, for the reference of the commands: a page has all options."""
+    commands = {str(each.name): each.load() for each in _COMMANDS}
+    return Application("eventsql", commands, params=main.params, help=main.help, epilog=main.epilog)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import urllib.request
 from pathlib import Path
@@ -174,3 +175,14 @@ def understood(words: list[str]) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_what_a_document_shows_of_the_command_is_there(document: Path) -> None:
     assert [words for words in lines(document) if not understood(words)] == []
+
+
+def test_the_reference_of_the_commands_has_the_options_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(REPOSITORY / "docs")
+    page = (REPOSITORY / "docs" / "reference" / "command_line.md").read_text(encoding="utf-8")
+    module, name = re.findall(r"click:: (\S+):(\S+)", page)[0]
+    program = getattr(importlib.import_module(module), name)
+    assert list(program.commands) == list(main.commands)
+    for command in program.commands.values():
+        assert isinstance(command, click.Group) or command.params, command.name
+    assert "--execute" in {flag for each in program.commands["seek"].params for flag in each.opts}
