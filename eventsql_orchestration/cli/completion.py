@@ -62,8 +62,12 @@ def _names(context: click.Context, statement: str, values: Mapping[str, object])
         given = context.find_root().params
         dsn = _database(given)
         query = lazy.Queries("completion", str(_setting(given, "schema") or DEFAULT_SCHEMA))(statement)
-        with closing(lazy.connect(dsn, connect_timeout=_SECONDS, autocommit=True)) as connection:
-            connection.execute("SET statement_timeout = '2s'")
+        with (
+            closing(lazy.connect(dsn, connect_timeout=_SECONDS, autocommit=True)) as connection,
+            connection.transaction(),
+        ):
+            # For this transaction alone: behind a pooler, the session serves other programs afterwards.
+            connection.execute("SET LOCAL statement_timeout = '2s'")
             return [CompletionItem(name) for (name,) in connection.execute(query, values)]
     return []
 

@@ -8,13 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
+import psycopg
 import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
-from eventsql_orchestration.cli import main
+from eventsql_orchestration.cli import lazy, main
 from eventsql_orchestration.cli.application import _COMMANDS
+from eventsql_orchestration.cli.completion import topics
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.cli.conftest import PROGRAM
 
@@ -63,6 +67,19 @@ def test_topics_are_completed(defined: EventSQL, dsn: str) -> None:
 def test_consumers_of_the_topic_before_are_completed(defined: EventSQL, dsn: str) -> None:
     assert completed("seek", "rides", "p", EVENTSQL_DSN=dsn) == ["payout"]
     assert completed("consume", "prices", "", EVENTSQL_DSN=dsn) == []
+
+
+def test_completion_leaves_no_limit_on_the_session_of_a_pooler(
+    defined: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as session:
+        # A pooler hands the session on as it is.
+        shared = SimpleNamespace(execute=session.execute, transaction=session.transaction, close=session.rollback)
+        monkeypatch.setattr(lazy, "connect", lambda *_, **__: shared)
+        context = click.Context(main, info_name="eventsql")
+        context.params["dsn"] = (dsn,)
+        assert [item.value for item in topics(context, "pri")] == ["prices"]
+        assert session.execute("SHOW statement_timeout").fetchone() == ("0",)
 
 
 def test_the_settings_file_names_the_database_of_completion(defined: EventSQL, dsn: str, directory: Path) -> None:
