@@ -85,7 +85,7 @@ def drop(
             say(f"{definition.kind} {name!r} would be dropped with all of its entries: --execute drops it")
 
 
-@command()
+@command(short_help="Show what happened to a resource.")
 def timeline(
     context: CliContext,
     *,
@@ -102,7 +102,7 @@ def timeline(
     _show(entries, columns, as_json=as_json)
 
 
-@command()
+@command(short_help="Show counts per bucket of time.")
 def rollup(
     context: CliContext,
     *,
@@ -133,7 +133,7 @@ def rollup(
     _show(buckets, columns if as_json else {**columns, "": bar}, as_json=as_json)
 
 
-@command()
+@command(short_help="Search the lines of logs.")
 def logs(
     context: CliContext,
     *,
