@@ -68,13 +68,17 @@ def test_a_unit_runs_a_command_with_options_that_it_has_and_keeps_the_password_o
     parser.read(unit, encoding="utf-8")
     program, *words = parser["Service"]["ExecStart"].split()
     assert Path(program).name == "eventsql"
+    # The program's own option comes first. It reads the password from a credential: systemd lets the group read it, for
+    # which PostgreSQL refuses it as its password file.
+    assert (words.pop(0), words.pop(0)) == ("--dsn-file", "%d/url")
     command: click.Command = main
     while words and isinstance(command, click.Group):
         command = command.commands[words[0]].make_context(words.pop(0), [], resilient_parsing=True).command
     assert {word for word in words if word.startswith("--")} <= {flag for each in command.params for flag in each.opts}
     settings = " ".join(parser["Service"].values())
     assert "PGPASSWORD" not in settings
-    assert "PGPASSFILE=%d/pgpass" in settings
+    assert "PGPASSFILE" not in settings
+    assert parser["Service"]["LoadCredential"] == f"url:/etc/eventsql/{unit.stem.removeprefix('eventsql-')}.url"
 
 
 @pytest.fixture
