@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -16,6 +17,7 @@ from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.views import Retained, Timeline, Views
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -50,6 +52,30 @@ def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str,
         Roles(owner.database).drop()
         owner.publisher.publish(Publication("orders", b"v"))
         assert owner.transfer.run_once() == {"orders": 1}
+
+
+def test_views_and_the_archive_of_queues_of_before_the_roles_are_the_admins(
+    owner: EventSQL, as_: As, prefix: str
+) -> None:
+    Roles(owner.database).drop()
+    now = datetime.now(UTC)
+    shipments, views = Timeline("shipments", period=timedelta(days=1)), Views(owner.database)
+    views.declare(shipments)
+    with owner.database.transaction() as connection:
+        views.timeline(shipments).append(connection, [("1", {}, now - timedelta(days=9))])
+        connection.execute("SELECT eventsql.make_queue_archive(%s)", [now])
+    Roles(owner.database).create(prefix=prefix, topics=["orders"])
+    with owner.database.connection() as connection:
+        owners = connection.execute(
+            "SELECT DISTINCT tableowner FROM pg_tables WHERE tablename ~ '^(view_shipments|queue_archive)'"
+        )
+        assert owners.fetchall() == [(f"{prefix}_admin",)]
+
+    with as_("admin").database.transaction() as connection:
+        views.timeline(shipments).append(connection, [("1", {}, now - timedelta(days=3))])
+    admin = Views(as_("admin").database)
+    admin.declare(Timeline("shipments", period=timedelta(days=1), retention=timedelta(days=5)))
+    assert admin.retain() == [Retained("shipments", dropped=1, busy=0)]
 
 
 def test_the_platform_in_the_schema_public_has_roles_too(direct_dsn: str, prefix: str) -> None:

@@ -29,20 +29,23 @@ JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
 ORDER BY t.eql_name;
 
--- tables -- The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser.
+-- tables -- The platform's tables, with the logs and views, and the partitions of all: schema, name, owner, whether that
+-- is a superuser.
 SELECT n.nspname, c.relname, o.rolname, o.rolsuper
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
 JOIN pg_roles o ON o.oid = c.relowner
 LEFT JOIN pg_inherits i ON i.inhrelid = c.oid
-LEFT JOIN pg_class log ON log.oid = i.inhparent
+LEFT JOIN pg_class parent ON parent.oid = i.inhparent AND parent.relnamespace = n.oid
 WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
   AND (
-      c.relname = ANY (%(tables)s)
-      OR coalesce(log.relname, c.relname) = ANY (
+      coalesce(parent.relname, c.relname) = ANY (%(tables)s)
+      OR coalesce(parent.relname, c.relname) = ANY (
           SELECT format(pattern, lower(t.eql_name COLLATE "C"))
           FROM {schema}.topic t CROSS JOIN unnest(ARRAY[%(log)s, %(blocks)s]) AS pattern
           WHERE pattern = %(log)s OR t.eql_storage = 'blocks'
+          UNION ALL
+          SELECT format('view_%%s', v.eql_name) FROM {schema}.view_definition v
       )
       OR obj_description(c.oid, 'pg_class') = %(dropped)s
   )
