@@ -21,10 +21,12 @@ CREATE TABLE view_definition (
 """
 
 # A handler that writes to a view does not own its table. Only the owner's rights are used, and only for a partition
-# that the view is to have. Attaching lets writers and readers go on.
+# that the view is to have. Attaching lets writers and readers go on. The bounds are written as text: the caller's
+# DateStyle and time zone must not change what the text means.
 _MAKE_PERIODS = """
 CREATE FUNCTION {schema}.make_view_periods(of_view text, starts timestamptz[]) RETURNS void
-LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
+LANGUAGE plpgsql SECURITY DEFINER
+SET search_path = pg_catalog, pg_temp SET datestyle = 'ISO' SET timezone = 'UTC' AS $$
 DECLARE
     seconds bigint;
     starting timestamptz;
@@ -39,7 +41,10 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     FOREACH starting IN ARRAY starts LOOP
-        IF starting IS NULL OR NOT isfinite(starting) OR mod(extract(epoch FROM starting)::numeric, seconds) <> 0 THEN
+        -- The name of a partition has a year of four digits.
+        IF starting IS NULL OR NOT starting BETWEEN '0001-01-01 00:00+00' AND '9999-12-31 23:59+00'
+            OR mod(extract(epoch FROM starting)::numeric, seconds) <> 0
+        THEN
             RAISE EXCEPTION 'no period of view % begins at %', of_view, starting
                 USING ERRCODE = 'invalid_parameter_value';
         END IF;
