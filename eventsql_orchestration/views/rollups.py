@@ -112,9 +112,9 @@ class RollupView:
         counted = 0
         for entry in entries:
             dimensions, numbers = self._columns(entry)
-            bucket = floor(entry.at, self.definition.grain)
-            if not keeps(self.definition, bucket, now):
+            if not keeps(self.definition, entry.at, now):
                 continue
+            bucket = floor(entry.at, self.definition.grain)
             counted += 1
             sums = added.get((bucket, dimensions))
             if sums is None:
@@ -211,7 +211,8 @@ def _number(name: str, number: object) -> Decimal:
     """A number as it is printed: sums of decimal fractions are exact then, and additions commute."""
     if isinstance(number, bool) or not isinstance(number, int | float | Decimal):
         raise ValidationError(f"value {name} must be a number, not {shown(number)}")
-    decimal = number if isinstance(number, Decimal) else Decimal(repr(number) if isinstance(number, float) else number)
+    # NumPy's floats are floats with a `repr` of their own.
+    decimal = Decimal(float.__repr__(number) if isinstance(number, float) else number)
     if not decimal.is_finite() or abs(decimal.adjusted()) + len(decimal.as_tuple().digits) > _MAX_DIGITS:
         raise ValidationError(f"value {name} is {shown(number)}, which cannot be added up")
     return decimal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from decimal import Decimal, localcontext
 from typing import Any
 from zoneinfo import ZoneInfo
 
+import numpy as np
 import pytest
 import sqlalchemy
 from hypothesis import HealthCheck, given, settings
@@ -114,6 +116,19 @@ def test_handlers_with_slots_of_their_own_do_not_wait_for_each_other(
 def test_decimal_fractions_are_added_exactly(database: Database, orders: RollupView) -> None:
     add(database, orders, *([entry(cents=0.1)] for _ in range(3)), [entry(cents=Decimal("0.0000000001"))])
     assert orders.read()[0].values["cents"].sum == Decimal("0.3000000001")
+
+
+def test_a_float_of_numpy_is_the_number_that_it_shows() -> None:
+    assert entry(cents=np.float64(0.1)).values["cents"] == Decimal("0.1")
+
+
+def test_dimensions_too_long_for_an_index_are_refused(database: Database, views: Views) -> None:
+    wide = Rollup("wide", MINUTE, tuple(f"d{number}" for number in range(20)))
+    views.declare(wide)
+    characters = random.Random(1)
+    texts = {name: "".join(map(chr, characters.choices(range(32, 127), k=200))) for name in wide.dimensions}
+    with database.transaction() as connection, pytest.raises(ValidationError, match="wide"):
+        views.rollup(wide).add(connection, [RollupEntry(NOON, texts)])
 
 
 def test_adding_nothing_is_nothing(database: Database, orders: RollupView) -> None:
@@ -258,3 +273,10 @@ def test_entries_older_than_the_retention_are_left_out(database: Database, views
     with database.transaction() as connection:
         assert views.rollup(short).add(connection, [RollupEntry(NOON), RollupEntry(datetime.now(UTC))]) == 1
     assert [bucket.count for bucket in views.rollup(short).read()] == [1]
+
+
+def test_an_entry_within_the_retention_counts_in_a_bucket_that_began_before(database: Database, views: Views) -> None:
+    long = Rollup("long", 3_660 * DAY, retention=timedelta(hours=1), period=3_660 * DAY)
+    views.declare(long)
+    with database.transaction() as connection:
+        assert views.rollup(long).add(connection, [RollupEntry(datetime.now(UTC))]) == 1
