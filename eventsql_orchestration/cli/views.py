@@ -73,7 +73,7 @@ def drop(
     context: CliContext,
     *,
     name: ViewName,
-    execute: Annotated[bool, option("Drop it. Without this option, only its size is shown.")],
+    execute: Annotated[bool, option("Drop it. Without this option, nothing is dropped.")],
 ) -> None:
     """Drop the view NAME with all of its entries."""
     with _views(context) as views:

@@ -35,7 +35,7 @@ LOCK_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What `retain` did with one view: partitions dropped, and partitions that transactions use, for the next run."""
+    """What `retain` did with one view: partitions dropped, and those left for the next run since the view is in use."""
 
     view: str
     dropped: int
@@ -127,8 +127,8 @@ class Views:
     def retain(self, *, now: datetime | None = None) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
-        `now` is the time to go by, the server's by default. A partition that transactions use for longer than a second
-        stays for the next run. Also makes the partition after the current one, so that no handler has to.
+        `now` is the time to go by, the server's by default. Where a transaction uses the view for longer than a second,
+        the rest stays for the next run. Also makes the partition after the current one, so that no handler has to.
         """
         with self._database.connection() as connection:
             (time,) = fetch_one(connection, self._queries("clock"))
@@ -137,21 +137,26 @@ class Views:
 
     def _retain(self, view: Definition, now: datetime) -> Retained | None:
         with self._database.connection() as connection:
-            self._make_periods(connection, view, now)
+            try:
+                self._make_periods(connection, view, now)
+            except (psycopg.errors.NoDataFound, psycopg.errors.UndefinedTable):
+                # Another process dropped the view meanwhile.
+                return None
             if view.retention is None:
                 return None
             table = self._table(view.table).as_string(connection)
             partitions = fetch_all(connection, self._queries("view_partitions"), {"table": table})
 
-            dropped = busy = 0
-            for (partition,) in partitions:
-                if start_of_partition(partition) + view.period > now - view.retention:
-                    break
-                if self._drop_partition(connection, partition):
-                    dropped += 1
-                else:
-                    busy += 1
-        return Retained(view.name, dropped, busy)
+            due = [
+                partition
+                for (partition,) in partitions
+                if start_of_partition(partition) <= now - view.retention - view.period
+            ]
+            dropped = 0
+            # Waiting makes writers wait. Who reads or writes the view holds up the drop of any of its partitions.
+            while dropped < len(due) and self._drop_partition(connection, due[dropped]):
+                dropped += 1
+        return Retained(view.name, dropped, busy=len(due) - dropped)
 
     def _drop_partition(self, connection: Connection, partition: str) -> bool:
         try:
@@ -207,6 +212,10 @@ class Views:
         table = self._table(view.table).as_string(connection)
         try:
             connection.execute(text.replace("{table}", table).encode())
+        except psycopg.errors.DuplicateTable as error:
+            raise ViewConflictError(
+                f"{view.kind} {view.name!r} needs the table {view.table!r}, a name that is taken: choose another name"
+            ) from error
         except psycopg.errors.UndefinedObject as error:
             language = getattr(view, "language", None)
             raise ValidationError(f"this server has no text search configuration {language!r}") from error

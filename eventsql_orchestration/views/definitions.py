@@ -169,7 +169,10 @@ def keeps(view: Definition, time: datetime, now: datetime) -> bool:
 
 def floor(time: datetime, step: timedelta) -> datetime:
     """The last multiple of `step` since 1970 in UTC that is not after `time`."""
-    return EPOCH + (time - EPOCH) // step * step
+    try:
+        return EPOCH + (time - EPOCH) // step * step
+    except OverflowError:
+        raise ValidationError(f"time {time} lies in a period of {step} that begins before the year 1") from None
 
 
 def _check_identifier(what: str, name: object) -> str:

@@ -11,7 +11,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
-from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
+from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import check_name
 from eventsql_orchestration.views.definitions import Definition, start_of
@@ -63,6 +63,16 @@ class ViewTable:
             view = self._definition
             raise ViewNotFoundError(
                 f"{view.kind} {view.name!r} does not exist in this database: `Views.declare` makes it"
+            ) from error
+        except (psycopg.errors.UndefinedColumn, psycopg.errors.InvalidParameterValue) as error:
+            raise ViewConflictError(
+                f"view {self._definition.name!r} of this database has another form than this {self._definition.kind} "
+                f"({error.diag.message_primary}): `eventsql view list` shows its form, `Views.declare` changes it"
+            ) from error
+        except psycopg.errors.ProgramLimitExceeded as error:
+            raise ValidationError(
+                f"an entry is too large for an index of {self._definition.kind} {self._definition.name!r}: "
+                f"{error.diag.message_primary}"
             ) from error
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import InvalidNameError, ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.views import Definition, Logs, Measure, Retained, Rollup, RollupEntry, Timeline, Views
 from tests.fixtures import Sessions, UntilBlocked
@@ -158,6 +158,86 @@ def test_a_partition_that_a_transaction_reads_stays_for_the_next_run(
     assert views.retain() == [Retained("parcels", dropped=1, busy=0)]
 
 
+def test_a_view_in_use_is_waited_for_once_whatever_the_number_of_partitions(
+    database: Database, views: Views, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(database, views, 40 * DAY, 30 * DAY, 20 * DAY, 0 * DAY)
+    tried: list[str] = []
+    drop = Views._drop_partition
+
+    def noted(self: Views, connection: Connection, partition: str) -> bool:
+        tried.append(partition)
+        return drop(self, connection, partition)
+
+    monkeypatch.setattr(Views, "_drop_partition", noted)
+    sessions().execute("SELECT FROM eventsql.view_parcels")
+    assert views.retain() == [Retained("parcels", dropped=0, busy=3)]
+    assert len(tried) == 1
+
+
+def test_retention_passes_over_a_view_that_is_dropped_meanwhile(
+    database: Database, views: Views, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = fill(database, views, 0 * DAY)
+    monkeypatch.setattr(Views, "definitions", lambda self: [Timeline("gone", retention=DAY), kept])
+    assert views.retain() == [Retained("parcels", dropped=0, busy=0)]
+
+
+def test_retention_leaves_partitions_of_others_alone(database: Database, views: Views) -> None:
+    fill(database, views, 30 * DAY)
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE eventsql.view_parcels_rest PARTITION OF eventsql.view_parcels DEFAULT")
+    assert views.retain() == [Retained("parcels", dropped=1, busy=0)]
+
+
+def test_a_name_that_another_table_has_is_refused(views: Views) -> None:
+    with pytest.raises(ViewConflictError, match="view_definition"):
+        views.declare(Timeline("definition"))
+    assert views.definitions() == []
+
+
+@pytest.mark.parametrize(
+    "other", [Timeline("moves"), Rollup("moves", MINUTE, period=DAY), Rollup("moves", MINUTE, ("x",))]
+)
+def test_a_handle_of_another_form_than_the_view_is_refused(database: Database, views: Views, other: Definition) -> None:
+    views.declare(Rollup("moves", MINUTE))
+    with database.transaction() as connection, pytest.raises(ViewConflictError, match="moves"):
+        if isinstance(other, Timeline):
+            views.timeline(other).append(connection, [("1", {}, NOON)])
+        elif isinstance(other, Rollup):
+            views.rollup(other).add(connection, [RollupEntry(NOON, dict.fromkeys(other.dimensions, ""))])
+
+
+def test_the_bounds_of_a_partition_do_not_depend_on_the_formats_of_the_session(
+    database: Database, views: Views, sessions: Sessions
+) -> None:
+    views.declare(Timeline("parcels", period=DAY))
+    session = sessions()
+    # Servers before 18 read the abbreviation that this shows, IST, as another zone's.
+    session.execute("SET datestyle TO 'SQL, DMY'")
+    session.execute("SET timezone TO 'Asia/Kolkata'")
+    session.execute("SELECT eventsql.make_view_periods('parcels', ARRAY['2024-11-20 00:00+00'::timestamptz])")
+    session.commit()
+    with database.connection() as connection:
+        connection.execute("SET timezone TO 'UTC'")
+        bounds = connection.execute(
+            "SELECT pg_get_expr(relpartbound, oid) FROM pg_class WHERE relname = 'view_parcels_p202411200000'"
+        ).fetchone()
+    assert bounds == ("FOR VALUES FROM ('2024-11-20 00:00:00+00') TO ('2024-11-21 00:00:00+00')",)
+
+
+def test_times_at_the_ends_of_the_calendar_are_stored_or_refused(database: Database, views: Views) -> None:
+    timeline = Timeline("parcels")
+    views.declare(timeline)
+    for at in (datetime(1, 2, 1, tzinfo=UTC), datetime(1969, 12, 31, tzinfo=UTC), datetime.max.replace(tzinfo=UTC)):
+        with database.transaction() as connection:
+            views.timeline(timeline).append(connection, [("1", {}, at)])
+    with database.transaction() as connection, pytest.raises(ValidationError, match="year 1"):
+        views.timeline(timeline).append(connection, [("1", {}, datetime.min.replace(tzinfo=UTC))])
+    assert len(views.timeline(timeline).read("1")) == 3
+    assert views.retain() == []
+
+
 def test_transactions_that_need_the_same_new_partition_make_it_once(
     database: Database, views: Views, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
@@ -194,6 +274,8 @@ def test_a_handler_with_times_of_too_many_periods_is_told(database: Database, vi
         ("parcels", "ARRAY[timestamptz '2024-11-20 12:00:01+00']"),
         ("parcels", "ARRAY[NULL::timestamptz]"),
         ("parcels", "ARRAY['infinity'::timestamptz]"),
+        ("parcels", "ARRAY['10000-01-01 00:00+00'::timestamptz]"),
+        ("parcels", "ARRAY['0044-03-15 00:00+00 BC'::timestamptz]"),
         ("parcels", "array_fill('2024-11-20 00:00+00'::timestamptz, ARRAY[101])"),
         ("pg_class", "ARRAY['2024-11-20 00:00+00'::timestamptz]"),
         ("parcels; DROP TABLE x", "ARRAY['2024-11-20 00:00+00'::timestamptz]"),

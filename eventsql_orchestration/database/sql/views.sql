@@ -25,7 +25,7 @@ SELECT {schema}.make_view_periods(%(view)s, %(starts)s::timestamptz[]);
 SELECT partition.relname
 FROM pg_inherits inherits
 JOIN pg_class partition ON partition.oid = inherits.inhrelid
-WHERE inherits.inhparent = %(table)s::regclass
+WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
 ORDER BY partition.relname;
 
 -- clock -- The server's time.
