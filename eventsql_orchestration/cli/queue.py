@@ -36,6 +36,7 @@ from eventsql_orchestration.queue import (
     drop_expired_archives,
     list_queues,
 )
+from eventsql_orchestration.queue.queue import MAX_WORKERS
 from eventsql_orchestration.signals import handling
 
 _SENT_AT_ONCE: Final = 1_000
@@ -271,7 +272,9 @@ def work(
     *,
     name: QueueName,
     handler: Annotated[tuple[str, ...], argument(metavar="COMMAND...", nargs=-1, required=True)],
-    workers: Annotated[int, option("Messages that are worked on at once.", type=click.IntRange(1, 64), default=1)],
+    workers: Annotated[
+        int, option("Messages that are worked on at once.", type=click.IntRange(1, MAX_WORKERS), default=1)
+    ],
     drain: Annotated[bool, option("End when no message is visible, in flight or waiting for its time.")],
 ) -> None:
     """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.

@@ -33,6 +33,10 @@ MAX_MESSAGES: Final = 10_000
 MAX_IN_ORDER: Final = 1_000
 """The most messages of one receive from an ordered queue: it locks the key of each."""
 
+MAX_WORKERS: Final = 20
+"""The most workers of one call: each keeps a connection while its handler runs, and heartbeats and other threads need
+connections of the same pool, which has up to 30."""
+
 POLL_SECONDS: Final = 1.0
 """The longest time between two looks of a receiver that waits. Messages of callers' transactions and messages that
 become visible by themselves come without a notification."""
@@ -442,9 +446,11 @@ class Queue:
         Writes through `connection` commit together with the acknowledgement: exactly once. All other effects happen at
         least once. If the handler raises, its writes are rolled back, and the message is released for
         `backoff(receives)` seconds, with the error in its history. The visibility timeout of messages that a worker
-        holds is extended meanwhile. Each worker receives up to `max_messages` at once. Give the queue `max_receives`,
-        or a message whose handler always fails comes back for ever.
+        holds is extended meanwhile. Each of up to 20 workers keeps a connection while its handler runs, and receives up
+        to `max_messages` at once. Give the queue `max_receives`, or a message whose handler always fails comes back for
+        ever.
         """
+        check_whole("workers", workers, least=1, most=MAX_WORKERS)
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
         return QueueWorkers(
             self, handler, workers=workers, max_messages=max_messages,

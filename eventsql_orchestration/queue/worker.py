@@ -76,11 +76,12 @@ class QueueWorkers:
 
     def start(self) -> QueueWorkers:
         """Start the threads. Raises the errors of the queue's first use."""
-        self._queue.definition()
+        defined = self._queue.definition()
         for wake in self._wakes:
             self._subscriptions.callback(self._queue.subscribe(wake.set))
         self._threads = [start_thread(f"queue-{self._queue.name}", self._run, wake) for wake in self._wakes]
-        self._heart = start_thread(f"heartbeat-{self._queue.name}", self._beat)
+        timeout = self._visibility_timeout or defined.visibility_timeout
+        self._heart = start_thread(f"heartbeat-{self._queue.name}", self._beat, timeout)
         return self
 
     @property
@@ -145,12 +146,17 @@ class QueueWorkers:
                 elif self._holds(message):
                     self._handle(message)
             finally:
-                with self._lock:
-                    self._held.pop((message.shard, message.id), None)
+                self._let_go(message)
 
     def _holds(self, message: Message) -> bool:
         with self._lock:
-            return (message.shard, message.id) in self._held
+            return self._held.get((message.shard, message.id)) is message
+
+    def _let_go(self, message: Message) -> None:
+        with self._lock:
+            # Another worker may hold a later receive of the same message.
+            if self._held.get((message.shard, message.id)) is message:
+                del self._held[message.shard, message.id]
 
     def _handle(self, message: Message) -> None:
         try:
@@ -162,13 +168,13 @@ class QueueWorkers:
                 self._fail(message, lost)
                 return
             logger.warning("the effects of a message were rolled back: %s", lost)
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             self._fail(message, error)
         else:
             with self._lock:
                 self.handled += 1
 
-    def _fail(self, message: Message, error: Exception) -> None:
+    def _fail(self, message: Message, error: BaseException) -> None:
         with self._lock:
             self.failed += 1
         reason = f"{type(error).__name__}: {error}".replace("\x00", "")
@@ -192,8 +198,7 @@ class QueueWorkers:
             # Its visibility timeout gives it back.
             logger.info("message %s was not released: %s", message.id, error)
 
-    def _beat(self) -> None:
-        timeout = self._visibility_timeout or self._queue.definition().visibility_timeout
+    def _beat(self, timeout: float) -> None:
         every = timeout / HEARTBEATS
         last = time.monotonic()
         while self.running:
@@ -209,16 +214,17 @@ class QueueWorkers:
     def _extend(self, timeout: float) -> None:
         with self._lock:
             held = list(self._held.values())
-        if not held:
-            return
+        # Each shard by itself: one that is down costs no other its messages.
+        for shard in {message.shard for message in held}:
+            self._extend_on_shard([message for message in held if message.shard == shard], timeout)
+
+    def _extend_on_shard(self, held: list[Message], timeout: float) -> None:
         try:
             still = {(message.shard, message.id) for message in self._queue.extend_all(held, timeout)}
         except EventSQLError as error:
             logger.warning("the messages held from queue %r were not extended: %s", self._queue.name, error)
             return
-        with self._lock:
-            for message in held:
-                place = message.shard, message.id
-                if place not in still and self._held.get(place) is message:
-                    # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
-                    del self._held[place]
+        for message in held:
+            if (message.shard, message.id) not in still:
+                # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
+                self._let_go(message)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from tests.fixtures import Until
 
@@ -112,3 +114,50 @@ def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, qu
         until(lambda: not workers._held)
     assert (workers.handled, effects(platform)) == (0, [])
     queue.acknowledge(mine)
+
+
+def test_a_handler_that_exits_fails_and_its_worker_goes_on(queue: Queue, until: Until) -> None:
+    def leave(message: Message, _connection: Connection) -> None:
+        if message.body == b"bad":
+            sys.exit(3)
+
+    queue.send_all([b"bad", b"good"])
+    with queue.work(leave, backoff=lambda _: 600.0) as workers:
+        until(lambda: workers.handled == 1)
+        assert workers.failed == 1
+    (bad,) = queue.peek()
+    assert bad.history[-1]["reason"] == "SystemExit: 3"
+
+
+def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
+    platform: EventSQL, queue: Queue, until: Until
+) -> None:
+    lock, turns = threading.Lock(), [threading.Event(), threading.Event()]
+    calls: list[int] = []
+
+    def slow(message: Message, _connection: Connection) -> None:
+        with lock:
+            calls.append(message.receives)
+            turn = turns[len(calls) - 1]
+        assert turn.wait(60)
+
+    queue.send(b"1")
+    with queue.work(slow, workers=2, visibility_timeout=600) as workers:
+        until(lambda: calls == [1])
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
+        until(lambda: calls == [1, 2])
+        turns[0].set()
+        # The first receive is over once its worker can be asked again: only the second is left.
+        queue.send(b"2")
+        turns.append(threading.Event())
+        until(lambda: len(calls) == 3)
+        assert {message.receives for message in workers._held.values() if message.body == b"1"} == {2}
+        turns[1].set()
+        turns[2].set()
+        until(lambda: workers.handled == 2)
+
+
+def test_workers_leave_connections_for_heartbeats(queue: Queue) -> None:
+    with pytest.raises(ValidationError):
+        queue.work(write, workers=21)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError
-from eventsql_orchestration.queue import NewMessage, Queue, QueueDefinition
-from tests.shards.conftest import Databases, Open
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition
+from tests.shards.conftest import Databases, Open, Until
 
 
 @pytest.fixture
@@ -61,3 +64,25 @@ def test_the_only_shard_that_is_up_takes_no_keys_of_the_others(platform: EventSQ
         shard.down = None
     assert [message.body for message in Queue(up, "jobs").receive(max_messages=9)] == [b"1"]
     assert [message.body for message in Queue(platform.shard_of(theirs), "jobs").receive(max_messages=9)] == [b"2"]
+
+
+def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventSQL, until: Until) -> None:
+    queue, go_on = Queue(platform, "jobs"), threading.Event()
+    queue.definition()
+    for shard in platform.shards:
+        Queue(shard, "jobs").send(b"x")
+
+    def slow(_message: Message, _connection: Connection) -> None:
+        assert go_on.wait(60)
+
+    gone, other = platform.shards[:2]
+    with queue.work(slow, workers=3, visibility_timeout=1.5) as workers:
+        until(lambda: len(workers._held) == 3)
+        gone.down = DatabaseUnavailableError("gone")
+        with other.database.connection() as connection:
+            look = "SELECT eql_visible_at FROM eventsql.queue_message"
+            first = connection.execute(look).fetchone()
+            until(lambda: connection.execute(look).fetchone() != first)
+        gone.down = None
+        go_on.set()
+        until(lambda: workers.handled >= 3)
