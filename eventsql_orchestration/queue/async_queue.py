@@ -15,7 +15,7 @@ from eventsql_orchestration.validation import Duration, check_seconds
 
 @checked
 class AsyncQueue:
-    """`Queue` for tasks of an event loop. The methods are those of `Queue`; a waiting `receive` takes no thread."""
+    """`Queue` for tasks of an event loop: it sends, receives and settles. A waiting `receive` takes no thread."""
 
     def __init__(self, queue: Queue) -> None:
         self.queue = queue
