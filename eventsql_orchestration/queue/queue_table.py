@@ -282,14 +282,28 @@ class QueueTable:
         with self.database.connection() as connection:
             while limit is None or redriven < limit:
                 most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
-                row = connection.execute(self._queries("redrive"), {**values, "limit": most}, prepare=False).fetchone()
-                assert row is not None, "an aggregate has one row"
-                redriven += row[0]
-                if row[0] < most:
+                moved = self._redrive({**values, "limit": most}, connection)
+                redriven += moved
+                if moved < most:
                     break
         if redriven and self._notifier is not None:
             self._notifier.notify(QUEUE, self._name)
         return redriven
+
+    def _redrive(self, values: Mapping[str, Any], connection: Connection) -> int:
+        with connection.transaction():
+            # The rows get their new ids in the order of this index.
+            connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
+            left = connection.execute(self._queries("redrive"), values, prepare=False).fetchall()
+            keys: dict[int, set[str]] = {}
+            for queue, key in left:
+                if queue is not None:
+                    keys.setdefault(queue, set()).add(key)
+            for queue, of_queue in keys.items():
+                # A dead letter that waits behind one that has left is first itself.
+                promoted = {"queue": queue, "keys": sorted(of_queue)}
+                connection.execute(self._queries("promote"), promoted, prepare=False)
+        return len(left)
 
     def archived(self, limit: int) -> list[ArchivedMessage]:
         with self.database.connection() as connection:

@@ -65,6 +65,20 @@ def test_a_batch_fills_up_with_other_keys_behind_a_long_one(queue: Queue) -> Non
     assert sorted(bodies(received)) == [b"long"] + [b"other"] * 9
 
 
+def test_a_receiver_finds_other_keys_behind_thousands_of_a_key_that_is_held(database: Database, queue: Queue) -> None:
+    queue.send(b"held", key="long")
+    queue.receive()
+    with database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.queue_message "
+            "(eql_queue, eql_key, eql_in_order, eql_body, eql_metadata, eql_visible_at) "
+            "SELECT (SELECT eql_id FROM eventsql.queue), 'long', true, 'x', '{}', clock_timestamp() "
+            "FROM generate_series(1, 6000)"
+        )
+    queue.send(b"other", key="other")
+    assert bodies(queue.receive(max_messages=10)) == [b"other"]
+
+
 def test_later_messages_wait_while_the_first_waits_for_its_retry(database: Database, queue: Queue) -> None:
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
     (first,) = queue.receive()
@@ -103,6 +117,34 @@ def test_a_redriven_message_comes_after_those_that_wait(database: Database) -> N
     assert queue.receive() == []
     queue.acknowledge(second)
     assert bodies(queue.receive()) == [b"1"]
+
+
+def test_a_dead_letter_that_waits_for_a_redriven_one_can_be_received(database: Database) -> None:
+    dead = Queue(database, "graveyard", ordered=True)
+    dead.definition()
+    queue = Queue(database, "commands", ordered=True, max_receives=1, dead_letters="graveyard")
+    queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
+    for _ in range(3):
+        queue.receive()
+        expire(database)
+    dead.release(dead.receive()[0])
+    assert bodies(dead.receive(max_messages=5)) == [b"1"]
+    assert numbers(dead) == (0, 1, 0, 1)
+    expire(database)
+    assert queue.redrive(1) == 1
+    assert bodies(dead.receive()) == [b"2"]
+
+
+def test_dead_letters_are_redriven_in_their_order(database: Database) -> None:
+    queue = Queue(database, "commands", ordered=True, max_receives=1)
+    queue.send_all([NewMessage(b"%d" % number, key="a") for number in range(20)])
+    for _ in range(21):
+        queue.receive()
+        expire(database)
+    assert queue.redrive() == 20
+    assert [message.body for message in sorted(queue.peek(20), key=lambda each: each.id)] == [
+        b"%d" % number for number in range(20)
+    ]
 
 
 def test_a_transaction_that_sends_several_times_never_deadlocks(database: Database, queue: Queue) -> None:

@@ -61,7 +61,8 @@ SELECT extract(epoch FROM min(next.eql_visible_at) - clock_timestamp())::float8
 FROM generate_series(0, 9) AS level
 CROSS JOIN LATERAL (
     SELECT m.eql_visible_at FROM {schema}.queue_message m
-    WHERE m.eql_queue = %(queue)s AND m.eql_priority = level.level AND m.eql_visible_at > now()
+    WHERE m.eql_queue = %(queue)s AND m.eql_priority = level.level
+      AND m.eql_visible_at > now() AND m.eql_visible_at < 'infinity'
     ORDER BY m.eql_visible_at LIMIT 1
 ) next;
 
@@ -109,22 +110,25 @@ SELECT {schema}.promote_keys(%(queue)s, ARRAY(
     WHERE eql_queue = %(queue)s AND eql_in_order AND eql_visible_at = 'infinity'
 ));
 
--- redrive -- Moves dead letters of a queue back to it, the oldest first; gives how many.
-WITH moved AS (
+-- redrive -- Moves dead letters of a queue back to it, the oldest first; gives for each the ordered queue and key it left.
+WITH chosen AS MATERIALIZED (
+    SELECT eql_id, CASE WHEN eql_in_order THEN eql_queue END AS left_queue, eql_key
+    FROM {schema}.queue_message
+    WHERE eql_origin = %(queue)s AND (%(ids)s::bigint[] IS NULL OR eql_id = ANY (%(ids)s::bigint[]))
+      AND (eql_receipt IS NULL OR eql_visible_at <= now())
+    ORDER BY eql_id LIMIT %(limit)s
+    FOR UPDATE SKIP LOCKED
+), moved AS (
     UPDATE {schema}.queue_message
     SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_receipt = NULL,
         eql_visible_at = clock_timestamp(), eql_in_order = %(ordered)s AND eql_key IS NOT NULL,
         eql_history = {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), 'redriven')
-    WHERE eql_id = ANY (ARRAY(
-        SELECT eql_id FROM {schema}.queue_message
-        WHERE eql_origin = %(queue)s AND (%(ids)s::bigint[] IS NULL OR eql_id = ANY (%(ids)s::bigint[]))
-          AND (eql_receipt IS NULL OR eql_visible_at <= now())
-        ORDER BY eql_id LIMIT %(limit)s
-        FOR UPDATE SKIP LOCKED
-    ))
-    RETURNING eql_id
+    WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
 )
-SELECT count(*) FROM moved;
+SELECT left_queue, eql_key FROM chosen;
+
+-- promote -- Brings the first message of each key that waits behind others into sight.
+SELECT {schema}.promote_keys(%(queue)s, %(keys)s::text[]);
 
 -- archived -- Messages that were acknowledged, the latest first.
 SELECT eql_id, eql_body, eql_key, eql_metadata::text, eql_receives, eql_priority, eql_created_at, eql_acknowledged_at

@@ -24,6 +24,7 @@ CREATE TABLE queue (
     CHECK ((eql_max_receives IS NULL) = (eql_dead_letters IS NULL))
 );
 
+LOCK TABLE queue_message IN ACCESS EXCLUSIVE MODE;
 INSERT INTO queue (eql_name) SELECT DISTINCT eql_queue FROM queue_message ORDER BY eql_queue;
 DROP INDEX queue_message_visible;
 ALTER TABLE queue_message RENAME COLUMN eql_queue TO eql_queue_name;
@@ -270,12 +271,15 @@ DECLARE
     gone_keys text[];
     taken integer := 0;
     turns integer := 0;
+    look integer;
     moment timestamptz;
 BEGIN
     SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead FROM {schema}.queue q WHERE q.eql_id = of_queue;
     WHILE taken < most AND turns < 50 LOOP
         turns := turns + 1;
         moment := clock_timestamp();
+        -- Far behind a long key, further each time.
+        look := CASE WHEN turns = 1 THEN most ELSE greatest(most - taken, 100 * turns) END;
         SELECT array_agg(found.eql_id) INTO candidates
         FROM (
             SELECT visible.eql_id
@@ -286,10 +290,10 @@ BEGIN
                   AND (NOT m.eql_in_order OR pg_try_advisory_xact_lock(
                       7310035 * 4294967296 + of_queue::bigint * 1024 + (hashtext(m.eql_key) & 1023)))
                 ORDER BY m.eql_visible_at, m.eql_id
-                LIMIT CASE WHEN turns = 1 THEN most - taken ELSE greatest(most - taken, 100) END
+                LIMIT look
                 FOR UPDATE SKIP LOCKED
             ) visible
-            LIMIT CASE WHEN turns = 1 THEN most - taken ELSE greatest(most - taken, 100) END
+            LIMIT look
         ) found;
         EXIT WHEN candidates IS NULL;
 
@@ -467,7 +471,7 @@ BEGIN
         SELECT DISTINCT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(acl.grantee)) END
         FROM pg_catalog.pg_class c CROSS JOIN LATERAL aclexplode(c.relacl) acl
         WHERE c.oid = '{schema}.queue_message'::regclass AND acl.grantee <> c.relowner
-          AND acl.privilege_type = 'INSERT'
+          AND acl.privilege_type IN ('INSERT', 'UPDATE')
     LOOP
         EXECUTE 'GRANT SELECT, INSERT, UPDATE ON {schema}.queue TO ' || grantee;
         EXECUTE 'GRANT SELECT, INSERT, UPDATE, DELETE ON {schema}.queue_deduplication TO ' || grantee;
