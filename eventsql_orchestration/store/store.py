@@ -323,8 +323,9 @@ class Store:
     def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
         """Move a subscription to another place, after its current transaction; gives the place.
 
-        Its handler gets the changes behind that place again, or is not given those before it. Raises
-        `SubscriptionNotFoundError`, and `DatabaseError` for a checkpoint of another server.
+        Its handler gets the changes behind that place again, or is not given those before it. Dead letters of changes
+        behind that place are dropped. Raises `SubscriptionNotFoundError`, and `DatabaseError` for a checkpoint of
+        another server.
         """
         return move(self.database, name, start)
 

@@ -156,6 +156,7 @@ class Subscription:
         self._order = GlobalOrder(database)
         self._queries = Queries("subscriptions", database.schema)
         self._one_by_one = 0
+        self._began_at: StoreCheckpoint | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -207,6 +208,7 @@ class Subscription:
                 after, _, due_in = locked
                 if due_in:
                     return Progress(due_in=due_in)
+                self._began_at = after
 
                 # Before the changes are read: what commits in between is not passed.
                 newest = self._order.newest(connection)
@@ -257,9 +259,11 @@ class Subscription:
             locked = self._lock(connection)
             place = change.checkpoint
             assert place is not None, "a change that was read in the global order has a place"
-            if locked is None or locked[0] >= place:
-                # Another process has it, or has handled it meanwhile.
-                return Progress(active=locked is not None)
+            if locked is None:
+                return Progress(active=False)
+            if locked[0] != self._began_at:
+                # Another process has handled it meanwhile, or the subscription was moved.
+                return Progress(more=True)
 
             attempts = locked[1] + 1
             failure = describe(error)
@@ -318,6 +322,10 @@ class Subscription:
                     return
                 except (psycopg.Error, EventSQLError) as error:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
+                    delay = FAULT_DELAY
+                except Exception:
+                    # A handler may wrap the error of a lost connection in one of its own.
+                    logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
                     delay = FAULT_DELAY
                 else:
                     if progress.more:
@@ -424,13 +432,19 @@ def _place(order: GlobalOrder, connection: Connection, start: Start) -> StoreChe
 
 
 def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
-    """Move a subscription to another place. Raises `SubscriptionNotFoundError`, `DatabaseError`."""
+    """Move a subscription to another place, and drop the dead letters of the changes behind it.
+
+    Raises `SubscriptionNotFoundError`, `DatabaseError`.
+    """
     _check_start(start)
     with database.transaction() as connection:
         place = _place(GlobalOrder(database), connection, start)
         values = {"name": name, "transaction": str(place.transaction), "position": place.position}
-        if not connection.execute(Queries("subscriptions", database.schema)("move"), values).rowcount:
+        queries = Queries("subscriptions", database.schema)
+        if not connection.execute(queries("move"), values).rowcount:
             raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+        # The handler gets these changes again; a letter would hand them to it once more.
+        connection.execute(queries("drop_letters_behind"), values)
     return place
 
 

@@ -186,6 +186,67 @@ def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: st
     assert effects(store) == [1, 3, 2]
 
 
+def test_a_replay_while_a_change_fails_skips_nothing(store: Store) -> None:
+    put(store, "1", 1, 2, 3)
+    drain(subscribed(store))
+    put(store, "1", 4)
+
+    def moved_away(change: RecordedChange, _connection: Connection) -> None:
+        raise ValueError("broken")
+
+    broken = subscribed(store, moved_away, max_attempts=1)
+    record = broken._record
+
+    def replayed_before(change: RecordedChange, error: BaseException) -> object:
+        store.replay("mailer")
+        return record(change, error)
+
+    broken._record = replayed_before  # type: ignore[method-assign, assignment]
+    broken.run_once()
+    assert store.dead_letters("mailer") == []
+    assert drain(subscribed(store)) == 4
+    assert effects(store) == [1, 2, 3, 1, 2, 3, 4]
+
+
+def test_a_replay_drops_the_letters_of_changes_that_are_handed_over_again(store: Store) -> None:
+    adopted(store.database, 2)
+    put(store, "1", 3, 4)
+    mended = False
+
+    def picky(change: RecordedChange, connection: Connection) -> None:
+        if not mended and change.data["n"] in {1, 4}:
+            raise ValueError("not today")
+        effect(change, connection)
+
+    subscription = subscribed(store, picky, max_attempts=1)
+    drain(subscription)
+    assert [letter.aggregate_id for letter in store.dead_letters("mailer")] == ["old 1", "1"]
+    mended = True
+    store.replay("mailer", store.checkpoint_of("order", "old 1", 1))
+    assert [letter.aggregate_id for letter in store.dead_letters("mailer")] == ["old 1"]
+    assert drain(subscription) == 3
+    assert subscription.redrive() == 1
+    assert effects(store) == [2, 3, 2, 3, 4, 1]
+
+
+def test_a_running_subscription_outlives_what_a_handler_raises_without_its_connection(
+    store: Store, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
+    lost = [True]
+
+    def wraps(change: RecordedChange, connection: Connection) -> None:
+        if lost:
+            lost.clear()
+            connection.close()
+            raise ValueError("the handler's own error for a lost connection")
+        effect(change, connection)
+
+    put(store, "1", 1)
+    with store.subscribe("mailer", wraps):
+        until(lambda: effects(store) == [1])
+
+
 def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
     put(store, "1", 1, 2)
     second = subscribed(store)

@@ -109,3 +109,15 @@ UPDATE {schema}.store_subscription
 SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
     eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
 WHERE eql_name = %(name)s;
+
+-- drop_letters_behind -- Letters of changes that a subscription is about to read again.
+DELETE FROM {schema}.store_dead_letter letter
+USING {schema}.aggregate_change change
+LEFT JOIN {schema}.adopted_change adopted
+    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
+    AND adopted.eql_version = change.eql_version
+WHERE letter.eql_subscription = %(name)s
+  AND change.eql_type = letter.eql_type AND change.eql_aggregate_id = letter.eql_aggregate_id
+  AND change.eql_version = letter.eql_version
+  AND (coalesce(change.eql_transaction, '0'::xid8), coalesce(adopted.eql_position, change.eql_position))
+      > (%(transaction)s::xid8, %(position)s);
