@@ -160,8 +160,9 @@ class Projections:
         """Compute a projection anew from all changes, beside the live tables, and swap the tables in one transaction.
 
         The projection goes on following meanwhile. Writers and readers wait only for the swap, which applies the
-        changes since the last batch. Roles keep their rights on the tables. Views and foreign keys on them would be
-        lost: `ProjectionError` refuses the swap then. A rebuild that was interrupted goes on where it was.
+        changes since the last batch. Roles keep their rights on the tables. Views, foreign keys, triggers and policies
+        that the swap would lose are a `ProjectionError`. Dead letters of the projection's subscription are dropped,
+        because the new tables hold their changes. A rebuild that was interrupted goes on where it was.
         `on_progress` gets the number of changes applied. Gives that number.
 
         Raises `ProjectionError` if another process is at it, and the projection's errors.
@@ -214,6 +215,8 @@ class Projections:
                 fetch_first(connection, self._queries("hold_subscription"), {"subscription": each.subscription})
                 is not None
             )
+            # Before the tables are locked: a redrive has locked its letter, and then writes the tables.
+            connection.execute(self._queries("drop_letters"), {"subscription": each.subscription})
             live = self._existing(connection, each, each.schema)
             if live:
                 names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in each.tables if table in live)
@@ -235,32 +238,57 @@ class Projections:
             if by_subscription:
                 place = {"transaction": str(after.transaction), "position": after.position}
                 connection.execute(self._queries("place_subscription"), {**place, "subscription": each.subscription})
-            for table in each.tables:
-                self._replace(connection, each, table, exists=table in live)
-            connection.execute(sql.SQL("DROP SCHEMA {} CASCADE").format(sql.Identifier(each.shadow)))
+            self._replace(connection, each, [table for table in each.tables if table in live])
             connection.execute(self._queries("finish"), {"name": each.name})
         return applied
 
-    def _replace(self, connection: Connection, each: _Checked, table: str, *, exists: bool) -> None:
-        """Put a rebuilt table in the place of the live one."""
-        live, shadow = sql.Identifier(each.schema, table), sql.Identifier(each.shadow, table)
-        if exists:
-            of = {"in_schema": each.schema, "table": table}
-            for role, privilege, may_grant in fetch_all(connection, self._queries("grants"), of):
-                connection.execute(
-                    sql.SQL("GRANT {} ON {} TO {}{}").format(
-                        sql.SQL(privilege), shadow, sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
-                        sql.SQL(" WITH GRANT OPTION" if may_grant else ""),
-                    )
-                )  # fmt: skip
-            try:
-                connection.execute(sql.SQL("DROP TABLE {}").format(live))
-            except psycopg.errors.DependentObjectsStillExist as error:
-                raise ProjectionError(
-                    f"table {table!r} of projection {each.name!r} has views or foreign keys on it, which the swap "
-                    "would lose: drop these, rebuild again (it goes on where it is), and make them anew"
-                ) from error
-        connection.execute(sql.SQL("ALTER TABLE {} SET SCHEMA {}").format(shadow, sql.Identifier(each.schema)))
+    def _replace(self, connection: Connection, each: _Checked, live: Sequence[str]) -> None:
+        """Put the rebuilt tables in the place of the live ones."""
+        for table in live:
+            self._keep_rights(connection, each, table)
+        try:
+            if live:
+                # In one statement, because foreign keys may lead from one to another.
+                names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in live)
+                connection.execute(sql.SQL("DROP TABLE {}").format(names))
+        except psycopg.errors.DependentObjectsStillExist as error:
+            raise ProjectionError(
+                f"a table of projection {each.name!r} has views or foreign keys on it, which the swap would lose: drop "
+                f"these, rebuild again (it goes on where it is), and make them anew ({_detail(error)})"
+            ) from error
+
+        for table in each.tables:
+            connection.execute(
+                sql.SQL("ALTER TABLE {} SET SCHEMA {}").format(
+                    sql.Identifier(each.shadow, table), sql.Identifier(each.schema)
+                )
+            )
+        try:
+            # Without CASCADE: partitions, types and functions that are left belong to the rebuilt tables.
+            connection.execute(sql.SQL("DROP SCHEMA {}").format(sql.Identifier(each.shadow)))
+        except psycopg.errors.DependentObjectsStillExist as error:
+            raise ProjectionError(
+                f"projection {each.name!r} makes more than its tables, and the swap would lose it: let `create` make "
+                f"only what `tables` names, give the rebuild up, and rebuild again ({_detail(error)})"
+            ) from error
+
+    def _keep_rights(self, connection: Connection, each: _Checked, table: str) -> None:
+        """Grant the rights on a live table on the rebuilt one, too."""
+        of = {"in_schema": each.schema, "table": table}
+        lost = [what for (what,) in fetch_all(connection, self._queries("lost"), {**of, "shadow": each.shadow})]
+        if lost:
+            raise ProjectionError(
+                f"table {table!r} of projection {each.name!r} has what the swap would lose ({', '.join(lost)}): let "
+                "`create` make it, too, give the rebuild up, and rebuild again"
+            )
+        for role, privilege, may_grant in fetch_all(connection, self._queries("grants"), of):
+            connection.execute(
+                sql.SQL("GRANT {} ON {} TO {}{}").format(
+                    sql.SQL(privilege), sql.Identifier(each.shadow, table),
+                    sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
+                    sql.SQL(" WITH GRANT OPTION" if may_grant else ""),
+                )
+            )  # fmt: skip
 
     def _lock(self, connection: Connection, each: _Checked) -> tuple[StoreCheckpoint, int]:
         start = self._store.order.home.place(connection, None)
@@ -314,3 +342,7 @@ class Projections:
             known = ", ".join(sorted(self._projections)) or "none"
             raise ValidationError(f"there is no projection {name!r}: these are {known}")
         return self._projections[name]
+
+
+def _detail(error: psycopg.Error) -> str:
+    return (error.diag.message_detail or str(error)).replace("\n", "; ")

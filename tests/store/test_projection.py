@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import psycopg
 import pytest
@@ -12,7 +12,15 @@ import pytest
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ProjectionError, ValidationError
-from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange, Repository, Store
+from eventsql_orchestration.store import (
+    Change,
+    Projection,
+    Projections,
+    RecordedChange,
+    Repository,
+    Store,
+    SubscriptionOptions,
+)
 from tests.fixtures import Sessions, UntilBlocked
 from tests.store.test_order import adopted, put
 from tests.store.test_repository import Order, placed
@@ -22,7 +30,7 @@ class Sums(Projection):
     """The sum of each aggregate's numbers, and how many there were: a gap or a double shows."""
 
     name = "sums"
-    tables = ("sums",)
+    tables: ClassVar[Sequence[str]] = ("sums",)
     types = ("order",)
 
     def create(self, connection: Connection) -> None:
@@ -226,6 +234,95 @@ def test_rights_stay_and_views_are_not_lost(store: Store, projections: Projectio
         granted = connection.execute("SELECT relacl::text FROM pg_class WHERE relname = 'sums'").fetchone()
     assert granted is not None
     assert "{=r" in granted[0].replace("{eventsql=arwdDxtm/eventsql,", "{") or ",=r" in granted[0]
+
+
+@pytest.mark.parametrize(
+    "belonging",
+    [
+        "ALTER TABLE public.sums ENABLE ROW LEVEL SECURITY",
+        "CREATE POLICY own ON public.sums USING (id = current_user)",
+        "CREATE TRIGGER same BEFORE TRUNCATE ON public.sums EXECUTE FUNCTION suppress_redundant_updates_trigger()",
+        "CREATE RULE none AS ON DELETE TO public.sums DO INSTEAD NOTHING",
+        "CREATE PUBLICATION told FOR TABLE public.sums",
+    ],
+)
+def test_what_guards_or_follows_a_table_is_not_lost_silently(
+    store: Store, projections: Projections, belonging: str
+) -> None:
+    with store.database.connection() as connection:
+        connection.execute(belonging)
+    put(store, "1", 1)
+    with pytest.raises(ProjectionError):
+        projections.rebuild("sums")
+    assert sums(store) == {}
+
+
+class Parts(Sums):
+    """Two tables with a foreign key from one to the other."""
+
+    tables: ClassVar[Sequence[str]] = ("sums", "part")
+
+    def create(self, connection: Connection) -> None:
+        super().create(connection)
+        connection.execute("CREATE TABLE part (sum text REFERENCES sums, n int)")
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        super().apply(change, connection)
+        connection.execute("INSERT INTO part VALUES (%s, %s)", [change.aggregate_id, change.data["n"]])
+
+
+def test_tables_that_refer_to_each_other_are_swapped_together(store: Store) -> None:
+    parts = Projections(store, [Parts()])
+    parts.install()
+    put(store, "1", 1, 2)
+    assert parts.rebuild("sums") == parts.rebuild("sums") == 2
+    with store.database.connection() as connection:
+        assert connection.execute("SELECT sum, n FROM public.part ORDER BY n").fetchall() == [("1", 1), ("1", 2)]
+
+
+class Typed(Sums):
+    def create(self, connection: Connection) -> None:
+        super().create(connection)
+        connection.execute("CREATE TYPE mood AS ENUM ('good')")
+        connection.execute("ALTER TABLE sums ADD mood mood DEFAULT 'good'")
+
+
+class Partitioned(Sums):
+    def create(self, connection: Connection) -> None:
+        connection.execute("CREATE TABLE sums (id text PRIMARY KEY, total bigint, changes int) PARTITION BY HASH (id)")
+        connection.execute("CREATE TABLE only_part PARTITION OF sums FOR VALUES WITH (MODULUS 1, REMAINDER 0)")
+
+
+@pytest.mark.parametrize("projection", [Typed(), Partitioned()])
+def test_a_swap_drops_nothing_that_the_rebuilt_tables_need(store: Store, projection: Projection) -> None:
+    put(store, "1", 1)
+    odd = Projections(store, [projection])
+    with pytest.raises(ProjectionError, match="more than its tables"):
+        odd.rebuild("sums")
+    odd.give_up("sums")
+    assert odd.rebuilds() == []
+
+
+def test_what_a_subscription_gave_up_is_not_applied_again_after_a_rebuild(store: Store) -> None:
+    broken = {2}
+
+    class Picky(Sums):
+        def apply(self, change: RecordedChange, connection: Connection) -> None:
+            if change.data["n"] in broken:
+                raise ValueError("not today")
+            super().apply(change, connection)
+
+    picky = Projections(store, [Picky()])
+    picky.install()
+    put(store, "1", 1, 2, 3)
+    subscription = picky.subscribe("sums", options=SubscriptionOptions(max_attempts=1), background=False)
+    while subscription.run_once().more:
+        pass
+    assert len(store.dead_letters("projection sums")) == 1
+    broken.clear()
+    assert picky.rebuild("sums") == 3
+    assert subscription.redrive() == 0
+    assert sums(store) == {"1": (6, 3)}
 
 
 def test_tables_that_are_not_made_are_named(store: Store) -> None:

@@ -38,6 +38,9 @@ SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
     eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
 WHERE eql_name = %(subscription)s;
 
+-- drop_letters -- What the subscription of a projection gave up is in the rebuilt tables.
+DELETE FROM {schema}.store_dead_letter WHERE eql_subscription = %(subscription)s;
+
 -- tables -- Which of some tables a schema has.
 SELECT c.relname::text
 FROM pg_class c
@@ -51,3 +54,26 @@ FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 CROSS JOIN aclexplode(c.relacl) granted
 WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;
+
+-- lost -- What belongs to a table and would not be on the table that replaces it: row security, policies, triggers, rules and
+-- publications, each by its name.
+WITH belongings AS (
+    SELECT c.oid, 'row security' AS what FROM pg_class c WHERE c.relrowsecurity OR c.relforcerowsecurity
+    UNION ALL SELECT p.polrelid, 'policy ' || p.polname FROM pg_policy p
+    UNION ALL SELECT t.tgrelid, 'trigger ' || t.tgname FROM pg_trigger t WHERE NOT t.tgisinternal
+    UNION ALL SELECT r.ev_class, 'rule ' || r.rulename FROM pg_rewrite r
+    UNION ALL
+    SELECT m.prrelid, 'publication ' || p.pubname FROM pg_publication_rel m JOIN pg_publication p ON p.oid = m.prpubid
+)
+SELECT held.what
+FROM belongings held
+JOIN pg_class c ON c.oid = held.oid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
+  AND NOT EXISTS (
+      SELECT FROM belongings made
+      JOIN pg_class s ON s.oid = made.oid
+      JOIN pg_namespace m ON m.oid = s.relnamespace
+      WHERE m.nspname = %(shadow)s AND s.relname = %(table)s AND made.what = held.what
+  )
+ORDER BY held.what;
