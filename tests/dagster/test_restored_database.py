@@ -7,6 +7,8 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.definitions.job_base import InMemoryJob
+from dagster._core.execution.api import execute_run
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
@@ -97,4 +99,25 @@ def test_a_run_of_before_replays_no_range_of_the_new_schema(before: dg.RunReques
     assert not result.success
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
     assert "restored" in str(event.step_failure_data.user_failure_data)
+    assert anew.effects() == ids
+
+
+def test_a_reexecution_of_selected_steps_replays_no_range_of_the_new_schema(
+    before: dg.RunRequest, anew: Workbench
+) -> None:
+    """Dagster's UI leaves the hidden tags of the run out."""
+    (first,) = anew.instance.get_runs()
+    ids = anew.publish("rides", 5)
+    assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
+    job = anew.job(eager)
+    again = anew.instance.create_run_for_job(
+        job,
+        run_config=before.run_config,
+        tags={name: value for name, value in before.tags.items() if not name.startswith(".dagster/")},
+        parent_run_id=first.run_id,
+        root_run_id=first.run_id,
+    )
+    assert not execute_run(InMemoryJob(job), again, anew.instance).success
+    messages = [entry.to_json() for entry in anew.instance.all_logs(again.run_id)]
+    assert any("restored" in message for message in messages)
     assert anew.effects() == ids

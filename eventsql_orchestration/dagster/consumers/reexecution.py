@@ -6,7 +6,7 @@ failed and retried. Later, the process may still write its own end over that rep
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import dagster as dg
@@ -61,6 +61,18 @@ def ancestors(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Iterator[str]
     # A run in between may have been deleted from history.
     if run.root_run_id is not None and run.root_run_id not in seen:
         yield run.root_run_id
+
+
+def requested_tags(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Mapping[str, str]:
+    """A run's tags, and the tags of the runs that it executes again.
+
+    Dagster's UI copies tags to a re-execution of selected steps, but it does not get the hidden ones.
+    """
+    tags = dict(run.tags)
+    for run_id in ancestors(run, instance):
+        if (ancestor := instance.get_run_by_id(run_id)) is not None:
+            tags = {**ancestor.tags, **tags}
+    return tags
 
 
 def forbid_retries(run: dg.DagsterRun, instance: dg.DagsterInstance) -> None:

@@ -18,6 +18,7 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
     forbid_retries,
     is_automatic_retry,
     repeats_success,
+    requested_tags,
 )
 from eventsql_orchestration.dagster.consumers.reporting import name_of
 from eventsql_orchestration.dagster.resources import EventSQLResource
@@ -78,13 +79,13 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
     elif _replays(context, config):
         context.log.info("this run replays a range of another consumer: it leaves this consumer's events to other runs")
     else:
-        with draining.keeping(requested_for, context.run.tags):
+        with draining.keeping(requested_for, requested_tags(context.run, context.instance)):
             _claim_and_drain(context, draining, config)
 
 
 def _drain_claim(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, claim_id: int) -> None:
     """Consume the claim that the run was requested for, or replay it."""
-    if draining.is_another_claim(claim_id, context.run.tags):
+    if draining.is_another_claim(claim_id, requested_tags(context.run, context.instance)):
         if _replays(context, config):
             raise ReplayError(f"there is nothing to replay: {draining.drained.note}")
         return
