@@ -12,6 +12,9 @@ from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 HIDDEN: Final = ".dagster/eventsql_"
 """The beginning of tags that only this package reads. Dagster's UI hides tags that begin with `.dagster/`."""
 
+FORMER: Final = "eventsql/"
+"""The same on runs from before these tags were hidden."""
+
 TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
 PARTITION_TAG: Final = "eventsql/partition"
@@ -64,7 +67,7 @@ the runs or the steps of a pool. An executor with several processes limits the s
 HOUSEKEEPING_TAG: Final = f"{HIDDEN}housekeeping"
 """The kind of a run, for housekeeping: `consumer`, `internal` or `backfill`."""
 
-FORMER_HOUSEKEEPING_TAG: Final = "eventsql/housekeeping"
+FORMER_HOUSEKEEPING_TAG: Final = f"{FORMER}housekeeping"
 """The name of that tag on history from before it was hidden, which housekeeping has to delete too."""
 
 HOUSEKEEPING_CONSUMER: Final = "consumer"

@@ -11,6 +11,8 @@ from typing import Final
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.tags import FORMER, HIDDEN
+
 RETRY_NUMBER_TAG: Final = "dagster/retry_number"
 """The tag that Dagster's daemon gives each run that it launches as an automatic retry."""
 
@@ -66,13 +68,15 @@ def ancestors(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Iterator[str]
 def requested_tags(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Mapping[str, str]:
     """A run's tags, and the tags of the runs that it executes again.
 
-    Dagster's UI copies tags to a re-execution of selected steps, but it does not get the hidden ones.
+    Dagster's UI copies tags to a re-execution of selected steps, but it does not get the hidden ones. Runs from before
+    tags were hidden have them with their former names.
     """
     tags = dict(run.tags)
     for run_id in ancestors(run, instance):
         if (ancestor := instance.get_run_by_id(run_id)) is not None:
             tags = {**ancestor.tags, **tags}
-    return tags
+    hidden = {HIDDEN + name.removeprefix(FORMER): value for name, value in tags.items() if name.startswith(FORMER)}
+    return {**hidden, **tags}
 
 
 def forbid_retries(run: dg.DagsterRun, instance: dg.DagsterInstance) -> None:
