@@ -211,13 +211,15 @@ class EventWriter:
 
     def _write_csv(self, events: Sequence[dict[str, Any]]) -> None:
         text = io.StringIO()
-        lines = csv.writer(text, lineterminator="\n")
+        # Texts are quoted: before Python 3.13, a carriage return alone is not, and then its line ends there.
+        lines = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+        columns = ["shard", *_CSV] if "shard" in events[0] else _CSV
         if not self._begun:
-            lines.writerow([*({"shard": None} if "shard" in events[0] else {}), *_CSV])
+            text.write(",".join(columns) + "\n")
         self._begun = True
         for event in events:
             event["metadata"] = _json(event["metadata"])
-            lines.writerow([*([event["shard"]] if "shard" in event else []), *(event.get(name) for name in _CSV)])
+            lines.writerow([event.get(name) for name in columns])
         write(text.getvalue())
 
 

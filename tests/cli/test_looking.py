@@ -134,6 +134,18 @@ def test_events_as_csv_and_as_values(run: Run, rides: EventSQL, dsn: str) -> Non
     assert written == b'{"fare": 0}\n{"fare": 1}\n{"fare": 2}\n{"fare": 3}\n\xff\n'
 
 
+def test_csv_gives_back_any_text(platform: EventSQL, dsn: str) -> None:
+    texts = ["a\rb", "a\r\nb", 'a"b,c', "=1+1", " "]
+    platform.registry.register_topic(Topic("texts"))
+    platform.publisher.publish_all([Publication("texts", text.encode(), key=text) for text in texts])
+    platform.transfer.run_once()
+    written = subprocess.run(
+        [PROGRAM, "--dsn", dsn, "tail", "texts", "--format", "csv"], capture_output=True, check=True
+    ).stdout
+    read = list(csv.DictReader(io.StringIO(written.decode(), newline="")))
+    assert [each["value"] for each in read] == [each["key"] for each in read] == texts
+
+
 def test_a_row_is_one_line_and_obeys_no_text() -> None:
     assert _cell("first\nsecond\r\nthird\tend") == "first second third\\u0009end"
     assert _cell("\x1b[31mred\x9b") == "\\u001b[31mred\\u009b"
