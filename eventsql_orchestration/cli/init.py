@@ -156,7 +156,8 @@ def init(
     root = directory or Path()
     project = name or root.resolve().name
     module = _module(project)
-    names = {"module": module, "project": project}
+    # A distribution may be called as its module: letters, digits and single dashes.
+    names = {"module": module, "project": module.replace("_", "-")}
     files = {root / path.format(**names): text.format(**names) for path, text in _FILES.items()}
     if existing := sorted(str(file) for file in files if file.exists() or file.is_symlink()):
         raise ConfigurationError(f"nothing was written, for {', '.join(existing)} exists already: name a new directory")
@@ -165,7 +166,7 @@ def init(
         file.write_text(text, encoding="utf-8")
 
     go = "" if root.resolve() == Path.cwd() else f"cd {root} && "
-    say(f"made project {project!r} in {root.resolve()}: run it with `{go}eventsql dev`")
+    say(f"made project {names['project']!r} in {root.resolve()}: run it with `{go}eventsql dev`")
 
 
 def _module(project: str) -> str:

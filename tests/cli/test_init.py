@@ -35,6 +35,14 @@ def test_it_makes_a_project_that_dev_finds(invoke: Run, directory: Path, monkeyp
     assert dev.location_of(None, None) == {"module": "corner_shop.definitions", "imports": Path("src")}
 
 
+@pytest.mark.parametrize("name", ["Corner Shop", 'corner"shop', "corner\nshop", "corner_shop", "{corner} shop"])
+def test_a_name_of_any_characters_becomes_one_that_packages_may_have(invoke: Run, directory: Path, name: str) -> None:
+    made = invoke("init", "made", "--name", name)
+    assert made.exit_code == 0
+    project = tomllib.loads((directory / "made" / "pyproject.toml").read_text())["project"]
+    assert project["name"] == "corner-shop"
+
+
 def test_this_directory_is_named_by_nothing(invoke: Run, directory: Path) -> None:
     assert invoke("init", "--name", "bakery").stderr.endswith("run it with `eventsql dev`\n")
     assert (directory / "src" / "bakery" / "definitions.py").exists()
