@@ -12,6 +12,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Histogram
 from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.model import Publication
+from eventsql_orchestration.publishing.publisher import check_many, check_publication
 
 if TYPE_CHECKING:
     from eventsql_orchestration.database import CallersConnection
@@ -80,11 +81,13 @@ class MeasuredPublisher:
 
     def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
         """See `ClusterPublisher.publish`."""
+        check_publication(publication)
         with _timed(self._histogram, lambda: (publication.topic,)):
             self._publisher.publish(publication, connection=connection)
 
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """See `ClusterPublisher.publish_all`. The time of making the publications counts, too."""
+        check_many(publications)
         topics: set[str] = set()
 
         def noted() -> Iterator[Publication]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -55,3 +56,19 @@ def test_a_function_that_is_no_handler_is_refused() -> None:
 
     with pytest.raises(ValidationError):
         Latencies(CollectorRegistry()).handler("orders", "mailer", handle)
+
+
+@pytest.mark.parametrize("wrong", [None, {"topic": "orders"}, "orders", Publication("orders", b"")])
+def test_what_is_no_publication_is_refused_as_the_publisher_refuses_it(platform: EventSQL, wrong: Any) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    measured = Latencies(CollectorRegistry()).publisher(platform.publisher)
+
+    def refused(publish: Callable[[Any], object], given: object) -> tuple[type[Exception], str]:
+        with pytest.raises(ValidationError) as error:
+            publish(given)
+        return type(error.value), str(error.value)
+
+    for given in (wrong, [wrong]) if not isinstance(wrong, Publication) else (wrong,):
+        assert refused(measured.publish_all, given) == refused(platform.publisher.publish_all, given)
+    if not isinstance(wrong, Publication):
+        assert refused(measured.publish, wrong) == refused(platform.publisher.publish, wrong)
