@@ -21,7 +21,7 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ValidationError,
 )
-from eventsql_orchestration.queue.arrays import adapt_arrays, bytes_array, text_array
+from eventsql_orchestration.queue.arrays import adapt_arrays, bigint_array, bytes_array, integer_array, text_array
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
     Message,
@@ -206,8 +206,12 @@ class QueueTable:
         """Delete held messages, or none of them. Raises `MessageNotFoundError`, `ValidationError`."""
         held = _held(messages)
         with self.database.joined(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+            adapt_arrays(cursor)
+            values = {
+                "queue": self.id(), "ids": bigint_array(held["ids"]), "receipts": integer_array(held["receipts"]),
+            }  # fmt: skip
             try:
-                row = cursor.execute(self._queries("acknowledge"), {"queue": self.id(), **held}).fetchone()
+                row = cursor.execute(self._queries("acknowledge"), values).fetchone()
             except psycopg.errors.SerializationFailure:
                 # Under REPEATABLE READ: somebody has received or settled a message since the transaction began.
                 row = (held["ids"],)

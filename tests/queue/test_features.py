@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -149,6 +150,14 @@ def test_all_messages_are_acknowledged_or_none(queue: Queue) -> None:
     assert queue.statistics().in_flight == 2
     queue.acknowledge_all([messages[0], messages[2], messages[0]])
     assert queue.statistics().depth == 0
+
+
+def test_a_receipt_that_no_queue_gives_is_refused(queue: Queue) -> None:
+    queue.send(b"1")
+    (message,) = queue.receive()
+    with pytest.raises(ValidationError):
+        queue.acknowledge(replace(message, receipt=2**31))
+    queue.acknowledge(message)
 
 
 def test_a_held_message_can_be_extended(database: Database, queue: Queue) -> None:
