@@ -92,6 +92,7 @@ class Database:
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
+        self._closings = 0
         self._role: str | None = None
         self._prefix: str | None = None
         self._may_transfer = False
@@ -192,6 +193,7 @@ class Database:
     @contextmanager
     def _checked_out(self) -> Iterator[tuple[Connection, dict[Any, Any]]]:
         """A connection of the pool, and the notes about it, which last as long as the connection."""
+        closings = self._closings
         with self.errors():
             proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
@@ -200,6 +202,9 @@ class Database:
             with self.errors(connection):
                 yield connection, proxied.info
         finally:
+            if self._closings != closings:
+                # It goes back to a pool that nobody has any more, and nobody would close it there.
+                connection.close()
             if connection.closed:
                 proxied.invalidate()
             proxied.close()
@@ -380,7 +385,8 @@ class Database:
         )
 
     def close(self) -> None:
-        """Close every pooled connection; the database can be used again afterwards."""
+        """Close every pooled connection, one in use as soon as it is given back; the database can be used again."""
+        self._closings += 1
         self.engine.dispose()
 
     def leave_to_parent(self) -> None:

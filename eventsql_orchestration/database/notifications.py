@@ -144,6 +144,9 @@ class Listener:
                 try:
                     with closing(self._database.dedicated()) as connection:
                         _detect_silence(connection)
+                        if wait([ending], 0.0):
+                            # The pool may be closed already, and would be opened anew.
+                            return
                         if not self._shared(connection) and self._listen(connection, ending):
                             failures, deaf = 0, False
                             logger.info("notifications arrive from %s", self._database)

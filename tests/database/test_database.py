@@ -132,6 +132,13 @@ def test_connections_are_used_again_until_the_database_is_closed(database: Datab
     assert pid_of(database) != before
 
 
+def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_after_its_use(database: Database) -> None:
+    with database.connection() as connection:
+        database.close()
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    assert connection.closed
+
+
 def test_core_finds_the_tables_of_the_schema_by_their_qualified_names_alone(dsn: str) -> None:
     with Database(dsn, schema="elsewhere") as database, database.core() as connection:
         connection.execute(sqlalchemy.insert(tables.topic).values(eql_name="t", eql_partitions=1))

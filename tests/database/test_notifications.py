@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import Connection, Database, notifications
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -231,6 +232,32 @@ def test_a_thread_that_outlives_its_closing_does_not_speak_for_its_successor(
     old.join(60)
     assert (old.is_alive(), listener.listening) == (False, True)
     assert heard.counts["orders"] == 1
+
+
+def test_a_thread_that_outlives_its_closing_opens_no_pool_anew(
+    database: Database, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "CLOSE_SECONDS", 0.01)
+    connecting, go_on = threading.Event(), threading.Event()
+    database.ensure_schema()
+    connect = database.dedicated
+
+    def slow() -> Connection:
+        connecting.set()
+        assert go_on.wait(60)
+        return connect()
+
+    monkeypatch.setattr(database, "dedicated", slow)
+    listener.subscribe(LOG, "orders", lambda: None)
+    assert connecting.wait(60)
+    (old,) = threads("eventsql-listener")
+    listener.close()
+    database.close()
+    go_on.set()
+    old.join(60)
+    pool = database.engine.pool
+    assert isinstance(pool, QueuePool)
+    assert (old.is_alive(), pool.checkedin(), pool.checkedout()) == (False, 0, 0)
 
 
 # Notifiers
