@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from eventsql_orchestration.cli import lazy
-from eventsql_orchestration.cli.output import Columns, keep_secret, picked, say, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, complain, keep_secret, picked, say, show_items, write_json
 from eventsql_orchestration.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class CliContext:
         embedded = embedded_server(self.settings)
         if embedded.status() is None:
             log = embedded.directory / "postgres.log"
-            say(f"the embedded server of {self.settings.home} has died, see {log}: starting it again")
+            complain(f"the embedded server of {self.settings.home} has died, see {log}: starting it again")
             embedded.start()
 
 

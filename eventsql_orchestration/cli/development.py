@@ -25,7 +25,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
-from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items
+from eventsql_orchestration.cli.output import Columns, complain, counted, is_quiet, same, say, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
@@ -77,7 +77,7 @@ class Development:
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
-        console = Console(stderr=True)
+        console = Console(stderr=True, quiet=is_quiet())
         home = self._context.settings.home
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
@@ -85,7 +85,7 @@ class Development:
             only_one(instance_directory(home)),
             self._context.whole_system() as platform,
         ):
-            _find_java(home, console)
+            _find_java(home)
             dagster = _dagster(platform, self._location, home, self._port)
             # Do this before the daemon starts: its sensors launch runs for events that already wait.
             started, before = datetime.now(UTC), Counts.take(platform)
@@ -117,16 +117,16 @@ class Development:
         return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
 
 
-def _find_java(home: Path, console: Console) -> None:
+def _find_java(home: Path) -> None:
     """Set the Java runtime for Spark, where Spark is installed. A location without Spark needs no Java."""
     if importlib.util.find_spec("pyspark") is None:
         return
     try:
         java = ensure_java(home)
     except MissingExtraError as error:
-        console.print(f"Spark will not run: {error.message}", highlight=False, soft_wrap=True)
+        complain(f"Spark will not run: {error.message}")
         return
-    console.print(f"Java {java.version} from {java.source}: {java.home}", highlight=False, soft_wrap=True)
+    say(f"Java {java.version} from {java.source}: {java.home}")
 
 
 def _dagster(platform: EventSQL, location: CodeLocation, home: Path, port: int) -> LocalDagster:
@@ -266,7 +266,7 @@ class Running:
                     down = False
                 except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:
                     if not down:
-                        console.print(f"waiting, for this does not answer: {_first_line(error)}", highlight=False)
+                        complain(f"waiting, for this does not answer: {_first_line(error)}")
                     down = True
                 time.sleep(1.0)
 

@@ -77,7 +77,7 @@ def redact(text: str) -> str:
 
 
 _quiet: Final[list[bool]] = [False]
-"""Whether this invocation says nothing but what is wrong."""
+"""The answer of `is_quiet`."""
 
 
 def be_quiet() -> None:
@@ -85,9 +85,14 @@ def be_quiet() -> None:
     _quiet[:] = [True]
 
 
+def is_quiet() -> bool:
+    """Whether this invocation says nothing but what is wrong."""
+    return _quiet[0]
+
+
 def say(message: str) -> None:
     """One line for the user, on standard error; with --quiet nothing."""
-    if not _quiet[0]:
+    if not is_quiet():
         complain(message)
 
 
@@ -236,9 +241,9 @@ def stdout_is_terminal() -> bool:
 
 
 def progress_bar(*columns: str | ProgressColumn, transient: bool = True) -> Progress:
-    """A progress bar on standard error. It is disabled if that is no terminal."""
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    return lazy.Progress(*columns, console=lazy.Console(stderr=True), transient=transient, disable=not terminal)
+    """A progress bar on standard error. It is disabled with --quiet, and if that is no terminal."""
+    shown = sys.stderr is not None and sys.stderr.isatty() and not is_quiet()
+    return lazy.Progress(*columns, console=lazy.Console(stderr=True), transient=transient, disable=not shown)
 
 
 def same(*names: str) -> dict[str, Column]:

@@ -22,7 +22,7 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.dagster.local.round_report import TopicRound
-from eventsql_orchestration.errors import RoundError
+from eventsql_orchestration.errors import MissingExtraError, RoundError
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
@@ -50,6 +50,19 @@ def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     instance_directory(tmp_path).mkdir()
     monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(development._spark_settings(tmp_path)))
     assert development.SPARK_SETTINGS.items() <= spark_config().items()
+
+
+def test_without_java_it_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def missing(_home: Path) -> None:
+        raise MissingExtraError("local", "Java")
+
+    monkeypatch.setattr(development, "ensure_java", missing)
+    development._find_java(tmp_path)
+    said = capsys.readouterr().err
+    assert said.startswith("eventsql: Spark will not run: ")
+    assert "pip install 'eventsql-orchestration[local]'" in said
 
 
 @dg.op

@@ -17,7 +17,7 @@ from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.lag import sparkline
-from eventsql_orchestration.cli.output import _cell
+from eventsql_orchestration.cli.output import _cell, progress_bar
 from tests.cli.conftest import PROGRAM
 
 Run = Callable[..., Result]
@@ -165,3 +165,12 @@ def test_quiet_says_only_what_is_wrong(run: Run, rides: EventSQL) -> None:
     assert run("-q", "topic", "list", "--json").stdout.count('"topic"') == 3
     assert run("--quiet", "topic", "describe", "nowhere").stderr.startswith("eventsql: topic 'nowhere' does not exist")
     assert run("topic", "create", "orders").stderr != ""
+
+
+def test_quiet_draws_no_progress_on_a_terminal(run: Run, rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    assert not progress_bar().disable
+    run("-q", "lag")
+    assert progress_bar().disable
+    run("lag")
+    assert not progress_bar().disable
