@@ -305,7 +305,8 @@ def _digest(connection: psycopg.Connection[Any]) -> list[object]:
         )
         for (table,) in tables
     )
-    return connection.execute(rows).fetchall()
+    # Parallel workers give the rows of the tables in any order.
+    return sorted(connection.execute(rows).fetchall())
 
 
 def _first(_publication: Publication, _partitions: int) -> int:
