@@ -368,6 +368,10 @@ class Queue:
         """
         self._of(message).release(message, check_seconds("delay", delay, zero=True), reason)
 
+    def _give_back(self, message: Message) -> None:
+        """Release a message that nobody began to handle: its receive does not count towards `max_receives`."""
+        self._of(message).release(message, 0.0, None, unhandled=True)
+
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
         table = self._of(message)

@@ -224,9 +224,10 @@ class QueueTable:
         if missing:
             raise self.not_found(missing)
 
-    def release(self, message: Message, delay: float, reason: str | None) -> None:
+    def release(self, message: Message, delay: float, reason: str | None, *, unhandled: bool = False) -> None:
         values = {
             "queue": self.id(), "id": message.id, "receipt": message.receipt, "delay": delay, "reason": reason,
+            "unhandled": int(unhandled),
         }  # fmt: skip
         with self.database.connection() as connection:
             released = connection.execute(self._queries("release"), values, prepare=False).rowcount

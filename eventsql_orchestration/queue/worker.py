@@ -142,7 +142,7 @@ class QueueWorkers:
             message = waiting.popleft()
             try:
                 if self._stop.is_set():
-                    self._give_back(message, 0.0, None)
+                    self._give_back(message)
                 elif self._holds(message):
                     self._handle(message)
             finally:
@@ -191,9 +191,12 @@ class QueueWorkers:
         )  # fmt: skip
         self._give_back(message, pause, reason)
 
-    def _give_back(self, message: Message, delay: float, reason: str | None) -> None:
+    def _give_back(self, message: Message, delay: float = 0.0, reason: str | None = None) -> None:
         try:
-            self._queue.release(message, delay=delay, reason=reason)
+            if reason is None:
+                self._queue._give_back(message)  # noqa: SLF001 - a part of the queue
+            else:
+                self._queue.release(message, delay=delay, reason=reason)
         except EventSQLError as error:
             # Its visibility timeout gives it back.
             logger.info("message %s was not released: %s", message.id, error)

@@ -10,7 +10,7 @@ from tests.plans import plans
 
 QUERIES = Queries("queue", "eventsql")
 
-VALUES = {"queue": 7, "id": 7, "receipt": 7, "delay": 0.0, "reason": "no"}
+VALUES = {"queue": 7, "id": 7, "receipt": 7, "delay": 0.0, "reason": "no", "unhandled": 0}
 
 READ = "SELECT seq_scan, seq_tup_read, coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables WHERE relname = %s"
 

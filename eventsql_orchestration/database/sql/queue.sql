@@ -38,9 +38,10 @@ FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s)
 -- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
 SELECT {schema}.acknowledge_messages(%(queue)s, %(ids)s::bigint[], %(receipts)s::int[]);
 
--- release -- Makes a held message visible after a delay, for another receiver.
+-- release -- Makes a held message visible after a delay, for another receiver. An unhandled receive does not count.
 UPDATE {schema}.queue_message
-SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
+SET eql_unhandled = eql_unhandled + %(unhandled)s,
+    eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
     eql_history = CASE WHEN %(reason)s::text IS NULL THEN eql_history ELSE
         {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), %(reason)s) END
 WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
@@ -120,7 +121,8 @@ WITH chosen AS MATERIALIZED (
     FOR UPDATE SKIP LOCKED
 ), moved AS (
     UPDATE {schema}.queue_message
-    SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_receipt = NULL,
+    SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_unhandled = 0,
+        eql_receipt = NULL,
         eql_visible_at = clock_timestamp(), eql_in_order = %(ordered)s AND eql_key IS NOT NULL,
         eql_history = {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), 'redriven')
     WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))

@@ -34,6 +34,7 @@ ALTER TABLE queue_message
     ADD COLUMN eql_priority smallint NOT NULL DEFAULT 0,
     ADD COLUMN eql_in_order boolean NOT NULL DEFAULT false,
     ADD COLUMN eql_receipt integer,
+    ADD COLUMN eql_unhandled integer NOT NULL DEFAULT 0,
     ADD COLUMN eql_due_at timestamptz,
     ADD COLUMN eql_origin integer,
     ADD COLUMN eql_history jsonb;
@@ -185,7 +186,8 @@ DECLARE
 BEGIN
     SELECT q.eql_ordered INTO ordered FROM {schema}.queue q WHERE q.eql_id = to_queue;
     UPDATE {schema}.queue_message m
-    SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_receipt = NULL,
+    SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_unhandled = 0,
+        eql_receipt = NULL,
         eql_visible_at = clock_timestamp(), eql_due_at = NULL, eql_in_order = ordered AND m.eql_key IS NOT NULL,
         eql_history = {schema}.note_of_message(
             CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
@@ -231,7 +233,7 @@ BEGIN
             SELECT visible.eql_id, visible.eql_receives
             FROM generate_series(9, 0, -1) AS level
             CROSS JOIN LATERAL (
-                SELECT m.eql_id, m.eql_receives FROM {schema}.queue_message m
+                SELECT m.eql_id, m.eql_receives - m.eql_unhandled AS eql_receives FROM {schema}.queue_message m
                 WHERE m.eql_queue = of_queue AND m.eql_priority = level AND m.eql_visible_at <= now()
                 ORDER BY m.eql_visible_at, m.eql_id LIMIT most
                 FOR UPDATE SKIP LOCKED
@@ -305,7 +307,7 @@ BEGIN
                array_agg(c.witness) FILTER (WHERE NOT c.first)
         INTO ready, spent, gone_keys, waiting, waits_for
         FROM (
-            SELECT m.eql_id, m.eql_key, m.eql_in_order, m.eql_receives,
+            SELECT m.eql_id, m.eql_key, m.eql_in_order, m.eql_receives - m.eql_unhandled AS eql_receives,
                    NOT m.eql_in_order OR (held.eql_id IS NULL AND head.eql_id = m.eql_id) AS first,
                    coalesce(held.eql_id, head.eql_id) AS witness
             FROM {schema}.queue_message m
