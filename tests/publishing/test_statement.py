@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ from tests.shards.conftest import Databases, databases
 
 __all__ = ["databases"]
 
-# Only the development environment has it.
+# Only the development environment has them.
 httpx: Any = importlib.import_module("httpx")
+asyncpg: Any = importlib.import_module("asyncpg")
 
 SERVICE = Path(__file__).parents[2] / "docs" / "examples" / "outbox_service.py"
 DRIVERS = ["psycopg", "sqlalchemy_connection", "sqlalchemy_session", "asyncpg", "psycopg2"]
@@ -68,6 +70,18 @@ def test_a_statement_publishes_what_publish_does(rides: EventSQL, dsn: str) -> N
         connection.execute(sql, parameters)
     once, again = as_published(rides)
     assert once == again
+
+
+def test_a_drivers_own_encoder_of_json_does_not_change_the_metadata(rides: EventSQL, dsn: str) -> None:
+    async def publish() -> None:
+        connection = await asyncpg.connect(dsn)
+        await connection.set_type_codec("json", encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+        sql, parameters = rides.publisher.statement(ODD, paramstyle="numeric_dollar")
+        await connection.execute(sql, *parameters)
+        await connection.close()
+
+    asyncio.run(publish())
+    assert [metadata for *_, metadata in as_published(rides)] == [ODD.metadata]
 
 
 @pytest.mark.parametrize("isolation", list(psycopg.IsolationLevel))

@@ -19,12 +19,13 @@ WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = 
 
 -- publish_statement -- The same for a driver that is not ours: the statement fails unless it inserts the event. PostgreSQL
 -- raises errors with a text of one's own only in functions, so the text is one that is no number.
+-- The metadata is text: a driver may have an encoder of its own for json.
 WITH held AS MATERIALIZED (
     SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
     WHERE current_setting('transaction_isolation') <> 'read committed'
 ), published AS (
     INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
-    SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::json
+    SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(metadata)s::text::json
     FROM {schema}.topic
     WHERE eql_name = %(topic)s::text AND eql_partitions = %(partitions)s::smallint AND eql_layout = %(layout)s::integer
       AND NOT EXISTS (SELECT FROM held WHERE partitions <> %(partitions)s::smallint OR layout <> %(layout)s::integer)
