@@ -131,7 +131,10 @@ class Captures:
         made = self._locking(table, lambda: self._create(table, topic, key, columns, snapshot=snapshot))
         if snapshot:
             self._snapshot(made, on_rows)
-        return next(each for each in self.list() if each.id == made)
+        for each in self.list():
+            if each.id == made:
+                return each
+        raise CaptureError(f"the capture of table {table!r} to topic {topic!r} was dropped meanwhile: create it again")
 
     def list(self) -> list[Capture]:
         """All captures, by table and topic."""
@@ -183,10 +186,16 @@ class Captures:
             )
             chosen_key, chosen = self._chosen(driver, found, key, columns)
 
-            existing = fetch_first(driver, self._queries("existing"), {"relation": found.relation, "topic": topic})
+            own = {"schema": self._database.schema, "relation": found.relation, "topic": topic}
+            existing = fetch_first(driver, self._queries("existing"), own)
             if existing is not None:
-                capture, key_names, column_names = existing
-                if (key_names, column_names) != (chosen_key.names, None if chosen is None else chosen.names):
+                capture, same_table, key_names, key_numbers, column_names, column_numbers = existing
+                if same_table:
+                    # Columns may have other names since.
+                    same = (key_numbers, column_numbers) == (chosen_key.numbers, chosen and chosen.numbers)
+                else:
+                    same = (key_names, column_names) == (chosen_key.names, chosen and chosen.names)
+                if not same:
                     raise RedefinitionError(
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
                         f"it first with `eventsql capture drop {found} {topic}`"
@@ -326,22 +335,16 @@ class Captures:
             _limit(driver)
             found = fetch_first(driver, self._queries("table"), {"table": table, "schema": self._database.schema})
             relation = None if found is None else found[0]
-            triggers: Sequence[tuple[Any, ...]] = ()
-            if found is not None:
+            own = {"schema": self._database.schema, "relation": relation, "topic": topic, "name": table}
+            name = None if found is None else sql.Identifier(found[1], found[2])
+            if name is not None:
                 # Before the capture's row: a writer locks the table first, too.
-                driver.execute(
-                    sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.Identifier(found[1], found[2]))
-                )
-                own = {"schema": self._database.schema, "relation": relation, "topic": topic}
-                triggers = fetch_all(driver, self._queries("triggers_of"), own)
-                for (name,) in triggers:
-                    driver.execute(
-                        sql.SQL("DROP TRIGGER {} ON {}").format(
-                            sql.Identifier(name), sql.Identifier(found[1], found[2])
-                        )
-                    )
-            forgotten = {"topic": topic, "relation": relation, "name": table}
-            deleted = driver.execute(self._queries("delete_capture"), forgotten).rowcount
+                driver.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name))
+            # While the capture has its triggers: they tell its table.
+            deleted = driver.execute(self._queries("delete_capture"), own).rowcount
+            triggers = [] if name is None else fetch_all(driver, self._queries("triggers_of"), own)
+            for (trigger,) in triggers:
+                driver.execute(sql.SQL("DROP TRIGGER {} ON {}").format(sql.Identifier(trigger), name))
             if not deleted and not triggers:
                 raise CaptureError(
                     f"table {table!r} is not captured to topic {topic!r}: `eventsql capture list` shows the captures"

@@ -126,6 +126,14 @@ def test_a_repeated_capture_changes_nothing_and_another_key_is_refused(orders: E
     assert orders.captures.list() == before
 
 
+def test_a_capture_that_is_dropped_during_its_snapshot_is_an_error(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders AS SELECT 1 AS id")
+    session.execute("ALTER TABLE orders ADD PRIMARY KEY (id)")
+    platform.registry.register_topic(Topic("changes"))
+    with pytest.raises(CaptureError):
+        platform.captures.create("orders", "changes", on_rows=lambda _: platform.captures.drop("orders", "changes"))
+
+
 def test_one_table_can_go_to_two_topics_and_two_tables_to_one(orders: EventSQL, session: Connection) -> None:
     session.execute("CREATE TABLE more (id integer PRIMARY KEY)")
     orders.registry.register_topic(Topic("others"))
@@ -179,6 +187,7 @@ def test_a_changed_table_goes_on_being_captured(orders: EventSQL, session: Conne
         session.execute(f"UPDATE {table} SET status = status || '!'".encode())
     assert differences(session, "shop.purchase", "number::text") == []
     assert orders.captures.list()[0].table == "shop.purchase"
+    assert orders.capture("shop.purchase", "changes", key=["number"]).id == orders.captures.list()[0].id
     assert events(session)[-1]["source"]["schema"] == "shop"
 
 
@@ -300,12 +309,20 @@ def test_a_dump_that_is_restored_goes_on_with_other_numbers(orders: EventSQL, se
     ).fetchall()
     session.execute("DROP TABLE orders")
     session.execute("ALTER TABLE restored RENAME TO orders")
+    # Which another table has now.
+    session.execute("CREATE TABLE other (id integer PRIMARY KEY, status text)")
+    session.execute("UPDATE eventsql.capture SET eql_relation = 'other'::regclass")
     for (definition,) in definitions:
         session.execute(sql.SQL(definition))
     assert orders.captures.list()[0].problem is None
+    assert orders.capture("orders", "changes").id == orders.captures.list()[0].id
+    other = orders.capture("other", "changes")
+    assert [each.table for each in orders.captures.list()] == ["public.orders", other.table]
+    orders.captures.drop("other", "changes")
     session.execute("INSERT INTO orders VALUES (1, 'new', 'last')")
     session.execute("UPDATE orders SET last = 'more'")
     assert differences(session, "orders", "id::text") == []
-    orders.captures.drop("orders", "changes")
+    session.execute("ALTER TABLE orders RENAME TO purchase")
+    orders.captures.drop("purchase", "changes")
     assert triggers(session) == 0
     assert orders.captures.list() == []

@@ -33,11 +33,6 @@ LEFT JOIN pg_collation k ON k.oid = a.attcollation
 WHERE a.attrelid = %(relation)s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum;
 
--- existing -- The capture of a table to a topic: id, names of the key and of the columns.
-SELECT eql_id, eql_key_names, eql_column_names
-FROM {schema}.capture
-WHERE eql_relation = %(relation)s::oid AND eql_topic = %(topic)s;
-
 -- start_snapshot -- Have the rows of a capture's table published that was made without a snapshot.
 UPDATE {schema}.capture SET eql_snapshot = 'running' WHERE eql_id = %(capture)s AND eql_snapshot = 'none';
 
@@ -66,6 +61,25 @@ SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
  JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
  JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s)
 
+-- part relation -- The table of a capture: that of its triggers, which a restored dump gives another oid.
+coalesce(
+    (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
+)
+
+-- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
+-- and of the columns.
+SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_key_names, captured.eql_key_numbers,
+       captured.eql_column_names, captured.eql_column_numbers
+FROM {schema}.capture captured
+WHERE captured.eql_topic = %(topic)s AND {relation} = %(relation)s::oid;
+
+-- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
+DELETE FROM {schema}.capture captured
+WHERE eql_topic = %(topic)s AND (
+    {relation} = %(relation)s::oid
+    OR (eql_table = %(name)s AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = {relation}))
+);
+
 -- list -- The captures: id, table as it is called now, topic, key, columns, state of the snapshot and its rows, time of
 -- creation, whether the table exists, and how many of its four triggers would run.
 SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
@@ -77,9 +91,7 @@ SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_tab
 FROM {schema}.capture captured
 LEFT JOIN (
     SELECT c.oid, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
-) c ON c.oid = coalesce(
-    (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
-)
+) c ON c.oid = {relation}
 ORDER BY 2, 3;
 
 -- triggers_of -- The triggers of captures of a table to a topic, whether the capture still exists or not.
@@ -92,13 +104,6 @@ JOIN pg_class c ON c.oid = g.tgrelid
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE NOT EXISTS (SELECT FROM {schema}.capture captured WHERE captured.eql_id::text = g.arguments[1])
 ORDER BY 1, 2;
-
--- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
-DELETE FROM {schema}.capture captured
-WHERE eql_topic = %(topic)s AND (
-    eql_relation = %(relation)s::oid
-    OR (eql_table = %(name)s AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = captured.eql_relation))
-);
 
 -- captured_tables -- The tables that are captured to a topic.
 SELECT eql_table FROM {schema}.capture WHERE eql_topic = %(topic)s ORDER BY eql_table;

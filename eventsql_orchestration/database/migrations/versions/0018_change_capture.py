@@ -10,7 +10,7 @@ revision = "0018"
 down_revision = "0017"
 
 # Columns are known by their numbers, which a change of a name leaves alone. After a dump and a restore the table has
-# another oid, and its columns may have other numbers: then the names count.
+# another oid, and its columns may have other numbers: then the names count, and the old oid may be another table's.
 _CAPTURE = """
 CREATE TABLE capture (
     eql_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -25,8 +25,7 @@ CREATE TABLE capture (
         CONSTRAINT capture_snapshot CHECK (eql_snapshot IN ('none', 'running', 'done')),
     eql_snapshot_after text[],
     eql_snapshot_rows bigint NOT NULL DEFAULT 0,
-    eql_created_at timestamptz NOT NULL DEFAULT now(),
-    CONSTRAINT capture_table_topic UNIQUE (eql_relation, eql_topic)
+    eql_created_at timestamptz NOT NULL DEFAULT now()
 );
 CREATE INDEX capture_topic ON capture (eql_topic);
 """
