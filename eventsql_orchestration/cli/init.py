@@ -58,7 +58,7 @@ __pycache__/
 eventsql dev
 ```
 
-runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In another terminal:
+runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In another terminal, in this directory:
 
 ```
 echo '{{"item": "tea"}}' | eventsql publish order_placed
