@@ -290,7 +290,8 @@ def _cell(value: object) -> str:
             return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
         case _:
             # A row is one line: a text of several lines, such as an error, is written on. A terminal obeys the others.
-            return _CONTROLS.sub(_escaped, " ".join(str(value).splitlines()))
+            text = _json(value) if isinstance(value, dict) else str(value)
+            return _CONTROLS.sub(_escaped, " ".join(text.splitlines()))
 
 
 def show(renderable: RenderableType) -> None:

@@ -29,7 +29,7 @@ def form(topic: Topic) -> str:
 def kept(topic: Topic) -> str:
     """The part of a topic that retention keeps, for people."""
     bounds = topic.retention or Retention()
-    texts = [] if bounds.seconds is None else [_age(bounds.seconds)]
+    texts = [] if bounds.seconds is None else [age(bounds.seconds)]
     if bounds.bytes is not None:
         texts.append(size(bounds.bytes))
     if bounds.events is not None:
@@ -37,7 +37,7 @@ def kept(topic: Topic) -> str:
     return ", ".join(texts) or "for ever"
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     parts, left = [], seconds
     for length, unit in ((86_400, "d"), (3_600, "h"), (60, "min")):
         whole, left = divmod(left, length)

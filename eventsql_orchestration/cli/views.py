@@ -15,6 +15,7 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, counted, picked, same, say, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
@@ -44,16 +45,21 @@ def list_views(context: CliContext, *, as_json: AsJson) -> None:
     """List the views of the database."""
     columns: Columns = {
         **same("name", "kind"),
-        "period": lambda each: str(each.period),
-        "retention": lambda each: None if each.retention is None else str(each.retention),
+        "period": lambda each: each.period.total_seconds(),
+        "retention": lambda each: None if each.retention is None else each.retention.total_seconds(),
+        "form": lambda each: each.described(),
+    }
+    texts: Columns = {
+        "period": lambda each: age(each.period.total_seconds()),
+        "retention": lambda each: "for ever" if each.retention is None else age(each.retention.total_seconds()),
         "form": _form,
     }
     with _views(context) as views:
         definitions = views.definitions()
     if as_json:
-        write_json([picked(each, {**columns, "form": lambda each: each.described()}) for each in definitions])
+        write_json([picked(each, columns) for each in definitions])
     else:
-        show_items(definitions, columns)
+        show_items(definitions, {**columns, **texts})
 
 
 @command(view)
@@ -65,7 +71,7 @@ def retain(context: CliContext, *, as_json: AsJson) -> None:
         write_json([asdict(each) for each in retained])
     for each in () if as_json else retained:
         busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
-        say(f"view {each.view!r} lost {counted(each.dropped, 'partition')}{busy}")
+        say(f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped{busy}")
 
 
 @command(view)
@@ -178,9 +184,12 @@ def _number(value: Decimal | None) -> int | float | None:
     return int(value) if value == value.to_integral_value() else float(value)
 
 
-def _form(definition: Definition) -> str:
+def _form(definition: Definition) -> str | None:
     described = definition.described()
-    return ", ".join(f"{name} {value}" for name, value in described.items() if value)
+    if "grain" in described:
+        described["grain"] = age(described["grain"])
+    texts = {name: " ".join(value) if isinstance(value, list) else value for name, value in described.items()}
+    return ", ".join(f"{name} {text}" for name, text in texts.items() if text) or None
 
 
 def _show(items: list[Any], columns: Columns, *, as_json: bool) -> None:
