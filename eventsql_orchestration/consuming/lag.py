@@ -37,9 +37,12 @@ class LagReader:
         self._queries = Queries("log", database.schema)
         self._on_log = LogQueries("consumers", database.schema)
 
-    def read(self, topic: str | None = None) -> list[ConsumerLag]:
-        """The lag of every consumer partition of one topic or of all, by topic, consumer and partition."""
-        states = self._registry.consumers(topic)
+    def read(self, topic: str | None = None, consumer: str | None = None) -> list[ConsumerLag]:
+        """The lag of every consumer partition of one topic or of all, by topic, consumer and partition.
+
+        With `consumer`, only the partitions of consumers with this name.
+        """
+        states = [state for state in self._registry.consumers(topic) if consumer in (None, state.name)]
         buffered = self._buffered({state.topic for state in states})
         # Read once for all partitions of a consumer, and only if the layout of its topic changes.
         ahead = cache(self._ahead)

@@ -99,9 +99,9 @@ class Shard:
 
     # Lag and notifications
 
-    def lag(self, topic: str | None = None) -> list[ConsumerLag]:
-        """The lag of every consumer partition, of one topic or of all. Raises `TopicNotFoundError`."""
-        return self._lag.read(topic)
+    def lag(self, topic: str | None = None, consumer: str | None = None) -> list[ConsumerLag]:
+        """The lag of every consumer partition, of one topic or consumer or of all. Raises `TopicNotFoundError`."""
+        return self._lag.read(topic, consumer)
 
     def buffered(self) -> dict[str, int]:
         """The number of events of each topic that wait in the buffer; topics without buffered events are left out."""

@@ -12,7 +12,9 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Topic
+from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Connection
 from tests.dagster.conftest import Workbench
@@ -48,6 +50,26 @@ def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     data = event.step_failure_data.user_failure_data
     assert data is not None
     return {"description": data.description, **{name: value.value for name, value in data.metadata.items()}}
+
+
+def test_a_run_counts_its_own_lag_only_and_not_for_long(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+    definition = define()
+    bench.platform.registry.register_consumer(Consumer("rides", "other"))
+    bench.publish("rides", 5)
+    requested = request(bench, definition)
+    counted: list[str] = []
+
+    def too_slow(reader: LagReader, state: ConsumerState, *_: object) -> None:
+        counted.append(state.name)
+        with reader._database.connection() as connection:
+            connection.execute("SELECT pg_catalog.pg_sleep(60)")
+
+    monkeypatch.setattr(LagReader, "_lag", too_slow)
+    result = bench.run(definition, requested)
+    assert result.success
+    assert counted == ["c"]
+    (found,) = result.asset_materializations_for_node("c")
+    assert "Lag events" not in found.metadata
 
 
 def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Metadata) -> None:

@@ -31,6 +31,7 @@ from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import (
     CONSUMER_RUN,
     CONSUMER_TAG,
@@ -61,6 +62,9 @@ SensorPer: TypeAlias = Literal["partition", "consumer"]
 MOST_PARTITION_SENSORS: Final = 4
 """The most partitions that have a sensor each by default. Three ticks of a location linger at once on two cores, and
 five on four cores or more (`long_poll.at_once`): with more sensors than that, events wait for a sensor's turn."""
+
+LAG_TIMEOUT: Final = 1.0
+"""Seconds that a statement may take which reads the lag at the end of a run."""
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
@@ -323,13 +327,18 @@ class _Step:
     def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
         """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
         try:
-            # `platform.lag` also releases consumers on added shards, which is not this run's matter.
-            found = [(shard.name, lag) for shard in eventsql.shards for lag in shard.lag(self.topic.name)]
+            # Events behind are counted one by one: of a long lag, the sensor `lag` alone gives the numbers.
+            with eventsql.bounded(LAG_TIMEOUT) as platform:
+                # `platform.lag` also releases consumers on added shards, which is not this run's matter.
+                found = [
+                    replace(lag, shard=shard.name)
+                    for shard in shards_of(platform)
+                    for lag in shard.lag(self.topic.name, self.consumer.name)
+                ]
         except EventSQLError as error:
             context.log.info("the lag is unknown: %s", error)
             return {}
-        own = (replace(lag, shard=name) for name, lag in found if lag.consumer == self.consumer.name)
-        return AssetLag(tuple(own)).numbers()
+        return AssetLag(tuple(found)).numbers()
 
     def _drain(
         self, context: dg.AssetExecutionContext, config: ClaimConfig, resources: Mapping[str, Any], drained: Drained
