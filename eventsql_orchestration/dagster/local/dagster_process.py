@@ -318,7 +318,7 @@ class LocalDagster:
         try:
             with self.instance() as instance:
                 runs = instance.get_runs(UNDER_WAY)
-                # The transfer has nothing to lose, and is always under way.
+                # The transfer has nothing to lose.
                 told = [run for run in runs if TRANSFER_TAG not in run.tags]
                 self._on_stop(f"waiting for {_described(told)}" if told else "ending Dagster's processes")
                 join_all([start_thread("end", self._end_run, run.run_id) for run in runs], deadline)
