@@ -126,6 +126,15 @@ def test_spent_messages_move_to_the_dead_letters_with_their_history(database: Da
     assert queue.statistics().dead == 0
 
 
+def test_a_receive_fills_up_behind_spent_messages(database: Database) -> None:
+    queue = Queue(database, "commands", max_receives=1)
+    queue.send_all([b"1", b"2"])
+    queue.receive(max_messages=2)
+    expire(database)
+    queue.send_all([b"3", b"4", b"5"])
+    assert bodies(queue.receive(max_messages=3)) == [b"3", b"4", b"5"]
+
+
 def test_some_dead_letters_are_redriven(database: Database) -> None:
     queue = Queue(database, "commands", max_receives=1)
     queue.send_all([b"1", b"2", b"3"])

@@ -223,6 +223,7 @@ DECLARE
     dead integer;
     ready bigint[];
     spent bigint[];
+    taken integer := 0;
 BEGIN
     SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead FROM {schema}.queue q WHERE q.eql_id = of_queue;
     LOOP
@@ -235,19 +236,19 @@ BEGIN
             CROSS JOIN LATERAL (
                 SELECT m.eql_id, m.eql_receives - m.eql_unhandled AS eql_receives FROM {schema}.queue_message m
                 WHERE m.eql_queue = of_queue AND m.eql_priority = level AND m.eql_visible_at <= now()
-                ORDER BY m.eql_visible_at, m.eql_id LIMIT most
+                ORDER BY m.eql_visible_at, m.eql_id LIMIT most - taken
                 FOR UPDATE SKIP LOCKED
             ) visible
-            LIMIT most
+            LIMIT most - taken
         ) found;
         IF spent IS NOT NULL THEN
             PERFORM {schema}.bury_messages(of_queue, dead, spent);
         END IF;
         IF ready IS NOT NULL THEN
+            taken := taken + cardinality(ready);
 {give}
-            RETURN;
         END IF;
-        EXIT WHEN spent IS NULL;
+        EXIT WHEN spent IS NULL OR taken >= most;
     END LOOP;
 END
 $$;
