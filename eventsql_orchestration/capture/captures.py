@@ -368,13 +368,17 @@ def _limit(driver: psycopg.Connection[Any]) -> None:
 
 def _as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
-    created_at: datetime, exists: bool, triggers: int,
+    created_at: datetime, exists: bool, triggers: int, inherits: bool, unlogged: bool | None,
 ) -> Capture:  # fmt: skip
     problem = None
     if not exists:
         problem = "the table is gone"
     elif triggers < len(_TRIGGERS):
         problem = f"{len(_TRIGGERS) - triggers} of its triggers are gone or disabled"
+    elif inherits:
+        problem = "it is a partition or has inheritance now: writes through another table are not captured"
+    elif unlogged:
+        problem = "it is unlogged now, and a crash empties it without a change"
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
         problem,

@@ -14,6 +14,7 @@ from typing import Annotated, Final
 import click
 from psycopg import sql
 
+from eventsql_orchestration.capture import Captures
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
@@ -153,7 +154,7 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     if schema.status is Status.OK and database.revision() is not None:
         yield from _creators(database)
         yield from _transfer(platform, stalled_after)
-        for check in (_sequences, _blocks, _stranded, _order, _leftovers, _consumers):
+        for check in (_sequences, _blocks, _captures, _stranded, _order, _leftovers, _consumers):
             yield from check(platform)
 
 
@@ -236,6 +237,17 @@ def _blocks(platform: Shard) -> Iterator[Finding]:
                 f"the block of topic {topic.name} that ends with offset {block.offset}, in partition "
                 f"{block.partition}, is broken: {block.finding}",
                 "restore it from a backup, or move the consumers past it: eventsql seek --help",
+            )
+
+
+def _captures(platform: Shard) -> Iterator[Finding]:
+    """Tables whose changes do not become events any more."""
+    for capture in Captures(platform.database).list():
+        if capture.problem is not None:
+            yield problem(
+                "captures",
+                f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
+                f"eventsql capture drop {capture.table} {capture.topic}, and create it again where the table allows it",
             )
 
 

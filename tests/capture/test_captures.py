@@ -282,6 +282,23 @@ def test_a_disabled_trigger_is_a_problem(orders: EventSQL, session: Connection) 
     assert orders.captures.list()[0].problem is not None
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE TABLE every (LIKE orders) PARTITION BY RANGE (id); ALTER TABLE every ATTACH PARTITION orders DEFAULT",
+        "CREATE TABLE old_orders () INHERITS (orders)",
+        "ALTER TABLE orders SET UNLOGGED",
+    ],
+    ids=["partition", "inheritance", "unlogged"],
+)
+def test_a_table_that_changes_to_a_kind_that_cannot_be_captured_is_a_problem(
+    orders: EventSQL, session: Connection, change: str
+) -> None:
+    assert orders.captures.list()[0].problem is None
+    session.execute(change.encode())
+    assert orders.captures.list()[0].problem is not None
+
+
 def test_a_capture_waits_for_writers_and_gives_up(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -241,6 +241,20 @@ def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
 
 
 @pytest.mark.usefixtures("java")
+def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE public.basket (id integer PRIMARY KEY)")
+        platform.registry.register_topic(Topic("basket_changes"))
+        platform.capture("public.basket", "basket_changes")
+        assert "captures" not in run("doctor").stdout
+        connection.execute("ALTER TABLE public.basket DISABLE TRIGGER USER")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "eventsql capture drop public.basket basket_changes" in result.stdout
+
+
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.registry.pause(TOPIC, consumer)
     code, findings = diagnose(run)

@@ -81,16 +81,19 @@ WHERE eql_topic = %(topic)s AND (
 );
 
 -- list -- The captures: id, table as it is called now, topic, key, columns, state of the snapshot and its rows, time of
--- creation, whether the table exists, and how many of its four triggers would run.
+-- creation, whether the table exists, how many of its four triggers would run, whether the table is a partition or has
+-- inheritance, and whether a crash empties it.
 SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
        captured.eql_key_names, captured.eql_column_names, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, (
            SELECT count(*) FROM {triggers} g
            WHERE g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
-       )
+       ),
+       EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
+       c.relpersistence::text = 'u'
 FROM {schema}.capture captured
 LEFT JOIN (
-    SELECT c.oid, n.nspname, c.relname FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    SELECT c.oid, n.nspname, c.relname, c.relpersistence FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 ) c ON c.oid = {relation}
 ORDER BY 2, 3;
 
