@@ -49,7 +49,7 @@ def test_tables_of_fares_and_of_drivers_hold_what_the_log_says_after_runs_over_t
         for _ in range(2):
             simulation.run(15)
             result = run("consume_with_spark")
-            for name in ("zone_fares", "driver_utilisation"):
+            for name in ("zone_fares_sums", "driver_utilisation_sums"):
                 (materialized,) = [
                     event for event in result.get_asset_materialization_events() if event.asset_key == dg.AssetKey(name)
                 ]
