@@ -27,7 +27,7 @@ from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick
 
 ORDERS = Topic("orders", 2, retention=Retention(events=2))
-BY_SHARD = {"drop_old_segments", "delete_old_claims", "delete_old_publications", "delete_old_windows"}
+BY_SHARD = {"drop_old_segments", "drop_old_views", "delete_old_claims", "delete_old_publications", "delete_old_windows"}
 
 ledger = consumer_asset(
     topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=RunLimits(max_wait=0.0)
