@@ -89,12 +89,13 @@ class BrokenBlockError(DatabaseError):
     """
 
     def __init__(self, message: str | None = None, *, topic: str = "", partition: int = -1, first: int = 0) -> None:
-        super().__init__(
-            message
-            or f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its "
-            "number of events is not that of its values. Restore it from a backup, or move the consumers past it "
-            "(`eventsql seek --help`)"
-        )
+        if message is None and topic:
+            message = (
+                f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its number "
+                "of events is not that of its values. Restore it from a backup, or move the consumers past it "
+                "(`eventsql seek --help`)"
+            )
+        super().__init__(message)
         self.topic = topic
         self.partition = partition
         self.first = first

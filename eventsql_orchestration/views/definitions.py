@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, ClassVar, Final, TypeAlias
 
+from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.validation import check_kind, check_text, shown
 
@@ -23,8 +24,8 @@ MAX_NAME: Final = 40
 MAX_COLUMNS: Final = 20
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
-_OTHERS: Final = re.compile(r".*(_event|_segment_[0-9]+|_p[0-9]{12})")
-"""Ends of names that tables of topics, or of a view's partitions, have."""
+_PARTITION: Final = re.compile(r".*_p[0-9]{12}")
+"""Names that end as the tables of a view's partitions do."""
 
 _OURS: Final = ("eql_", "sum_", "min_", "max_")
 """Beginnings of the names of a rollup's other columns."""
@@ -48,8 +49,10 @@ class _Definition:
 
     def _check(self) -> None:
         _check_identifier(f"{self.kind} name", self.name)
-        if _OTHERS.fullmatch(self.name):
-            raise InvalidNameError(f"{self.kind} name {self.name!r} ends as the names of the platform's own tables do")
+        if names_log(self.name) or _PARTITION.fullmatch(self.name):
+            raise InvalidNameError(
+                f"{self.kind} name {self.name!r} is one that a table of a topic or a partition may have"
+            )
         _check_minutes("period", self.period, LEAST_PERIOD, MOST_PERIOD)
         if self.retention is not None:
             _check_minutes("retention", self.retention, MINUTE, timedelta(days=365_000))

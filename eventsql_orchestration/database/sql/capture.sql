@@ -55,7 +55,7 @@ SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
 
 -- part triggers -- The triggers of captures, each with the arguments that it was made with.
 (SELECT g.oid, g.tgrelid, g.tgname, g.tgenabled, string_to_array(
-     encode(g.tgargs, 'escape'), '\000'
+     encode(g.tgargs, 'escape'), E'\\000'
  ) AS arguments
  FROM pg_trigger g
  JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
