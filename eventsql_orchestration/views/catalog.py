@@ -107,19 +107,15 @@ class Views:
     def definition(self, name: str) -> Definition:
         """The definition of a view. Raises `ViewNotFoundError`."""
         with self._database.connection() as connection:
-            held = self._find(connection, name)
-        if held is None:
-            raise ViewNotFoundError(f"view {name!r} does not exist: `eventsql view list` shows the views")
-        return held
+            return self._existing(connection, name)
 
     def drop(self, name: str) -> None:
         """Drop a view with all of its entries. Raises `ViewNotFoundError`."""
         with self._database.transaction() as connection:
             roles.act_as_owner(connection, self._database.schema)
             connection.execute(self._queries("lock_views"))
-            if self._find(connection, name) is None:
-                raise ViewNotFoundError(f"view {name!r} does not exist: `eventsql view list` shows the views")
-            connection.execute(sql.SQL("DROP TABLE {}").format(self._table(f"view_{name}")))
+            view = self._existing(connection, name)
+            connection.execute(sql.SQL("DROP TABLE {}").format(self._table(view.table)))
             connection.execute(self._queries("forget_view"), {"name": name})
 
     # Partitions
@@ -173,6 +169,12 @@ class Views:
     def _find(self, connection: Connection, name: str) -> Definition | None:
         row = fetch_first(connection, self._queries("views"), {"name": name})
         return None if row is None else _definition(row)
+
+    def _existing(self, connection: Connection, name: str) -> Definition:
+        held = self._find(connection, name)
+        if held is None:
+            raise ViewNotFoundError(f"view {name!r} does not exist: `eventsql view list` shows the views")
+        return held
 
     def _table(self, name: str) -> sql.Identifier:
         return sql.Identifier(self._database.schema, name)
