@@ -3,7 +3,8 @@
 A file is a sequence of `-- name -- description` headers, each followed by one statement. The description may go on in
 comment lines. `{schema}` and names such as `{table}` are composed as identifiers; values are always parameters.
 
-`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A statement
+`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A file that
+begins with `-- parts of other` has the parts of that file, too. A statement
 with `{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
 """
 
@@ -20,15 +21,23 @@ from eventsql_orchestration.qualification import qualified
 
 _HEADER: Final = re.compile(r"^-- (?P<part>part )?(?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
 
+_PARTS_OF: Final = re.compile(r"-- parts of (?P<file>[a-z_]+)\n")
+
 _IN_PARTITION: Final = "{in_partition} "
 
 
-@cache
 def _statements(file: str, room: str = __package__) -> dict[str, str]:
+    return _read(file, room)[1]
+
+
+@cache
+def _read(file: str, room: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The parts and the statements of a file, by their names."""
     text = resources.files(room).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
     headers = list(_HEADER.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
-    parts: dict[str, str] = {}
+    others = _PARTS_OF.match(text)
+    parts: dict[str, str] = {} if others is None else dict(_read(others["file"], room)[0])
     statements: dict[str, str] = {}
     for header, end in zip(headers, ends, strict=True):
         name = header["name"]
@@ -50,7 +59,7 @@ def _statements(file: str, room: str = __package__) -> dict[str, str]:
             if f"{name}_partition" in statements:
                 raise ValueError(f"{file}.sql names {name + '_partition'!r} twice")
             statements[f"{name}_partition"] = qualified(one)
-    return statements
+    return parts, statements
 
 
 def statement(file: str, name: str) -> str:

@@ -131,9 +131,9 @@ def test_a_named_statement_means_what_is_written(
 
     sent = numbered(composed(file, name))[0]
     monkeypatch.setattr(queries, "qualified", lambda text: text)
-    queries._statements.cache_clear()
+    queries._read.cache_clear()
     written = numbered(composed(file, name))[0]
-    queries._statements.cache_clear()
+    queries._read.cache_clear()
     assert body(sent) == body(written)
 
 

@@ -1,11 +1,4 @@
--- part due -- Seconds until a partition may be consumed (its lease ends, its failed event is due); NULL if it is paused.
-CASE WHEN NOT c.eql_paused THEN greatest(
-    0,
-    CASE WHEN c.eql_lease_owner IS NOT NULL
-        THEN extract(epoch FROM c.eql_lease_expires_at - clock_timestamp()) END,
-    CASE WHEN c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0)
-        THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
-)::float8 END
+-- parts of consumers
 
 -- part offset -- Where a partition of a consumer has come to.
 coalesce(c.eql_last_event_id, 0)
@@ -71,27 +64,6 @@ CROSS JOIN LATERAL (
     WHERE next.total >= asked.least
     LIMIT 1
 ) waiting;
-
--- part standing -- Whether events (or a layout) wait after a partition's offset; whether it is leased; the owner of its
--- latest claim, and the seconds since that claim ended (or began, if it is live); the live claim.
-c.eql_partition, waiting.some IS NOT NULL OR c.eql_until IS NOT NULL, coalesce(c.eql_lease_expires_at > clock_timestamp(), false),
-last.owner, last.seconds,
-l.eql_id, l.eql_topic, l.eql_consumer, l.eql_partition, l.eql_after, l.eql_upto, l.eql_events, l.eql_epoch,
-l.eql_owner, l.eql_state
-
--- part claimed_partitions -- The partitions of consumers, each with its live claim and its latest claim.
-{schema}.consumer c
-LEFT JOIN {schema}.consumer_claim l
-  ON l.eql_topic = c.eql_topic AND l.eql_consumer = c.eql_name AND l.eql_partition = c.eql_partition
- AND l.eql_state = 'claimed'
-LEFT JOIN LATERAL (
-    SELECT f.eql_owner AS owner,
-           extract(epoch FROM clock_timestamp() - coalesce(f.eql_finished_at, f.eql_created_at))::float8 AS seconds
-    FROM {schema}.consumer_claim f
-    WHERE f.eql_topic = c.eql_topic AND f.eql_consumer = c.eql_name AND f.eql_partition = c.eql_partition
-    ORDER BY f.eql_upto DESC
-    LIMIT 1
-) last ON true
 
 -- standings -- Every partition of a consumer, with its claims. Uses one index step for each partition, as `ready`.
 SELECT {standing}
