@@ -321,6 +321,29 @@ class InputError(EventSQLError):
     """A file or stream of events cannot be read, or one of its lines is no event."""
 
 
+# Runs of an orchestrator
+
+
+class FinalRunError(EventSQLError):
+    """A run failed, and a retry would only repeat the failure."""
+
+
+class ReplayError(FinalRunError):
+    """A range cannot be replayed, and none of its events was."""
+
+
+class NotCommittedError(FinalRunError):
+    """A function over a range ended without a commit of its claim."""
+
+
+class RangeFailedError(FinalRunError):
+    """A range failed as a whole and was released: it is claimed again after a pause."""
+
+
+class ForeignClaimError(FinalRunError):
+    """A run was launched with the claim of another consumer, and has not touched the claim."""
+
+
 # Dagster on this machine
 
 

@@ -39,9 +39,13 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
-from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
-from eventsql_orchestration.dagster.backfills.windows import (
+from eventsql_orchestration.dagster.local.code_location import CodeLocation
+from eventsql_orchestration.dagster.local.dagster_process import running_url
+from eventsql_orchestration.dagster.local.instance import instance_directory
+from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
     Backfill,
     Plan,
@@ -50,11 +54,7 @@ from eventsql_orchestration.dagster.backfills.windows import (
     new_id,
     resume_command,
 )
-from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import running_url
-from eventsql_orchestration.dagster.local.instance import instance_directory
-from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
+from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.topics.positions import Latest, Place
 
 DEFINITIONS: Final = Path("definitions.py")

@@ -23,8 +23,14 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
-from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, PlannedRun, letters_command, resume_command
 from eventsql_orchestration.errors import RunFailedError
+from eventsql_orchestration.orchestration.backfills.windows import (
+    Backfill,
+    Plan,
+    PlannedRun,
+    letters_command,
+    resume_command,
+)
 
 RUNS_SHOWN: Final = 50
 

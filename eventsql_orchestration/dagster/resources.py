@@ -17,11 +17,11 @@ from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, lineage
-from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, ShardUnavailableError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
+from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.spark import FORMAT, range_options
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls

@@ -1,31 +1,18 @@
-"""The databases of a platform, one by one, and the names of partitions and commands on one of several shards."""
+"""Work on each shard of a platform: a failure on one shard does not stop the others."""
 
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Shard
-from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration import Shard
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 
 T_co = TypeVar("T_co", covariant=True)
-
-
-def shards_of(platform: EventSQL) -> tuple[Shard, ...]:
-    """Each database by itself, including those that are down. If there are several, each has its `name`.
-
-    The name of a shard that is down is known if no other shard is down. If there are several databases, raises
-    `ShardSetError` if they are not the shards of one set, and `DatabaseUnavailableError` if none can be reached.
-    """
-    # The first use of an only database connects to it.
-    return platform.shards if len(platform.shards) == 1 else platform.open().shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,24 +64,3 @@ def on_each(shards: Sequence[Shard], do: Callable[[Shard], T_co]) -> OnShards[T_
         except EventSQLError as error:
             left_out[shard.name or str(shard.database)] = error
     return OnShards(done, left_out)
-
-
-def rows_of(shard: Shard, file: str, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
-    """The rows of a named statement of a file in `database/sql/`, executed on one shard."""
-    return query_all(shard.database, Queries(file, shard.database.schema)(name), values, prepare=False)
-
-
-def place(shard: str | None, partition: int) -> str:
-    """The key of a consumer's partition: `3`, or `shard-2/3` if there are several shards."""
-    return str(partition) if shard is None else f"{shard}/{partition}"
-
-
-def where(shard: str | None, partition: int) -> str:
-    """The same for people, without an only shard or an only partition: empty, `3`, `shard-2` or `shard-2/3`."""
-    parts = [*([] if shard is None else [shard]), *([] if partition == NOT_PARTITIONED else [str(partition)])]
-    return "/".join(parts)
-
-
-def command(shard: str | None, arguments: str) -> str:
-    """A command of `eventsql`, with the shard's name if there are several."""
-    return f"eventsql {'' if shard is None else f'--shard {shlex.quote(shard)} '}{arguments}"

@@ -1,4 +1,4 @@
-"""The run tags and the names of claims' owners by which this package finds its own runs."""
+"""The run tags by which this package finds its own runs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from typing import Final
 
 import dagster as dg
-
-from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 
 HIDDEN: Final = ".dagster/eventsql_"
 """The beginning of tags that only this package reads. Dagster's UI hides tags that begin with `.dagster/`."""
@@ -110,13 +108,3 @@ def pool_tags(pool: str | None) -> dict[str, str]:
 def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:
     """The tags of every run of a consumer partition."""
     return {TOPIC_TAG: topic, CONSUMER_TAG: consumer, PARTITION_TAG: str(partition), **shard_tags(shard)}
-
-
-def owner_of_run(run_id: str) -> str:
-    """The owner name of a claim that a run has taken over."""
-    return RUN_OWNER + run_id
-
-
-def run_of_owner(owner: str) -> str | None:
-    """The run that owns a claim; None for any other owner, for example a tick."""
-    return owner.removeprefix(RUN_OWNER) if owner.startswith(RUN_OWNER) else None

@@ -12,10 +12,10 @@ import dagster as dg
 from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
-from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import DatabaseUnavailableError, InvalidNameError, TopicNotFoundError
 from eventsql_orchestration.model import Topic, check_topic_name
+from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.storage.reading import LogReader
 
 TOPIC_PREFIX: Final = "topic"

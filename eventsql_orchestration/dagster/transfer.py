@@ -13,9 +13,10 @@ import dagster as dg
 from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.shards import on_each, shards_of
+from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN, PRIORITY_TAG, TRANSFER_TAG
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
+from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.publishing.transfer import OnMoved, Transfer
 from eventsql_orchestration.threads import start_thread
 

@@ -22,13 +22,13 @@ from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
-from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
-from eventsql_orchestration.dagster.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_

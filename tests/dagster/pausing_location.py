@@ -15,11 +15,12 @@ from eventsql_orchestration.consuming.claim_processing import ClaimSource
 from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.dagster import EventSQLResource
-from eventsql_orchestration.dagster.consumers import assets, batch
-from eventsql_orchestration.dagster.consumers import drain as draining
+from eventsql_orchestration.dagster.consumers import assets
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
 from eventsql_orchestration.dagster.consumers.run import DrainingOn, drain
+from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.orchestration import batch
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import windows
 from tests.dagster.pausing_consumers import CONSUMERS, RETRIED, replayed, replayed_backfill
@@ -28,7 +29,7 @@ from tests.dagster.stopping import stop_at
 batch.STALLED_AFTER = windows.LEASE  # type: ignore[misc]  # five minutes are
 
 adopt, claim, process, open_batch = Claims.adopt, Claims.claim, Claims.process, ClaimSource.open
-succeed = draining.Draining.succeed
+succeed = RunDraining.succeed
 
 
 def pausing_adopt(claims: Claims, claim_id: int, **options: Any) -> Claim:
@@ -68,7 +69,7 @@ def pausing_open(source: ClaimSource, connection: Connection, limit: int) -> Bat
     return open_batch(source, connection, limit)
 
 
-def pausing_succeed(self: draining.Draining, *given: Any, **options: Any) -> Claim | NoClaim:
+def pausing_succeed(self: RunDraining, *given: Any, **options: Any) -> Claim | NoClaim:
     found = succeed(self, *given, **options)
     if isinstance(found, Claim):
         stop_at(found.consumer)
@@ -86,7 +87,7 @@ def pausing_drain(
 for name, pausing in (("adopt", pausing_adopt), ("claim", pausing_claim), ("process", pausing_process)):
     setattr(Claims, name, pausing)
 ClaimSource.open = pausing_open  # type: ignore[method-assign, assignment]  # the forced interleaving
-draining.Draining.succeed = pausing_succeed  # type: ignore[method-assign]  # the forced interleaving
+RunDraining.succeed = pausing_succeed  # type: ignore[method-assign]  # the forced interleaving
 assets.drain = pausing_drain  # type: ignore[attr-defined]  # the same
 
 

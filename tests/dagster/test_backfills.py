@@ -19,17 +19,6 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.dead_letter_values import BACKFILL, LetterFilter
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import (
-    Backfill,
-    Plan,
-    ReplayRange,
-    Window,
-    check_id,
-    new_id,
-    partition_key,
-    read_key,
-)
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -38,6 +27,17 @@ from eventsql_orchestration.errors import (
     RegistryError,
     TopicNotFoundError,
     ValidationError,
+)
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import (
+    Backfill,
+    Plan,
+    ReplayRange,
+    Window,
+    check_id,
+    new_id,
+    partition_key,
+    read_key,
 )
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest
 from eventsql_orchestration.topics.side_consumers import MARK

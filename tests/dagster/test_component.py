@@ -30,11 +30,11 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.dagster.component import usable_name
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow

@@ -437,7 +437,7 @@ def test_a_batch_that_stands_still_is_ended_by_the_server(bench: Workbench, monk
         if next(calls) == 0:
             time.sleep(3)
 
-    monkeypatch.setattr("eventsql_orchestration.dagster.consumers.batch.STALLED_AFTER", 0.5)
+    monkeypatch.setattr("eventsql_orchestration.orchestration.batch.STALLED_AFTER", 0.5)
     definition = define(stall, lease=0.5)
     ids = bench.publish("rides", 5)
     assert not bench.run(definition, request(bench, definition)).success

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.growth import grown
 

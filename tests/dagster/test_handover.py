@@ -16,13 +16,14 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource, RunLimits, consumer_asset
-from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
-from eventsql_orchestration.dagster.consumers.drain import Draining
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
+from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
-from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG, owner_of_run
+from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
+from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.location import record
 
@@ -185,10 +186,10 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
         asked.set()
         return True
 
-    def draining_of(run_id: str, limits: RunLimits, **options: Any) -> Draining:
+    def draining_of(run_id: str, limits: RunLimits, **options: Any) -> RunDraining:
         shard = bench.platform.shards[0]
         consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease)
-        return Draining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id), **options)
+        return RunDraining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id), **options)
 
     ids = bench.publish("long", 1)
     first = draining_of("first", RunLimits(max_wait=0.0, drain_seconds=0.1, drain_idle=60.0), successor_comes=comes)

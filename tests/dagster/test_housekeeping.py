@@ -25,7 +25,6 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     write_instance,
 )
-from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_claims,
     delete_reports,
@@ -46,6 +45,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.storage import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record

@@ -18,12 +18,12 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration.dagster import write_instance
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import ReplayRange
 from eventsql_orchestration.dagster.consumers.reexecution import RETRY_NUMBER_TAG
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster import windows
 from tests.dagster.conftest import Workbench, await_

@@ -17,10 +17,10 @@ from eventsql_orchestration.dagster import (
     build_housekeeping_schedule,
     consumer_asset,
 )
-from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.housekeeping.prune import delete_windows
 from eventsql_orchestration.dagster.shards import ShardsLeftOutError, on_each
 from eventsql_orchestration.errors import DatabaseError, ShardUnavailableError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.storage import segments
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record

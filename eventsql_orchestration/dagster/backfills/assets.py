@@ -9,11 +9,9 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.backfills.registry import Backfills
 from eventsql_orchestration.dagster.backfills.replay import ReplayConfig, WindowGoneError, WindowReplay
-from eventsql_orchestration.dagster.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.consumers.drain import Drained
+from eventsql_orchestration.dagster.consumers.failures import without_retries
 from eventsql_orchestration.dagster.consumers.reporting import results
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
@@ -28,12 +26,15 @@ from eventsql_orchestration.dagster.tags import (
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
-    owner_of_run,
     pool_tags,
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
 from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, new_id, read_key
+from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
@@ -225,7 +226,8 @@ def _replay(
     tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, **BACKFILL_RUN}
     context.instance.add_run_tags(context.run.run_id, {**tags, **shard_tags(window.shard)})
     try:
-        backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
+        with without_retries():
+            backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
     except WindowGoneError:
         done = Backfills([platform]).finished(consumer.topic.name, backfill_id, consumer.consumer.name)
         if not done and not _was_replayed(context, of):

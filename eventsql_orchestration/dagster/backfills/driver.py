@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended, Launcher
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
 POLL = 0.5
 """Seconds between two looks; a run takes some to start."""

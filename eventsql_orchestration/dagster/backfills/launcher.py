@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-from eventsql_orchestration.dagster.backfills.windows import read_key
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG, shard_tags
+from eventsql_orchestration.orchestration.backfills.windows import read_key
 
 DEFINE_IT: Final = "give the code location `build_backfill(…)` of the consumer: its asset and its jobs"
 

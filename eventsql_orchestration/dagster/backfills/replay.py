@@ -13,8 +13,10 @@ import dagster as dg
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.backfills.windows import (
+from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
     Backfill,
     Replayed,
@@ -23,11 +25,9 @@ from eventsql_orchestration.dagster.backfills.windows import (
     partition_key,
     resume_command,
 )
-from eventsql_orchestration.dagster.consumers.batch import BatchConsumer
-from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.consumers.drain import Drained
-from eventsql_orchestration.dagster.tags import run_of_owner
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.validation import check_whole
 
 POLL: Final = 0.2

@@ -11,10 +11,9 @@ import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
-from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation, ConsumerDefinition
-from eventsql_orchestration.dagster.consumers.drain import Consume, Drained, Draining
+from eventsql_orchestration.dagster.consumers.failures import without_retries
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
 from eventsql_orchestration.dagster.consumers.options import (
     DEFAULT_TICKS,
@@ -25,22 +24,14 @@ from eventsql_orchestration.dagster.consumers.options import (
 )
 from eventsql_orchestration.dagster.consumers.reporting import report, results
 from eventsql_orchestration.dagster.consumers.run import drain
+from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.shards import shards_of
-from eventsql_orchestration.dagster.tags import (
-    CONSUMER_RUN,
-    CONSUMER_TAG,
-    SHARED_TAG,
-    SPARK_POOL,
-    TOPIC_TAG,
-    owner_of_run,
-    pool_tags,
-)
+from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG, pool_tags
 from eventsql_orchestration.dagster.topics import (
     KINDS,
     TOPIC_GROUP,
@@ -51,6 +42,10 @@ from eventsql_orchestration.dagster.topics import (
 )
 from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
+from eventsql_orchestration.orchestration.drain import Consume, Drained
+from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
 
@@ -162,12 +157,15 @@ def range_asset(
         ticks, default_status, (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes),
     )  # fmt: skip
 
+    def retries(error: Exception) -> bool:
+        return options.retry_policy is not None and not isinstance(error, dg.Failure)
+
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("claim",), optional=("context",))
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
-            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log, options.retry_policy is not None)
+            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log, retries)
 
         return declared.define(user, consume)
 
@@ -348,10 +346,10 @@ class _Step:
         # A shared run does not wait for events: the other consumers are next, and no claim would show that it lives.
         limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
 
-        def on(shard: Shard) -> Draining:
+        def on(shard: Shard) -> RunDraining:
             consume = self.computation.consume(context, shard, resources)
             comes = partial(comes_soon, run_id, context.instance)
-            return Draining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
+            return RunDraining(shard, self.consumer, consume, limits, owner_of_run(run_id), drained, comes)
 
-        with failing_if_unregistered(eventsql.platform, self.topic, self.consumer):
+        with failing_if_unregistered(eventsql.platform, self.topic, self.consumer), without_retries():
             drain(context, eventsql, config, on)

@@ -12,16 +12,9 @@ import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.shards import rows_of
-from eventsql_orchestration.dagster.tags import (
-    CLAIM_TAG,
-    CLAIMED_AT_TAG,
-    CONSUMER_TAG,
-    FINISHED,
-    TOPIC_TAG,
-    run_of_owner,
-    shard_tags,
-)
+from eventsql_orchestration.dagster.tags import CLAIM_TAG, CLAIMED_AT_TAG, CONSUMER_TAG, FINISHED, TOPIC_TAG, shard_tags
+from eventsql_orchestration.orchestration.owners import run_of_owner
+from eventsql_orchestration.orchestration.shards import rows_of
 
 
 def made_at(shard: Shard, claims: Iterable[int]) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Options of a consumer's runs, its asset and its sensors."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
@@ -10,6 +10,8 @@ import dagster as dg
 from eventsql_orchestration.dagster.topics import Columns
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration import limits
+from eventsql_orchestration.orchestration.limits import check_not_negative
 
 Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 
@@ -34,48 +36,9 @@ class RetryModel(dg.Model, dg.Resolvable):
     delay: float | None = None
 
 
-def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
-    """Raise `ValidationError` for a field that is negative or not a number. The `optional` fields may be None."""
-    for each in fields(limits):
-        value = getattr(limits, each.name)
-        if value is None and each.name in optional:
-            continue
-        if value is None or not value >= 0:
-            raise ValidationError(f"{each.name} must not be negative: {value}")
-
-
 @dataclass(frozen=True, kw_only=True)
-class RunLimits(dg.Resolvable):
-    """When a run is requested, how large its ranges are, and how long it goes on. Times are seconds.
-
-    - `min_events`: number of waiting events that requests a run.
-    - `max_wait`: time after which fewer waiting events request a run.
-    - `max_events`: maximum number of events in a range.
-    - `drain_seconds`: age at which a run stops claiming further ranges after its first one.
-    - `drain_events`: number of consumed events at which a run stops claiming.
-    - `drain_idle`: time without an event after which a run stops claiming.
-    - `lease`: time from the death of a run's process until its partition is consumed again. Dagster may see the death
-      sooner.
-
-    Raises `ValidationError` for limits that exclude one another.
-    """
-
-    min_events: int = 1
-    max_events: int = 10_000
-    max_wait: float = 5.0
-    drain_seconds: float = 20.0
-    drain_events: int = 1_000_000
-    drain_idle: float = 1.0
-    lease: float = 60.0
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.min_events <= self.max_events:
-            raise ValidationError(
-                f"1 <= min_events <= max_events is needed, not {self.min_events} and {self.max_events}"
-            )
-        if self.lease <= 0:
-            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
-        check_not_negative(self)
+class RunLimits(limits.RunLimits, dg.Resolvable):
+    __doc__ = limits.RunLimits.__doc__
 
 
 @dataclass(frozen=True, kw_only=True)

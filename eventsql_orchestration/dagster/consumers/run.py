@@ -10,9 +10,7 @@ import dagster as dg
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.consumers.batch import ReplayError
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig
-from eventsql_orchestration.dagster.consumers.drain import Draining
 from eventsql_orchestration.dagster.consumers.reexecution import (
     ancestors,
     forbid_retries,
@@ -21,12 +19,13 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
     requested_tags,
 )
 from eventsql_orchestration.dagster.consumers.reporting import name_of
+from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseUnavailableError, ReplayError
 
-DrainingOn: TypeAlias = Callable[[Shard], Draining]
-"""Returns the `Draining` for a shard."""
+DrainingOn: TypeAlias = Callable[[Shard], RunDraining]
+"""Returns the `RunDraining` for a shard."""
 
 
 def drain(
@@ -68,7 +67,7 @@ def _requested(context: dg.AssetExecutionContext) -> Mapping[str, Any]:
     return next((config for config in configs if config.get("claim") is not None), {})
 
 
-def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
+def _drain(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
     requested_for = _requested(context).get("claim") if SHARED_TAG in context.run.tags else None
     if config.claim is not None:
         _drain_claim(context, draining, config, config.claim)
@@ -83,7 +82,7 @@ def _drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimC
             _claim_and_drain(context, draining, config)
 
 
-def _drain_claim(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, claim_id: int) -> None:
+def _drain_claim(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig, claim_id: int) -> None:
     """Consume the claim that the run was requested for, or replay it."""
     if draining.is_another_claim(claim_id, requested_tags(context.run, context.instance)):
         if _replays(context, config):
@@ -105,7 +104,7 @@ def _drain_claim(context: dg.AssetExecutionContext, draining: Draining, config: 
         _claim_and_drain(context, draining, config)
 
 
-def _claim_and_drain(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
+def _claim_and_drain(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
     """Consume the waiting events of one partition, or of each partition of the consumer."""
     for partition in draining.partitions() if config.partition is None else (config.partition,):
         if config.succeeds is None:
@@ -123,7 +122,7 @@ def _claim_and_drain(context: dg.AssetExecutionContext, draining: Draining, conf
             return
 
 
-def _come_too_late(context: dg.AssetExecutionContext, draining: Draining, claim_id: int) -> None:
+def _come_too_late(context: dg.AssetExecutionContext, draining: RunDraining, claim_id: int) -> None:
     """Record that the run's claim had ended before the run could take it over, and whether the run lost it.
 
     A re-execution has no claim to lose, and a committed claim is not lost. But a run that was reported as dead must not
@@ -167,7 +166,7 @@ def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayErro
     )
 
 
-def _replay_successor(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig) -> None:
+def _replay_successor(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig) -> None:
     """Replay the first range that a successor had claimed. A successor is requested without a claim."""
     assert config.partition is not None, "a partition is taken over"
     for run_id in ancestors(context.run, context.instance):
@@ -180,7 +179,7 @@ def _replay_successor(context: dg.AssetExecutionContext, draining: Draining, con
     )
 
 
-def _replay(context: dg.AssetExecutionContext, draining: Draining, config: ClaimConfig, claim_id: int) -> bool:
+def _replay(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig, claim_id: int) -> bool:
     """Replay a run's range.
 
     False if no person requested a replay, and the range was never committed, or this run committed it and its step is

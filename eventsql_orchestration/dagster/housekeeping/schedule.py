@@ -8,8 +8,6 @@ import dagster as dg
 from dagster_shared.check import CheckError
 
 from eventsql_orchestration import Shard
-from eventsql_orchestration.dagster.backfills.registry import Backfills
-from eventsql_orchestration.dagster.consumers.options import check_not_negative
 from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_claims,
     delete_publications,
@@ -28,6 +26,8 @@ from eventsql_orchestration.dagster.tags import (
     HOUSEKEEPING_TAG,
     INTERNAL_RUN,
 )
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.views import Views
 
 

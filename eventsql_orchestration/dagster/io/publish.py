@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, Orig
 from eventsql_orchestration.dagster.lineage.published import Published, Span
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.shards import rows_of
+from eventsql_orchestration.orchestration.shards import rows_of
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error

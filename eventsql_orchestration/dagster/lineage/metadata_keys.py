@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from eventsql_orchestration.dagster.shards import command
+from eventsql_orchestration.orchestration.shards import command
 
 PUBLISHED_TOPIC: Final = "published topic"
 PUBLISHED_EVENTS: Final = "published events"

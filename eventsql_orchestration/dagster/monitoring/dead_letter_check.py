@@ -22,10 +22,10 @@ from eventsql_orchestration.dagster.monitoring.checks import (
     define_check,
     unregistered,
 )
-from eventsql_orchestration.dagster.shards import command, place, shards_of
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
+from eventsql_orchestration.orchestration.shards import command, place, shards_of
 
 DELIVERED_CHECK: Final = "delivered"
 

@@ -12,9 +12,9 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.shards import place, where
-from eventsql_orchestration.dagster.tags import run_of_owner
 from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.orchestration.owners import run_of_owner
+from eventsql_orchestration.orchestration.shards import place, where
 
 TRANSFER_STALLED: Final = 120.0
 """Seconds after which an event in the buffer means that the transfer is stalled: its schedule keeps it going by a tick

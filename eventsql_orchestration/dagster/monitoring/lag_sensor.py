@@ -21,10 +21,10 @@ from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, re
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.shards import shards_of
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.errors import EventSQLError, SchemaOutdatedError, ValidationError
+from eventsql_orchestration.orchestration.shards import shards_of
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from typing import Any, Final
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
 from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
-from eventsql_orchestration.dagster.shards import rows_of, shards_of
-from eventsql_orchestration.dagster.tags import owner_of_run
 from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.orchestration.shards import rows_of, shards_of
 from eventsql_orchestration.storage.ranges import LogRanges
 
 DEPTH: Final = 10

@@ -7,14 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
-import dagster as dg
-
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
 from eventsql_orchestration.consuming.batch import BatchResult, check_returned, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    DatabaseError,
+    FinalRunError,
+    NotCommittedError,
+    RangeFailedError,
+    ReplayError,
+)
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the
@@ -22,13 +27,6 @@ partition, and TCP takes two hours by default to notice. After an `executemany` 
 batch: the last message, a Flush, disarms its timer."""
 
 BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
-
-
-class ReplayError(dg.Failure):
-    """A range cannot be replayed, and none of its events was."""
-
-    def __init__(self, description: str) -> None:
-        super().__init__(description, allow_retries=False)
 
 
 @dataclass
@@ -90,13 +88,14 @@ class BatchConsumer:
 class RangeConsumer:
     """Consumes a claim by one call of a function, which commits the claim itself and returns metadata or None.
 
-    A range that fails is released, and tried again after a pause. `retries`: the asset has a retry policy.
+    A range that fails is released, and tried again after a pause. `retries(error)`: whether the orchestrator would run
+    the function again after that error.
     """
 
     shard: Shard
     function: Callable[[Claim], Mapping[str, Any] | None]
     log: logging.Logger
-    retries: bool
+    retries: Callable[[Exception], bool]
 
     def __call__(self, claim: Claim) -> BatchResult:
         """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
@@ -108,18 +107,19 @@ class RangeConsumer:
             raise
         except Exception as error:
             self._release(claim, error)
-            if not self.retries or isinstance(error, dg.Failure):
+            if isinstance(error, FinalRunError) or not self.retries(error):
                 raise
             # A retry would find the range released, do nothing, and succeed.
-            raise dg.Failure(
-                f"{claim} failed and was released: {type(error).__name__}: {error}", allow_retries=False
-            ) from error
+            raise RangeFailedError(f"{claim} failed and was released: {type(error).__name__}: {error}") from error
         return BatchResult(claim.events, claim.range.upto, metadata=dict(metadata or {}))
 
     def _require_commit(self, claim: Claim) -> None:
         _, state = self.shard.claims.get(claim.id)
         if state != "committed":
-            raise NotCommittedError(claim)
+            raise NotCommittedError(
+                f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
+                "claims.commit in the transaction of the effects"
+            )
 
     def _release(self, claim: Claim, error: Exception) -> None:
         failure = self.shard.claims.fail(claim, error)
@@ -131,15 +131,4 @@ class RangeConsumer:
         then = f"run `eventsql consumer resume {topic} {claim.consumer}` to unblock its partition"
         self.log.error(
             "%s failed, attempt %d: %s", claim, failure.attempts, then if blocked else "it is retried after a pause"
-        )
-
-
-class NotCommittedError(dg.Failure):
-    """A range asset's function ended without a commit of its claim."""
-
-    def __init__(self, claim: Claim) -> None:
-        super().__init__(
-            f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
-            "claims.commit in the transaction of the effects",
-            allow_retries=False,
         )

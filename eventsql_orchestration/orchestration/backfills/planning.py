@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from datetime import datetime
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
-from eventsql_orchestration.dagster.backfills.windows import MAX_RUNS, LogPlan, PlannedRun, ReplayRange, Window
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.backfills.windows import MAX_RUNS, LogPlan, PlannedRun, ReplayRange, Window
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.layouts import Layout

@@ -19,8 +19,11 @@ from typing import Any
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.dagster.backfills.planning import LogPlanner, layouts_within
-from eventsql_orchestration.dagster.backfills.windows import (
+from eventsql_orchestration.database import Connection, Queries, driver_connection
+from eventsql_orchestration.errors import RegistryError, ValidationError
+from eventsql_orchestration.maintenance.seek import Move
+from eventsql_orchestration.orchestration.backfills.planning import LogPlanner, layouts_within
+from eventsql_orchestration.orchestration.backfills.windows import (
     MAX_RUNS,
     Backfill,
     LogPlan,
@@ -32,9 +35,6 @@ from eventsql_orchestration.dagster.backfills.windows import (
     check_id,
     resume_command,
 )
-from eventsql_orchestration.database import Connection, Queries, driver_connection
-from eventsql_orchestration.errors import RegistryError, ValidationError
-from eventsql_orchestration.maintenance.seek import Move
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics import layouts

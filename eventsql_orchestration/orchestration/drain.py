@@ -3,35 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
-
-import dagster as dg
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.dagster.consumers.batch import BatchConsumer, ReplayError
-from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
-from eventsql_orchestration.dagster.consumers.options import RunLimits
-from eventsql_orchestration.dagster.tags import owner_of_run
-from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.errors import ClaimLostError, ForeignClaimError, ReplayError
+from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.limits import RunLimits
 
 POLL: Final = 0.05
 """Seconds between two looks for further events, well below the transfer's own delay."""
-
-PATIENCE: Final = 30.0
-"""Seconds that a successor waits for its predecessor, which may be busy with a long range."""
-
-ASK_SECONDS: Final = 1.0
-"""Seconds between two checks if another run has ended or is about to start."""
-
-OVERTIME: Final = 30.0
-"""Maximum time in seconds that a run continues after its window for a successor that is about to start. On a busy
-machine, a run may take longer to start than the window lasts after its request."""
 
 Consume: TypeAlias = Callable[[Claim], BatchResult]
 """Consumes the rest of a claim. Raises `ClaimLostError`."""
@@ -95,8 +81,7 @@ class Drained:
 class Draining:
     """Consumes a claim, then the events after it, until an event fails, a limit is reached or no more events come.
 
-    It works on one shard. A run that continues on another shard uses the same `drained`. `successor_comes` returns
-    whether a successor of this run was requested and will start soon.
+    It works on one shard. A run that continues on another shard uses the same `drained`.
     """
 
     shard: Shard
@@ -105,14 +90,10 @@ class Draining:
     limits: RunLimits
     owner: str
     drained: Drained = field(default_factory=Drained)
-    successor_comes: Callable[[], bool] = lambda: False
-    _predecessor: str | None = field(default=None, init=False)
-    _comes: bool = field(default=False, init=False)
     _deadline: float = field(init=False)
-    _asks_at: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._asks_at = self._deadline = self.drained.started + self.limits.drain_seconds
+        self._deadline = self.drained.started + self.limits.drain_seconds
 
     def require_own_claim(self, claim_id: int) -> None:
         """Raise `ForeignClaimError` if the claim belongs to another consumer."""
@@ -120,7 +101,10 @@ class Draining:
         with suppress(ClaimLostError):
             claim, _ = self.shard.claims.get(claim_id)
             if (claim.range.topic, claim.consumer) != (self.consumer.topic, self.consumer.name):
-                raise ForeignClaimError(claim, self.consumer)
+                raise ForeignClaimError(
+                    f"{claim} does not belong to consumer {self.consumer.name!r} of topic {self.consumer.topic!r}: "
+                    "launch the run without a claim, and it claims the waiting events itself"
+                )
 
     def take_over(self, claim_id: int) -> Claim | None:
         """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason."""
@@ -135,34 +119,6 @@ class Draining:
 
     def _mine(self, claim: Claim) -> Claim:
         return replace(claim, shard=self.shard.name)
-
-    def is_another_claim(self, claim_id: int, tags: Mapping[str, str]) -> bool:
-        """Whether the run with these tags was requested for another claim with this id. Then `note` tells people."""
-        if not is_another_claim(self.shard, claim_id, tags):
-            return False
-        self.drained.note = (
-            f"claim {claim_id} is not the claim that this run was requested for, but a claim with the same number: the "
-            "database was restored or created again since"
-        )
-        return True
-
-    @contextmanager
-    def keeping(self, claim_id: int, tags: Mapping[str, str]) -> Iterator[None]:
-        """Keep the run's claim leased while another step of the run goes first."""
-        try:
-            claim = None if is_another_claim(self.shard, claim_id, tags) else self._adopt(claim_id)
-        except ClaimLostError:
-            # The step of the claim has ended, or will find that the claim is lost.
-            claim = None
-        if claim is None:
-            yield
-        else:
-            with self.shard.claims.heartbeat(claim, lease=self.limits.lease):
-                yield
-
-    def first_of(self, run_id: str, partition: int) -> int | None:
-        """The id of the first claim of a partition that a run has committed; None if none is left."""
-        return self.shard.claims.first_of(owner_of_run(run_id), self.consumer.topic, self.consumer.name, partition)
 
     def committed(self, claim_id: int) -> Claim | None:
         """The claim if it was committed, else None. Raises `ClaimLostError` for an unknown id."""
@@ -232,55 +188,15 @@ class Draining:
             found = self._claim_if_due(partition, most=min(limits.max_events, left))
             if isinstance(found, Claim):
                 return found
-            # A successor has begun, and gets the next events. The predecessor of this run ends when it notices.
-            succeeded = found.leased_by not in (None, self._predecessor)
-            if time.monotonic() >= idle_until or succeeded:
+            if time.monotonic() >= idle_until or self._is_succeeded(found):
                 return None
             time.sleep(POLL)
         return None
 
-    def _goes_on(self, partition: int) -> bool:
-        """Whether the window lasts, or is extended until a successor that is about to start has claimed."""
-        now = time.monotonic()
-        if now < self._deadline:
-            return True
-        # A run without a window has no successor.
-        if not self.limits.drain_seconds or now >= self._deadline + OVERTIME:
-            return False
-        if now >= self._asks_at:
-            self._comes, self._asks_at = self.successor_comes(), now + ASK_SECONDS
-        if not self._comes:
-            return False
-        last = self.shard.claims.last(self.consumer.topic, self.consumer.name, partition)
-        return last is not None and last.owner == self.owner
+    def _goes_on(self, partition: int) -> bool:  # noqa: ARG002 - a subclass asks for the partition
+        """Whether the run may claim a further range of the partition."""
+        return time.monotonic() < self._deadline
 
-    def succeed(self, run_id: str, partition: int, *, is_over: Callable[[], bool]) -> Claim | NoClaim:
-        """Take over from a run that still drains the partition: claim as soon as events wait.
-
-        `is_over` returns whether that run has ended. Gives up if nothing could be claimed for `PATIENCE` seconds, or if
-        no more events came.
-        """
-        self._predecessor = owner_of_run(run_id)
-        over, now = False, time.monotonic()
-        ends, asks = now + PATIENCE, now + ASK_SECONDS
-        while True:
-            found = self._claim_if_due(partition, most=self.limits.max_events)
-            now = time.monotonic()
-            if isinstance(found, Claim) or now >= ends:
-                return found
-            if not over and now >= asks:
-                over, asks = is_over(), now + ASK_SECONDS
-                if over:
-                    ends = min(ends, now + self.limits.drain_idle)
-            time.sleep(POLL)
-
-
-class ForeignClaimError(dg.Failure):
-    """A run was launched with the claim of another consumer, and has not touched the claim."""
-
-    def __init__(self, claim: Claim, consumer: Consumer) -> None:
-        super().__init__(
-            f"{claim} does not belong to consumer {consumer.name!r} of topic {consumer.topic!r}: launch the run "
-            "without a claim, and it claims the waiting events itself",
-            allow_retries=False,
-        )
+    def _is_succeeded(self, found: NoClaim) -> bool:
+        """Whether another owner has the partition now, and gets its next events."""
+        return found.leased_by is not None

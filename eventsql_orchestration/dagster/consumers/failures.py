@@ -1,0 +1,19 @@
+"""Errors that a retry would only repeat, as Dagster knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import dagster as dg
+
+from eventsql_orchestration.errors import FinalRunError
+
+
+@contextmanager
+def without_retries() -> Iterator[None]:
+    """Raise a `FinalRunError` of the block as `dagster.Failure`, which Dagster does not retry."""
+    try:
+        yield
+    except FinalRunError as error:
+        raise dg.Failure(error.message, allow_retries=False) from error.__cause__

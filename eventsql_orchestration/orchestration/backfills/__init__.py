@@ -1,0 +1,1 @@
+"""Backfills: plans, windows and their side consumers in the database."""
