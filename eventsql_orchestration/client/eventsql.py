@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -88,6 +89,8 @@ class EventSQL:
         self.seeker = ClusterSeeker(self._cluster, self.registry, self._barriers)
         self._lag = ClusterLag(self._cluster, self._barriers)
         self._buffering: list[BufferedPublisher | AsyncPublisher] = []
+        self._store: Store | None = None
+        self._making_store = threading.Lock()
 
     def __repr__(self) -> str:
         on = ", ".join(
@@ -125,13 +128,16 @@ class EventSQL:
     @property
     def store(self) -> Store:
         """The event store of the only database. Raises `SingleShardError` if there are several."""
-        shard = self._only("store")
-        return Store(shard.database, notifier=shard.notifier, listener=shard.listener)
+        shard = self._only("store", "Store(platform.shards[i].database)")
+        with self._making_store:
+            if self._store is None:
+                self._store = Store(shard.database, notifier=shard.notifier, listener=shard.listener)
+            return self._store
 
     @property
     def captures(self) -> Captures:
         """The captures of tables of the only database. Raises `SingleShardError` if there are several."""
-        return Captures(self._only("captures").database)
+        return Captures(self._only("captures", "Captures(platform.shards[i].database)").database)
 
     def capture(
         self, table: str, topic: str,
@@ -140,12 +146,13 @@ class EventSQL:
         """Publish each change of a row of `table` to `topic`, as part of its transaction. See `Captures.create`."""
         return self.captures.create(table, topic, key=key, columns=columns, snapshot=snapshot)
 
-    def _only(self, name: str) -> Shard:
+    def _only(self, name: str, instead: str | None = None) -> Shard:
         if self._cluster.lone is not None:
             return self._cluster.lone
+        instead = instead or f"platform.shards[i].{name}"
         raise SingleShardError(
-            f"platform.{name} belongs to one database, and this platform has {len(self.shards)}: use "
-            f"platform.shards[i].{name} or --shard NAME; a queue, an event store and views live on one of them"
+            f"platform.{name} belongs to one database, and this platform has {len(self.shards)}: use {instead} "
+            "or --shard NAME; a queue, an event store and views live on one of them"
         )
 
     # The shards
@@ -254,13 +261,19 @@ class EventSQL:
     # Closing
 
     def close(self, timeout: float = 10.0) -> bool:
-        """Stop the consumers and the transfer of this object and close its connections, in about `timeout` seconds.
+        """Stop the consumers, subscriptions and the transfer of this object and close its connections.
 
-        Consumers may finish their current batches; gives False if some were rolled back. Events that wait in buffered
-        publishers are committed first. Published events are transferred as far as time allows.
+        This takes about `timeout` seconds at most. Consumers and subscriptions may finish their current batches; gives
+        False if some were rolled back. Events that wait in buffered publishers are committed first. Published events
+        are transferred as far as time allows.
         """
         deadline = time.monotonic() + timeout
+        if self._store is not None:
+            # Subscriptions finish while consumers do.
+            self._store.close(0.0)
         ended = self.consumers.close(timeout)
+        if self._store is not None:
+            ended = self._store.close(max(0.0, deadline - time.monotonic())) and ended
         for publisher in list(self._buffering):
             publisher.close(max(0.0, deadline - time.monotonic()))
         self.publisher.close()

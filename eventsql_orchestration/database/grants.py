@@ -41,6 +41,7 @@ FUNCTIONS: Final = (
     "capture_page", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
     "acknowledge_messages", "make_queue_archive", "make_view_periods", "refuse_rows",
+    "order_change",
 )  # fmt: skip
 """The platform's functions."""
 

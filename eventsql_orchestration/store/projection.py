@@ -112,9 +112,13 @@ class Projections:
         self._queries = Queries("projections", store.database.schema)
 
     def install(self) -> None:
-        """Make the tables of projections that have none yet. A new table holds nothing of the past: see `rebuild`."""
+        """Make the tables of projections that have none yet. A new table holds nothing of the past: see `rebuild`.
+
+        Any number of processes may do so at once.
+        """
         for each in self._projections.values():
             with self._store.database.transaction() as connection:
+                connection.execute(self._queries("hold_install"), {"in_schema": each.schema})
                 if self._existing(connection, each, each.schema):
                     continue
                 with self._in_schema(connection, each.schema):

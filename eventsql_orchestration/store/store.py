@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias
 from uuid import UUID
+from weakref import WeakSet
 
 from psycopg.errors import SerializationFailure, UniqueViolation
 
@@ -98,6 +101,9 @@ class Store:
         self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), prepare=False)
         self.order = GlobalOrder(database)
         self._at_home = False
+        # A thread that runs a subscription keeps it.
+        self._subscriptions: WeakSet[Subscription] = WeakSet()
+        self._subscribing = threading.Lock()
 
     def append(
         self, aggregate_type: str, aggregate_id: str, changes: Sequence[Change],
@@ -306,7 +312,8 @@ class Store:
 
         What the handler writes through `connection` is committed together with the subscription's place. A new
         subscription begins at `start`; one that exists goes on where it stands. It runs in a thread until
-        `subscription.stop()` or the end of its `with` block. Without `background`, call its `run` or `run_once`.
+        `subscription.stop()`, the end of its `with` block, or `close`. Without `background`, call its `run` or
+        `run_once`.
 
         Raises `ValidationError`, and `DatabaseError` for a checkpoint of another server.
         """
@@ -314,7 +321,24 @@ class Store:
             self.database, name, handler, only=filters(types, kinds), options=options, listener=self.listener
         )
         subscription.register(start)
+        with self._subscribing:
+            self._subscriptions.add(subscription)
         return subscription.start() if background else subscription
+
+    def close(self, timeout: float = 10.0) -> bool:
+        """Stop the subscriptions that run in threads of this store, within `timeout` seconds.
+
+        Each may finish its current transaction; gives False if one has not ended by then. `EventSQL.close` does this
+        for its store. The store can be used afterwards.
+        """
+        deadline = time.monotonic() + timeout
+        self._at_home = False
+        with self._subscribing:
+            subscriptions = list(self._subscriptions)
+        for each in subscriptions:
+            each.stop(0.0)
+        ended = [each.stop(max(0.0, deadline - time.monotonic())) for each in subscriptions]
+        return all(ended)
 
     def subscriptions(self) -> list[SubscriptionLag]:
         """The lag of every subscription, by name, with its cause."""

@@ -287,7 +287,7 @@ class Subscription:
 
     def start(self) -> Self:
         """Run in a thread until `stop`."""
-        if self._thread is None or not self._thread.is_alive():
+        if not self.running:
             self._stop = threading.Event()
             self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
         return self
@@ -300,7 +300,12 @@ class Subscription:
         if thread is None or thread is threading.current_thread():
             return True
         thread.join(timeout)
-        return not thread.is_alive()
+        return not self.running
+
+    @property
+    def running(self) -> bool:
+        """Whether the thread that `start` made runs."""
+        return self._thread is not None and self._thread.is_alive()
 
     def __enter__(self) -> Self:
         return self

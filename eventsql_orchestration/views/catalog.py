@@ -180,7 +180,7 @@ class Views:
         return sql.Identifier(self._database.schema, name)
 
     def _create(self, connection: Connection, view: Definition) -> None:
-        for statement in _tables(view):
+        for statement in _tables(view, self._table(view.table)):
             self._alter(connection, view, statement)
         values = {
             "name": view.name, "kind": view.kind, "definition": Jsonb(view.described()),
@@ -201,19 +201,20 @@ class Views:
                 f"{held.kind} {held.name!r} exists with {', '.join(differing)}: declare the new form under another "
                 "name, and fill it from the topic"
             )
+        table = self._table(wanted.table)
         if isinstance(wanted, Rollup) and isinstance(held, Rollup):
             for name in wanted.values[len(held.values) :]:
-                self._alter(connection, wanted, sql.SQL("ALTER TABLE {table} ADD COLUMN ") + _added_columns(name))
-        if isinstance(wanted, Logs) and isinstance(held, Logs) and wanted.language is not None:
-            self._alter(connection, wanted, _words_index(wanted.language))
+                self._alter(connection, wanted, _adding_columns(table, name))
+        if isinstance(wanted, Logs) and isinstance(held, Logs) and wanted.language != held.language:
+            # `_differences` lets a language only be added.
+            assert wanted.language is not None, "a language is not taken away"
+            self._alter(connection, wanted, _words_index(table, wanted.language))
         values = {"name": wanted.name, "definition": Jsonb(wanted.described()), "retention": _seconds(wanted.retention)}
         connection.execute(self._queries("change_view"), values)
 
-    def _alter(self, connection: Connection, view: Definition, statement: sql.Composable) -> None:
-        text = statement.as_string(connection)
-        table = self._table(view.table).as_string(connection)
+    def _alter(self, connection: Connection, view: Definition, statement: sql.Composed) -> None:
         try:
-            connection.execute(text.replace("{table}", table).encode())
+            connection.execute(statement)
         except psycopg.errors.DuplicateTable as error:
             raise ViewConflictError(
                 f"{view.kind} {view.name!r} needs the table {view.table!r}, a name that is taken: choose another name"
@@ -246,7 +247,7 @@ def _differences(held: Definition, wanted: Definition) -> Iterable[str]:
     return different
 
 
-def _tables(view: Definition) -> Iterable[sql.Composable]:
+def _tables(view: Definition, table: sql.Identifier) -> Iterable[sql.Composed]:
     """The statements that make the table of a view and its indexes."""
     if isinstance(view, Rollup):
         dimensions = [sql.Identifier(name) for name in view.dimensions]
@@ -257,37 +258,39 @@ def _tables(view: Definition) -> Iterable[sql.Composable]:
             *(column for name in view.values for column in _value_columns(name)),
         ]
         key = [sql.SQL("eql_tenant"), sql.SQL("eql_bucket"), *dimensions, sql.SQL("eql_slot")]
-        yield sql.SQL("CREATE TABLE {{table}} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
-            sql.SQL(", ").join(columns), sql.SQL(", ").join(key)
+        yield sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
+            table, sql.SQL(", ").join(columns), sql.SQL(", ").join(key)
         )
         return
     if isinstance(view, Timeline):
         yield sql.SQL(
-            "CREATE TABLE {table} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
+            "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
             "eql_data jsonb NOT NULL, eql_occurred_at timestamptz NOT NULL) PARTITION BY RANGE (eql_occurred_at)"
-        )
-        yield sql.SQL("CREATE INDEX ON {table} (eql_tenant, eql_resource, eql_id)")
+        ).format(table)
+        yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_id)").format(table)
         return
     yield sql.SQL(
-        "CREATE TABLE {table} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
+        "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
         "eql_level text NOT NULL, eql_line text NOT NULL, eql_attributes jsonb NOT NULL, "
         "eql_written_at timestamptz NOT NULL) PARTITION BY RANGE (eql_written_at)"
-    )
-    yield sql.SQL("CREATE INDEX ON {table} (eql_tenant, eql_resource, eql_written_at, eql_id)")
-    yield sql.SQL("CREATE INDEX ON {table} (eql_tenant, eql_written_at, eql_id)")
+    ).format(table)
+    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_written_at, eql_id)").format(table)
+    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_written_at, eql_id)").format(table)
     if view.language is not None:
-        yield _words_index(view.language)
+        yield _words_index(table, view.language)
 
 
-def _value_columns(name: str) -> list[sql.Composable]:
+def _value_columns(name: str) -> list[sql.Composed]:
     return [sql.SQL("{} numeric").format(sql.Identifier(f"{what}_{name}")) for what in ("sum", "min", "max")]
 
 
-def _added_columns(name: str) -> sql.Composed:
-    return sql.SQL(", ADD COLUMN ").join(_value_columns(name))
+def _adding_columns(table: sql.Identifier, name: str) -> sql.Composed:
+    columns = sql.SQL(", ADD COLUMN ").join(_value_columns(name))
+    return sql.SQL("ALTER TABLE {} ADD COLUMN {}").format(table, columns)
 
 
-def _words_index(language: str) -> sql.Composed:
+def _words_index(table: sql.Identifier, language: str) -> sql.Composed:
     """The index of the words of each line: the expression is that of `LogsView.search`."""
     configuration = sql.Literal(f"pg_catalog.{language}")
-    return sql.SQL("CREATE INDEX ON {{table}} USING gin (to_tsvector({}::regconfig, eql_line))").format(configuration)
+    index = sql.SQL("CREATE INDEX ON {} USING gin (to_tsvector({}::regconfig, eql_line))")
+    return index.format(table, configuration)

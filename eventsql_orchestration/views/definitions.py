@@ -165,11 +165,6 @@ def start_of_partition(table: str) -> datetime:
     return datetime.strptime(table[-12:], "%Y%m%d%H%M").replace(tzinfo=UTC)
 
 
-def keeps(view: Definition, time: datetime, now: datetime) -> bool:
-    """Whether the view's retention keeps an entry of a time."""
-    return view.retention is None or time > now - view.retention
-
-
 def floor(time: datetime, step: timedelta) -> datetime:
     """The last multiple of `step` since 1970 in UTC that is not after `time`."""
     try:

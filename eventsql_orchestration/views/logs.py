@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import datetime
+from functools import lru_cache
 from typing import Any, Final
 
 from psycopg import sql
@@ -23,7 +24,7 @@ from eventsql_orchestration.validation import (
     check_whole,
     encode_json,
 )
-from eventsql_orchestration.views.definitions import Logs, keeps
+from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
 
 DEFAULT_LEVEL: Final = "info"
@@ -73,6 +74,7 @@ class LogsView:
 
     def __init__(self, database: Database, definition: Logs) -> None:
         self.definition = definition
+        self._schema = database.schema
         self._table = ViewTable(database, definition)
 
     def write(self, connection: CallersConnection, entries: Iterable[LogEntry], *, tenant: str = NO_TENANT) -> int:
@@ -82,20 +84,23 @@ class LogsView:
         that cannot be stored, and `ViewNotFoundError` before the logs are declared.
         """
         check_tenant(tenant)
-        now = datetime.now(UTC)
         rows = []
         for entry in entries:
             check_kind("a line of logs", entry, LogEntry)
-            if keeps(self.definition, entry.written_at, now):
-                rows.append((entry.resource, entry.level, entry.line, entry.encoded(), entry.written_at))
+            rows.append((entry.resource, entry.level, entry.line, entry.encoded(), entry.written_at))
         if not rows:
             return 0
-        resources, levels, lines, attributes, times = (list(column) for column in zip(*rows, strict=True))
-        values = {
-            "tenant": tenant, "resources": resources, "levels": levels, "lines": lines, "attributes": attributes,
-            "written_at": times,
-        }  # fmt: skip
-        with self._table.writing(connection, times) as joined:
+        with self._table.writing(connection) as joined:
+            oldest = self._table.kept_after(joined)
+            rows = [row for row in rows if oldest is None or row[-1] > oldest]
+            if not rows:
+                return 0
+            resources, levels, lines, attributes, times = (list(column) for column in zip(*rows, strict=True))
+            self._table.make_partitions(joined, times)
+            values = {
+                "tenant": tenant, "resources": resources, "levels": levels, "lines": lines, "attributes": attributes,
+                "written_at": times,
+            }  # fmt: skip
             joined.execute(self._table.query("write_log"), values, prepare=False)
         return len(rows)
 
@@ -133,34 +138,39 @@ class LogsView:
             "before_id": None if before is None else before.id,
             "limit": check_whole("limit", limit, least=1),
         }
-        query = self._selection({name for name, value in values.items() if value is not None})
-        with self._table.reading() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
-            return found.execute(sent(query), values, prepare=False).fetchall()
-
-    def _selection(self, given: set[str]) -> sql.Composed:
-        """The statement of a search: conditions that are not asked for are left out, so that an index fits the rest."""
-        language = sql.Literal(f"pg_catalog.{self.definition.language}")
-        conditions = {
-            "tenant": sql.SQL("eql_tenant = %(tenant)s"),
-            "resource": sql.SQL("eql_resource = %(resource)s"),
-            "level": sql.SQL("eql_level = %(level)s"),
-            "attributes": sql.SQL("eql_attributes @> %(attributes)s::jsonb"),
-            "since": sql.SQL("eql_written_at >= %(since)s::timestamptz"),
-            "until": sql.SQL("eql_written_at < %(until)s::timestamptz"),
-            "pattern": sql.SQL("eql_line ~~* %(pattern)s"),
-            "words": sql.SQL(
-                "to_tsvector({0}::regconfig, eql_line) @@ websearch_to_tsquery({0}::regconfig, %(words)s)"
-            ).format(language),
-            "before_id": sql.SQL(
-                "eql_written_at <= %(before_time)s::timestamptz "
-                "AND (eql_written_at, eql_id) < (%(before_time)s::timestamptz, %(before_id)s)"
-            ),
-        }
-        return sql.SQL(
-            "SELECT eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, "
-            "eql_attributes AS attributes, eql_written_at AS written_at FROM {table} WHERE {conditions} "
-            "ORDER BY eql_written_at DESC, eql_id DESC LIMIT %(limit)s"
-        ).format(
-            table=self._table.identifier,
-            conditions=sql.SQL(" AND ").join(condition for name, condition in conditions.items() if name in given),
+        query = _selection(
+            self.definition, self._schema, frozenset(name for name, value in values.items() if value is not None)
         )
+        with self._table.reading() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
+            return found.execute(query, values, prepare=False).fetchall()
+
+
+@lru_cache(maxsize=256)
+def _selection(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
+    """The statement of a search: conditions that are not asked for are left out, so that an index fits the rest."""
+    language = sql.Literal(f"pg_catalog.{logs.language}")
+    conditions = {
+        "tenant": sql.SQL("eql_tenant = %(tenant)s"),
+        "resource": sql.SQL("eql_resource = %(resource)s"),
+        "level": sql.SQL("eql_level = %(level)s"),
+        "attributes": sql.SQL("eql_attributes @> %(attributes)s::jsonb"),
+        "since": sql.SQL("eql_written_at >= %(since)s::timestamptz"),
+        "until": sql.SQL("eql_written_at < %(until)s::timestamptz"),
+        "pattern": sql.SQL("eql_line ~~* %(pattern)s"),
+        "words": sql.SQL(
+            "to_tsvector({0}::regconfig, eql_line) @@ websearch_to_tsquery({0}::regconfig, %(words)s)"
+        ).format(language),
+        "before_id": sql.SQL(
+            "eql_written_at <= %(before_time)s::timestamptz "
+            "AND (eql_written_at, eql_id) < (%(before_time)s::timestamptz, %(before_id)s)"
+        ),
+    }
+    statement = sql.SQL(
+        "SELECT eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, "
+        "eql_attributes AS attributes, eql_written_at AS written_at FROM {table} WHERE {conditions} "
+        "ORDER BY eql_written_at DESC, eql_id DESC LIMIT %(limit)s"
+    ).format(
+        table=sql.Identifier(schema, logs.table),
+        conditions=sql.SQL(" AND ").join(condition for name, condition in conditions.items() if name in given),
+    )
+    return sent(statement)

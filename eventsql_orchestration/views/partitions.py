@@ -11,6 +11,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import check_name
@@ -30,24 +31,34 @@ class ViewTable:
         self._database = database
         self._definition = definition
         self._queries = Queries("views", database.schema)
-        self.identifier = sql.Identifier(database.schema, definition.table)
 
     def query(self, name: str) -> sql.SQL:
         """A named statement on the view's table."""
         return self._queries(name, table=self._definition.table)
 
     @contextmanager
-    def writing(self, connection: CallersConnection, times: Iterable[datetime]) -> Iterator[Connection]:
-        """The caller's transaction, with a partition for each of `times`."""
+    def writing(self, connection: CallersConnection) -> Iterator[Connection]:
+        """The caller's transaction, to write with."""
+        with self._database.callers(connection) as joined, self._found():
+            yield joined
+
+    def kept_after(self, joined: Connection) -> datetime | None:
+        """The retention keeps entries after this time; None if it keeps all.
+
+        The server's clock counts, as it does when partitions are dropped: those of its clients may differ.
+        """
+        retention = self._definition.retention
+        return None if retention is None else fetch_one(joined, self._queries("clock"))[0] - retention
+
+    def make_partitions(self, joined: Connection, times: Iterable[datetime]) -> None:
+        """Make the partitions of `times` that are missing. Raises `ValidationError` for too many."""
         starts = sorted({start_of(self._definition, time) for time in times})
         if len(starts) > MAX_PERIODS:
             raise ValidationError(
                 f"the times are in {len(starts)} periods of {self._definition.period}; {MAX_PERIODS} are allowed at "
                 "once: write them in several calls"
             )
-        with self._database.callers(connection) as joined, self._found():
-            joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
-            yield joined
+        joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:

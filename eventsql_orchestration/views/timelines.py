@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
 from psycopg.rows import class_row
@@ -12,7 +12,7 @@ from psycopg.rows import class_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
-from eventsql_orchestration.views.definitions import Timeline, keeps
+from eventsql_orchestration.views.definitions import Timeline
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
 
 
@@ -51,7 +51,6 @@ class TimelineView:
         with no entry appended, for values that cannot be stored, and `ViewNotFoundError` for an undeclared timeline.
         """
         check_tenant(tenant)
-        now = datetime.now(UTC)
         rows = [
             (
                 check_name("resource", resource),
@@ -60,12 +59,16 @@ class TimelineView:
             )
             for resource, data, occurred_at in entries
         ]
-        rows = [row for row in rows if keeps(self.definition, row[2], now)]
         if not rows:
             return 0
-        resources, data_of, times = (list(column) for column in zip(*rows, strict=True))
-        values = {"tenant": tenant, "resources": resources, "data": data_of, "occurred_at": times}
-        with self._table.writing(connection, times) as joined:
+        with self._table.writing(connection) as joined:
+            oldest = self._table.kept_after(joined)
+            rows = [row for row in rows if oldest is None or row[2] > oldest]
+            if not rows:
+                return 0
+            resources, data_of, times = (list(column) for column in zip(*rows, strict=True))
+            self._table.make_partitions(joined, times)
+            values = {"tenant": tenant, "resources": resources, "data": data_of, "occurred_at": times}
             joined.execute(self._table.query("append_to_timeline"), values, prepare=False)
         return len(rows)
 

@@ -240,6 +240,42 @@ def test_a_later_version_never_comes_before_an_earlier_one(store: Store, session
     assert numbers(store.read_all()) == [0, 1, 2, 3]
 
 
+def put_by_an_older_version(store: Store, aggregate_id: str, version: int, number: int, connection: Connection) -> None:
+    """Append as the versions before the global order do: they name no transaction."""
+    values = {"id": aggregate_id, "version": version, "data": f'{{"n": {number}}}'}
+    connection.execute(
+        "WITH created AS (INSERT INTO eventsql.aggregate (eql_type, eql_id, eql_version) "
+        "SELECT 'order', %(id)s, 1 WHERE %(version)s = 1 ON CONFLICT DO NOTHING RETURNING eql_version), "
+        "advanced AS (UPDATE eventsql.aggregate SET eql_version = %(version)s "
+        "WHERE eql_type = 'order' AND eql_id = %(id)s AND eql_version = %(version)s - 1 RETURNING eql_version) "
+        "INSERT INTO eventsql.aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data) "
+        "SELECT 'order', %(id)s, eql_version, 'numbered', %(data)s::jsonb "
+        "FROM (TABLE created UNION ALL TABLE advanced) appendable",
+        values,
+    )
+
+
+def test_an_older_version_that_appends_beside_a_newer_one_keeps_the_order_of_versions(
+    store: Store, sessions: Sessions
+) -> None:
+    older, younger, youngest = sessions(), sessions(), sessions()
+    for number, session in enumerate((older, younger, youngest)):
+        # Each transaction has its number now, and the oldest one appends last.
+        put(store, f"other {number}", 0, connection=session)
+    put(store, "1", 1, connection=youngest)
+    youngest.commit()
+    put_by_an_older_version(store, "1", 2, 2, younger)
+    younger.commit()
+    put(store, "1", 3, connection=older)
+    put_by_an_older_version(store, "2", 1, 4, older)
+    put_by_an_older_version(store, "2", 2, 5, older)
+    older.commit()
+    found = store.read_all()
+    assert [each.version for each in found if each.aggregate_id == "1"] == [1, 2, 3]
+    assert [each.version for each in found if each.aggregate_id == "2"] == [1, 2]
+    assert numbers(store.read_all(store.checkpoint_of("order", "1", 2))) == [3]
+
+
 def test_every_change_is_read_once_while_many_write(store: Store) -> None:
     """Writers of their own and of shared aggregates, beside a reader that goes on all the time."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import psycopg
@@ -87,6 +87,24 @@ def test_a_save_applies_its_changes_in_its_transaction(
         assert connection.execute("SHOW search_path").fetchone() == (before,)
         assert sums(store) == {}
     assert sums(store)[order.id][1] == 2
+
+
+def test_processes_that_install_at_once_make_each_table_once(store: Store, until_blocked: UntilBlocked) -> None:
+    made: list[str] = []
+
+    class Slow(Sums):
+        def create(self, connection: Connection) -> None:
+            made.append(self.name)
+            super().create(connection)
+            second = others.submit(Projections(store, [Slow()]).install)
+            until_blocked()
+            blocked.append(second)
+
+    blocked: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as others:
+        Projections(store, [Slow()]).install()
+        blocked[0].result()
+    assert made == ["sums"]
 
 
 def test_a_projection_that_fails_undoes_the_save(platform: EventSQL, store: Store) -> None:

@@ -286,6 +286,35 @@ def test_a_running_subscription_is_woken_by_an_append(platform: EventSQL, until:
             seen.wait(1.0)
 
 
+def test_a_platform_that_is_closed_stops_its_subscriptions(platform: EventSQL, until: Until) -> None:
+    handling, go_on = threading.Event(), threading.Event()
+
+    def slow(change: RecordedChange, connection: Connection) -> None:
+        handling.set()
+        assert go_on.wait(60.0)
+        connection.execute("INSERT INTO public.effects (n) VALUES (%s)", [change.data["n"]])
+
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE public.effects (n int)")
+    first = platform.store.subscribe("mailer", slow)
+    second = platform.store.subscribe("billing", lambda _change, _connection: None)
+    put(platform.store, "1", 7)
+    assert handling.wait(60.0)
+
+    assert not platform.store.close(0.0)
+    go_on.set()
+    assert platform.close()
+    assert not first.running
+    assert not second.running
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT n FROM public.effects").fetchall() == [(7,)]
+
+    with platform.store.subscribe("mailer", slow) as third:
+        put(platform.store, "1", 8)
+        until(lambda: platform.store.subscriptions()[1].handled == 2)
+        assert third.running
+
+
 def test_a_deleted_subscription_says_so(store: Store) -> None:
     subscription = subscribed(store)
     store.unsubscribe("mailer")

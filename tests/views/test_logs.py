@@ -13,7 +13,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
 from eventsql_orchestration.views import LogEntry, LogLine, Logs, LogsView, Views
-from eventsql_orchestration.views.partitions import sent
+from eventsql_orchestration.views.logs import _selection
 from tests.plans import custom_plan
 from tests.views.conftest import DAY, NOON, SECOND
 
@@ -186,7 +186,7 @@ def test_a_search_goes_through_the_index_that_fits_it(
             [NOON],
         )
         connection.execute("VACUUM ANALYZE eventsql.view_runs")
-        query = sent(runs._selection({"tenant", "limit", *given})).decode()
+        query = _selection(runs.definition, database.schema, frozenset({"tenant", "limit", *given})).decode()
         plan = custom_plan(connection, sql.SQL(query), {"tenant": "", "limit": 100, **given})
     assert index in plan
     assert "Seq Scan on view_runs_p20241120" not in plan

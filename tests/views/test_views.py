@@ -10,10 +10,22 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.sql import SQL
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import InvalidNameError, ValidationError, ViewConflictError, ViewNotFoundError
-from eventsql_orchestration.views import Definition, Logs, Measure, Retained, Rollup, RollupEntry, Timeline, Views
+from eventsql_orchestration.views import (
+    Definition,
+    LogEntry,
+    Logs,
+    Measure,
+    Retained,
+    Rollup,
+    RollupEntry,
+    Timeline,
+    Views,
+)
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON
 
@@ -67,6 +79,46 @@ def test_a_retention_a_value_and_a_language_may_be_added(database: Database, vie
     first, second = views.rollup(wider).read()
     assert (first.count, first.values["weight"]) == (2, Measure(Decimal(7), Decimal(7), Decimal(7)))
     assert (second.count, second.values["weight"].min) == (1, Decimal(2))
+
+
+def test_another_retention_of_logs_with_a_language_builds_no_second_index(database: Database, views: Views) -> None:
+    def indexes() -> list[str]:
+        with database.connection() as connection:
+            found = connection.execute("SELECT indexname FROM pg_indexes WHERE tablename = 'view_tracking' ORDER BY 1")
+            return [name for (name,) in found]
+
+    views.declare(Logs("tracking", language="english"))
+    before = indexes()
+    assert views.declare(Logs("tracking", language="english", retention=DAY)) == ["tracking"]
+    assert indexes() == before
+
+
+def test_the_servers_clock_says_what_a_retention_keeps(
+    database: Database, views: Views, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts, lines, steps = (
+        Rollup("counts", MINUTE, retention=DAY),
+        Logs("lines", retention=DAY),
+        Timeline("steps", retention=DAY),
+    )
+    views.declare(counts, lines, steps)
+    with database.connection() as connection:
+        (now,) = fetch_one(connection, SQL("SELECT clock_timestamp()"))
+
+    class Ahead(datetime):
+        """The clock of a client that is ahead by two days."""
+
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            return now + 2 * DAY
+
+    for module in ("rollups", "logs", "timelines", "partitions"):
+        monkeypatch.setattr(f"eventsql_orchestration.views.{module}.datetime", Ahead)
+    times = (now, now - DAY)
+    with database.transaction() as connection:
+        assert views.rollup(counts).add(connection, map(RollupEntry, times)) == 1
+        assert views.logs(lines).write(connection, [LogEntry("1", "line", time) for time in times]) == 1
+        assert views.timeline(steps).append(connection, [("1", {}, time) for time in times]) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,9 @@ SELECT current_setting('search_path');
 -- set_path -- Where the transaction finds tables from here on.
 SELECT set_config('search_path', %(path)s, true);
 
+-- hold_install -- Let one process at a time make tables of projections in a schema.
+SELECT pg_advisory_xact_lock(hashtextextended(%(in_schema)s, 6074603));
+
 -- begin -- A rebuild of a projection, from the first change on.
 INSERT INTO {schema}.store_rebuild (eql_projection, eql_shadow, eql_transaction, eql_position)
 VALUES (%(name)s, %(shadow)s, '0'::xid8, 0)
