@@ -9,12 +9,16 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import Final
 
 _Stamp = tuple[int, ...] | frozenset[str] | None
 
 _SOURCES: Final = (".py", ".so", ".yaml", ".yml", ".toml")
 """Endings of the files whose coming and going in a directory of the location is a change."""
+
+_LOOKED_AT: Final = 1_000
+"""Entries of a new directory that are looked at for a source. A directory of data has more."""
 
 
 class LoadedFiles:
@@ -23,6 +27,9 @@ class LoadedFiles:
     Modules, files that the location opened, and directories outside of the environment's packages. A file that changed
     while it was loaded counts as changed: `since` is the time before the process started, in ns since the epoch. A file
     that was changed in the future is taken for unchanged: it comes from a machine whose clock is fast.
+
+    The time at which the inode of a package's file changed does not count. Installers link one copy of a package into
+    several environments, and each link sets that time.
     """
 
     def __init__(self, since: int) -> None:
@@ -47,20 +54,20 @@ class LoadedFiles:
         for module in list(sys.modules.values()):
             path = getattr(module, "__file__", None)
             if isinstance(path, str):
-                stamp = self._stamps.setdefault(path, _file_stamp(path))
+                stamp = self._stamps.setdefault(path, self._file_stamp(path))
                 # Python may have read the module before this change.
-                if isinstance(stamp, tuple) and self._since <= stamp[1] <= time.time_ns():
+                if isinstance(stamp, tuple) and self._since <= stamp[0] <= time.time_ns():
                     self._changed = path
 
     def watch(self, path: str) -> None:
         """Watch a file that need not exist."""
-        self._stamps.setdefault(path, _file_stamp(path))
+        self._stamps.setdefault(path, self._file_stamp(path))
 
     def changed(self) -> str | None:
         """The path of a file that changed, came or went; None if all is as it was loaded."""
         if self._changed is None:
             for path, stamp in self._stamps.items():
-                now = _directory_stamp(path) if isinstance(stamp, frozenset) else _file_stamp(path)
+                now = _directory_stamp(path) if isinstance(stamp, frozenset) else self._file_stamp(path)
                 if now != stamp:
                     self._changed = path
                     break
@@ -77,33 +84,60 @@ class LoadedFiles:
             return
         if event != "open":
             if not f"{path}{os.sep}".startswith(self._packages):
-                # The look at the directory is an event itself.
-                self._stamps[path] = frozenset()
+                # The looks at the directory, and at those in it, are events themselves.
+                self._recording = False
                 self._stamps[path] = _directory_stamp(path)
+                self._recording = True
         elif len(arguments) < 3 or not _writes(arguments[2]):
-            stamp = _file_stamp(path)
+            stamp = self._file_stamp(path)
             if stamp is not None:
                 self._stamps[path] = stamp
+
+    def _file_stamp(self, path: str) -> _Stamp:
+        """The last change of a file in ns, and what tells the file from another one with the same path."""
+        try:
+            found = os.stat(path)  # noqa: PTH116 - thousands of files for each run
+        except OSError:
+            return None
+        if path.startswith(self._packages):
+            return (found.st_mtime_ns, found.st_size, found.st_ino)
+        return (max(found.st_mtime_ns, found.st_ctime_ns), found.st_mtime_ns, found.st_size, found.st_ino)
 
 
 def _writes(flags: object) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-def _file_stamp(path: str) -> _Stamp:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - thousands of files for each run
-    except OSError:
-        return None
-    return (found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino)
-
-
 def _directory_stamp(path: str) -> _Stamp:
+    """The sources in a directory, and the directories in it that have sources.
+
+    Other files and directories may be what the location's runs write.
+    """
     try:
         with os.scandir(path) as entries:
-            return frozenset(
-                entry.name for entry in entries
-                if not entry.name.startswith((".", "__pycache__")) and (entry.name.endswith(_SOURCES) or entry.is_dir())
-            )  # fmt: skip
+            return frozenset(entry.name for entry in entries if _is_source(entry) or _has_source(entry))
     except OSError:
         return frozenset()
+
+
+def _is_source(entry: os.DirEntry[str]) -> bool:
+    return entry.name.endswith(_SOURCES) and not entry.name.startswith(".")
+
+
+def _has_source(entry: os.DirEntry[str]) -> bool:
+    """Whether an entry is a directory with a source among the first entries in it and below it."""
+    directories, left = [entry], _LOOKED_AT
+    while directories:
+        entry = directories.pop(0)
+        if entry.name.startswith((".", "__pycache__")) or not entry.is_dir():
+            continue
+        try:
+            with os.scandir(entry.path) as entries:
+                found = list(islice(entries, left))
+        except OSError:
+            continue
+        if any(map(_is_source, found)):
+            return True
+        directories += found
+        left -= len(found)
+    return False

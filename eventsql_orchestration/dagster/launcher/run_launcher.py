@@ -14,8 +14,7 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher.server_process import (
-    LocationChangedError,
-    ServerGoneError,
+    ReplacedError,
     ServerProcess,
     Unforkable,
     obstacle_here,
@@ -47,7 +46,10 @@ class LauncherClosedError(internals.DagsterUserCodeUnreachableError):
 
 @dataclass(slots=True)
 class _Slot:
-    """The present server of a location, or the reason why it has none."""
+    """The present server of a location, or the reason why it has none.
+
+    `why` is the reason for which the next server starts.
+    """
 
     lock: threading.Lock
     location: str
@@ -55,6 +57,7 @@ class _Slot:
     code_server: str = ""
     replaced_code_server: str = ""
     unforkable_until: float = 0.0
+    why: str = "this is its first run here"
 
 
 @dataclass(slots=True)
@@ -161,7 +164,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         for _ in range(_ATTEMPTS):
             server = None
             try:
-                server = self._server(slot, location, origin, code_server)
+                server = self._server(slot, run, origin, code_server)
                 if server is None:
                     return False
                 pid = server.launch(run.run_id, resume=resume)
@@ -169,9 +172,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                     # Until the process writes its tag, run monitoring would see the one that died.
                     self._instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, pid).tags())
                 return True
-            except (ServerGoneError, LocationChangedError) as error:
-                logger.info("the fork server of location %s is replaced: %r", location, error)
-                self._retire(slot, server)
+            except ReplacedError as error:
+                self._retire(slot, server, error.reason)
             except Unforkable as error:
                 self._say_unforkable(run, location, error.reason, resume=resume)
                 return False
@@ -182,9 +184,10 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         return False
 
     def _server(
-        self, slot: _Slot, location: str, origin: internals.RepositoryPythonOrigin, code_server: internals.CodeServer
-    ) -> ServerProcess | None:
-        """The server of a location, started if there is none; None while the location cannot be forked.
+        self, slot: _Slot, run: dg.DagsterRun, origin: internals.RepositoryPythonOrigin,
+        code_server: internals.CodeServer,
+    ) -> ServerProcess | None:  # fmt: skip
+        """The server of a location, started for `run` if there is none; None while the location cannot be forked.
 
         Raises `Unforkable` in the launch that finds this out, and `LauncherClosedError`.
         """
@@ -193,19 +196,21 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 raise LauncherClosedError
 
             # A launch with an older view of the workspace may come after a reload.
-            if code_server.id not in {slot.code_server, slot.replaced_code_server}:
-                # The location was reloaded. What it read when it was imported, from a database for example, may differ.
-                self._end(slot)
+            if code_server.id not in {"", slot.code_server, slot.replaced_code_server}:
+                # What the location read when it was imported, from a database for example, may differ.
+                self._end(slot, "the location was reloaded")
                 slot.replaced_code_server, slot.code_server = slot.code_server, code_server.id
                 slot.unforkable_until = 0.0
 
             if slot.server is None and time.monotonic() >= slot.unforkable_until:
+                started = time.monotonic()
                 try:
-                    slot.server = self._start(location, origin, remote=code_server.remote)
+                    slot.server = self._start(slot.location, origin, remote=code_server.remote)
                 except Unforkable:
                     slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
                     raise
                 self._watch()
+                self._say_started(run, slot, slot.server, time.monotonic() - started)
             return slot.server
 
     def _start(self, location: str, origin: internals.RepositoryPythonOrigin, *, remote: bool) -> ServerProcess:
@@ -215,18 +220,27 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             location, origin, self._instance.get_ref(), max_runs=self._max_runs, timeout=self._import_timeout
         )
 
-    def _retire(self, slot: _Slot, server: ServerProcess | None) -> None:
+    def _retire(self, slot: _Slot, server: ServerProcess | None, why: str) -> None:
         with slot.lock:
             # Another launch may have replaced it.
             if slot.server is server:
-                self._end(slot)
+                self._end(slot, why)
 
-    def _end(self, slot: _Slot) -> None:
+    def _end(self, slot: _Slot, why: str) -> None:
+        """End the server of a location, if there is one, once its runs have ended."""
         if slot.server is not None:
+            logger.info("fork server %s of location %s ends, because %s", slot.server.pid, slot.location, why)
+            slot.why = why
             slot.server.close()
             self._servers.ending.append(slot.server)
             slot.server = None
         self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
+
+    def _say_started(self, run: dg.DagsterRun, slot: _Slot, server: ServerProcess, seconds: float) -> None:
+        """Tell in a run's log why it starts later than others."""
+        message = f"Fork server {server.pid} imported location {slot.location} in {seconds:.1f} s, because {slot.why}"
+        logger.info(message)
+        self._instance.report_engine_event(message, run, cls=self.__class__)
 
     def _say_unforkable(self, run: dg.DagsterRun, location: str, reason: str, *, resume: bool) -> None:
         message = f"Location {location} cannot be forked, because {reason}"
@@ -285,7 +299,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             slots = list(self._servers.slots.values())
         for slot in slots:
             with slot.lock:
-                self._end(slot)
+                self._end(slot, "its launcher ends")
 
     def join(self, timeout: int = 30) -> None:
         """Wait until the launched runs have ended and their servers, too. Raises `TimeoutError`."""
@@ -327,8 +341,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             try:
                 # A launch may have a newer view of the workspace, and the code server of a location with an error is
                 # not known.
-                if code_servers.get(slot.location) not in {"", slot.code_server, slot.replaced_code_server}:
-                    self._end(slot)
+                now = code_servers.get(slot.location)
+                if now not in {"", slot.code_server, slot.replaced_code_server}:
+                    self._end(slot, "the location was removed" if now is None else "the location was reloaded")
             finally:
                 slot.lock.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -26,11 +27,19 @@ class Unforkable(Exception):  # noqa: N818 - a finding, after which the run is l
     reason: str
 
 
-class ServerGoneError(Exception):
+class ReplacedError(Exception):
+    """The run needs another server. `reason` says why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class ServerGoneError(ReplacedError):
     """The server has ended."""
 
 
-class LocationChangedError(Exception):
+class LocationChangedError(ReplacedError):
     """Files of the location have changed since the server loaded them."""
 
 
@@ -111,7 +120,7 @@ class ServerProcess:
         """
         answer = self._ask(run=run_id, resume=resume)
         if "changed" in answer:
-            raise LocationChangedError(answer["changed"])
+            raise LocationChangedError(f"{answer['changed']} has changed")
         if "full" in answer:
             raise TooManyRunsError(int(answer["full"]))
         if "busy" in answer:
@@ -119,6 +128,7 @@ class ServerProcess:
         return int(answer["pid"])
 
     def _ask(self, **request: Any) -> dict[str, Any]:
+        why = None
         with self._lock:
             try:
                 self._channel.send(**request)
@@ -127,9 +137,19 @@ class ServerProcess:
                 except TimeoutError:
                     # Once it is dead, its answer is there or never comes: a run is not launched twice.
                     self._process.kill()
+                    why = f"its server did not answer for {_ANSWER_TIMEOUT:.0f} s"
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)
             except (ChannelClosedError, TimeoutError) as error:
-                raise ServerGoneError from error
+                raise ServerGoneError(why or self._how_it_ended()) from error
+
+    def _how_it_ended(self) -> str:
+        try:
+            code = self._process.wait(_ANSWER_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            return "its server has closed the connection"
+        if code < 0:
+            return f"its server was ended by {signal.Signals(-code).name}"
+        return f"its server ended with exit code {code}"
 
     def close(self) -> None:
         """Tell the server to end once its runs have ended, after the answer to a launch under way."""

@@ -104,6 +104,7 @@ def test_a_run_goes_on_when_the_server_is_killed_and_the_next_run_has_a_new_serv
     following = deployment.launch()
     assert deployment.ended(following) is SUCCESS
     assert deployment.seen(following)[1] == deployment.servers()[-1] != killed
+    assert any("SIGKILL" in message for message in deployment.said(following))
     assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "RUNNING"
     deployment.go()
     assert deployment.ended(run) is SUCCESS
@@ -138,6 +139,7 @@ def test_a_run_after_a_change_of_a_file_executes_the_new_code(deployment: Deploy
     after = deployment.launch()
     assert deployment.ended(after) is SUCCESS
     assert deployment.seen(after)[2] == "2"
+    assert any("has changed" in message for message in deployment.said(after))
     deployment.go()
     assert deployment.ended(before) is SUCCESS
 
@@ -150,6 +152,7 @@ def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) ->
     assert deployment.ended(run) is SUCCESS
     replaced = deployment.seen(run)[1]
     assert replaced != before
+    assert any("reloaded" in message for message in deployment.said(run))
     # A thread of the daemon may still have the view from before the reload.
     late = deployment.create()
     deployment.launcher.launch_run(LaunchRunContext(deployment.run(late), older))
@@ -253,8 +256,10 @@ def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deploy
     await_(lambda: not server.children(), "the end of the first process")
     files, memory = descriptors(server.pid), server.memory_info().rss
     for _ in range(runs):
-        assert deployment.ended(deployment.launch()) is SUCCESS
-    assert deployment.servers()[-1] == server.pid
+        run = deployment.launch()
+        assert deployment.ended(run) is SUCCESS
+        # The log says why there is another server.
+        assert deployment.seen(run)[1] == server.pid, deployment.said(run)
     await_(lambda: not server.children(), "the end of the processes")
     assert descriptors(server.pid) == files
     # Less than a kilobyte for each run of the nightly test.

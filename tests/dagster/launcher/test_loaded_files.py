@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.dagster.launcher import loaded_files
+from tests.dagster.conftest import await_
 
 LOAD = """
-import os, runpy, sys
+import os, runpy, sys, sysconfig
 sys.prefix = os.environ.get("EVENTSQL_TEST_PREFIX", sys.prefix)
+if packages := os.environ.get("EVENTSQL_TEST_PACKAGES"):
+    sysconfig.get_path = lambda name: packages
 files = runpy.run_path(sys.argv[2])["LoadedFiles"](int(sys.argv[1]))
 with files.recorded():
     import location_module
@@ -30,7 +33,8 @@ CHANGES = {
     "a file that the location read": lambda directory: (directory / "read.yaml").write_text("changed: true"),
     "a module that has gone": lambda directory: (directory / "imported_module.py").unlink(),
     "a new module": lambda directory: (directory / "new_module.py").touch(),
-    "a new package": lambda directory: (directory / "new_package").mkdir(),
+    "a new package": lambda directory: _write(directory / "new_package" / "new_module.py"),
+    "a new component": lambda directory: _write(directory / "new_group" / "new_component" / "defs.yaml"),
     "a new .env": lambda directory: (directory / ".env").write_text("NEW=1"),
 }
 
@@ -39,7 +43,14 @@ NO_CHANGES = {
     "a file that the location wrote": lambda directory: (directory / "written.txt").write_text("again"),
     "a compiled module": lambda directory: (directory / "module.pyc").touch(),
     "a file of no interest": lambda directory: (directory / "output.parquet").touch(),
+    "a new directory of a run": lambda directory: _write(directory / "output" / "2026-01-01" / "part.parquet"),
+    "a new directory of hidden files": lambda directory: _write(directory / "new" / ".idea" / "hidden.py"),
 }
+
+
+def _write(file: Path) -> None:
+    file.parent.mkdir(parents=True)
+    file.touch()
 
 
 def _replace(file: Path, text: str) -> None:
@@ -104,3 +115,24 @@ def test_a_new_module_is_noticed_in_a_directory_below_the_prefix_of_the_environm
     """The code may be in /usr/src, or in a project that is its own virtual environment."""
     prefixed = {"EVENTSQL_TEST_PREFIX": str(directory)}
     assert changed(directory, CHANGES["a new module"], environment=prefixed) != "None"
+
+
+def test_a_link_to_a_package_of_the_environment_is_no_change(directory: Path) -> None:
+    """Installers link one copy into several environments. Each link sets the time of the inode's last change."""
+    module = directory / "imported_module.py"
+
+    def link(_: Path) -> None:
+        before = module.stat().st_ctime_ns
+        await_(lambda: _links(module) and module.stat().st_ctime_ns > before, "a later time of the inode's change")
+
+    assert changed(directory, link, environment={"EVENTSQL_TEST_PACKAGES": str(directory)}) == "None"
+    assert changed(
+        directory, CHANGES["an imported module"], environment={"EVENTSQL_TEST_PACKAGES": str(directory)}
+    ) == str(module)
+
+
+def _links(file: Path) -> bool:
+    link = file.with_name("link")
+    link.hardlink_to(file)
+    link.unlink()
+    return True
