@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from eventsql_orchestration.bench.benchmark import Benchmark, duration, option
 from eventsql_orchestration.bench.figure import Figure, percentile
 from eventsql_orchestration.bench.session import Session
 
+if TYPE_CHECKING:
+    from eventsql_orchestration.bench.dagster_daemon import RunRate
+
 PUBLISH_EVERY: Final = 0.1
 """Seconds between two events for a run that drains."""
 
-PARTS: Final = ("cold", "draining", "handover", "transfer", "ticks", "runs")
+PARTS: Final = ("cold", "draining", "handover", "transfer", "ticks", "runs", "launchers")
 """The parts of the benchmark, each with a daemon of its own."""
 
 
@@ -95,7 +98,30 @@ class Dagster(Benchmark):
                     details={"processor_seconds_per_run": runs.processor_seconds},
                 ),
             ]  # fmt: skip
+
+        if "launchers" in parts:
+            rates = {}
+            for launcher in (dagster.DEFAULT, dagster.PREFORK):
+                with daemon("launchers", partitions=self.runs, sensor="consumer", launcher=launcher) as running:
+                    dagster.runs_at_once(running, 1)
+                    rates[launcher] = dagster.runs_at_once(running, self.runs)
+            figures += _compared(rates[dagster.PREFORK], rates[dagster.DEFAULT])
         return figures
+
+
+def _compared(prefork: RunRate, default: RunRate) -> list[Figure]:
+    """The processor time of a forked run, as a share of that of Dagster's default launcher."""
+    if prefork.processor_seconds is None or default.processor_seconds is None:
+        # This system does not tell it.
+        return []
+    details = {
+        "prefork_processor_seconds": prefork.processor_seconds,
+        "default_processor_seconds": default.processor_seconds,
+        "prefork_runs_per_second": prefork.per_second,
+        "default_runs_per_second": default.per_second,
+    }
+    share = prefork.processor_seconds / default.processor_seconds
+    return [Figure("dagster_launcher_cost", share, "of the default launcher", details=details)]
 
 
 def _delays(name: str, delays: Sequence[float], **more: float) -> Figure:

@@ -43,7 +43,10 @@ SENSOR_LOOP: Final = 5.0
 """Seconds between two evaluations of all sensors by Dagster's daemon. Events are published at random moments in it."""
 
 PREFORK: Final = "prefork"
-"""The launcher of this package. With any other name, the daemon has Dagster's default launcher."""
+"""The launcher of this package."""
+
+DEFAULT: Final = "default"
+"""Dagster's default launcher."""
 
 SENSOR: Final = "SENSOR"
 TRANSFER: Final = "SCHEDULE"
@@ -188,7 +191,7 @@ def daemon(
         cleaning.callback(execute, "DROP SCHEMA {} CASCADE")
 
         config = instance_config()
-        if launcher != PREFORK:
+        if launcher == DEFAULT:
             del config["run_launcher"]
         (home / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
         url = storage_url(database.dsn).replace(f"search_path%3D{STORAGE_SCHEMA}", f"search_path%3D{storage}")

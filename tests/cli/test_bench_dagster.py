@@ -124,6 +124,7 @@ def test_every_part_is_measured_or_the_chosen_one(
         "dagster_gap_at_handover": pytest.approx(1_000.0), "dagster_transfer_at_rest": 0.0,
         "dagster_transfer": 200.0, "dagster_transferred_and_consumed": pytest.approx(50.0),
         "dagster_ticks_3_sensors": 20.0, "dagster_ticks_1_sensor_3_partitions": 60.0, "dagster_runs": 0.5,
+        "dagster_launcher_cost": 1.0,
     }  # fmt: skip
     (only, _) = json.loads(run("bench", "dagster", "--quick", "--json", "--only", "draining").stdout)[:2]
     assert only["name"] == "dagster_draining"

@@ -13,6 +13,7 @@ from eventsql_orchestration.dagster import CheckAlert
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 OPERATIONS = DOCUMENTS / "operations.md"
+DAGSTER = DOCUMENTS / "dagster.md"
 LINEAGE = DOCUMENTS / "lineage.md"
 
 
@@ -87,3 +88,17 @@ def test_the_example_of_assets_that_return_events_is_a_whole_location_that_publi
     platform.transfer.run_once()
     fares = sorted((event.key or "", json.loads(event.value)) for event in platform.reader.read("fares"))
     assert fares == [(key, {"order_id": key, "fare_cents": 800}) for key in "ab"]
+
+
+def test_the_first_consumer_of_the_documentation_consumes(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
+    example, *_ = examples(DAGSTER)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(DAGSTER), "exec"), names)
+    defs = names["defs"]
+    assert defs.resolve_job_def("register").execute_in_process().success
+    platform.publisher.publish(Publication("order_placed", b"tea"))
+    platform.transfer.run_once()
+    assert defs.resolve_job_def("consume_ledger").execute_in_process().success
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]

@@ -25,6 +25,7 @@ LOCATION: Final = """
 import atexit, os, signal, sys, time
 from pathlib import Path
 import dagster as dg
+import own_module
 
 HERE = Path(__file__).parent
 IN_SERVER = any(word.endswith("launcher.server") for word in sys.orig_argv)
@@ -46,6 +47,7 @@ class Cycle:
 
 @dg.op
 def work(context: dg.OpExecutionContext, config: Work) -> None:
+    assert own_module.LOCATION == HERE.name
     (HERE / context.run_id).write_text(f"{os.getpid()} {os.getppid()} {VERSION} {os.environ.get('OF_LOCATION')}")
     match config.then:
         case "fail":
@@ -172,6 +174,8 @@ def write_location(root: Path, name: str, *, version: str = "1", before: str = "
     directory = root / name
     directory.mkdir(exist_ok=True)
     (directory / ".env").write_text(f"OF_LOCATION={name}\n")
+    # Each location has a module with this name.
+    (directory / "own_module.py").write_text(f"LOCATION = {name!r}\n")
     file = directory / f"{name}_definitions.py"
     file.write_text(f"VERSION = {version!r}\n{before}\n{LOCATION}")
     return file
