@@ -1,6 +1,6 @@
 """What a tick does about a consumer partition. The decision depends on its claim, its runs and the time only.
 
-`decide` is a pure function. `PartitionWatch` carries its decisions out. docs/dagster_failures.md lists the decisions in a table.
+`decide` is a pure function. `PartitionWatch` carries its decisions out. docs/dagster_failures.md lists the decisions.
 """
 
 from __future__ import annotations
