@@ -20,7 +20,7 @@ _COLUMNS: Final[Columns] = {
     "key": lambda each: ", ".join(each.key),
     "columns": lambda each: "all" if each.columns is None else ", ".join(each.columns),
     "snapshot": lambda each: f"{each.snapshot}, {counted(each.snapshot_rows, 'row')}",
-    "created (UTC)": "created_at",
+    "created": "created_at",
     "problem": "problem",
 }
 _JSON: Final[Columns] = {

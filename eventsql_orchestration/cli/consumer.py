@@ -109,7 +109,7 @@ def condition(state: ConsumerState) -> str:
 
 _PROGRESS: Final[Columns] = {
     "partition": partition_of, "offset": "last_event_id", "consumed": "consumed_events",
-    "last consumed (UTC)": "last_consumption_at", "state": condition,
+    "last consumed": "last_consumption_at", "state": condition,
 }  # fmt: skip
 
 _FAILURES: Final[Columns] = {"leased by": "lease_owner", "failing event": "failed_event_id", "failure": "failure"}

@@ -90,8 +90,8 @@ def list_dead_letters(
         **same("shard"), "offset": "id", "event": _metadata(dead_letter_values.SOURCE_OFFSET),
         "partition": _source_partition, **same("key", "consumer"),
         "attempts": _metadata(dead_letter_values.ATTEMPTS), "exception": _metadata(dead_letter_values.EXCEPTION),
-        "message": _metadata(dead_letter_values.MESSAGE), "given up (UTC)": "buffered_at",
-        "redriven (UTC)": "redriven_at",
+        "message": _metadata(dead_letter_values.MESSAGE), "given up": "buffered_at",
+        "redriven": "redriven_at",
     }  # fmt: skip
     show_items(letters, columns)
 
@@ -142,7 +142,7 @@ def show(
         value, form = letter.value.hex(), "in hexadecimal"
     columns: Columns = {
         **same("topic"), "offset": "id", "partition": partition_of, **same("key"), "event": "origin",
-        "given up (UTC)": "buffered_at", "in the log (UTC)": "created_at", "redriven (UTC)": "redriven_at",
+        "given up": "buffered_at", "in the log": "created_at", "redriven": "redriven_at",
     }  # fmt: skip
     show_fields(picked(letter, columns))
     if letter.metadata:

@@ -45,6 +45,7 @@ from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.topics.side_consumers import without_backfills
 
 SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
@@ -261,7 +262,7 @@ class Running:
                 self.dagster.require_running()
                 try:
                     self.context.keep_embedded()
-                    live.update(lag_table(self.platform.lag()))
+                    live.update(lag_table(without_backfills(self.platform.lag())))
                     simulator.next()
                     down = False
                 except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:

@@ -54,11 +54,22 @@ __pycache__/
     "README.md": """\
 # {project}
 
+It needs Python 3.11 or newer. In this directory, install it with what it needs, into an environment of its own:
+
+```
+python -m venv .venv
+. .venv/bin/activate
+pip install --editable . pytest
+```
+
+(With uv: `uv sync`, and `uv run` before each command below.) Then
+
 ```
 eventsql dev
 ```
 
-runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In another terminal, in this directory:
+runs PostgreSQL, Dagster's UI and daemon, and this project, until Ctrl-C. In another terminal, in this directory, with
+the same environment:
 
 ```
 echo '{{"item": "tea"}}' | eventsql publish order_placed

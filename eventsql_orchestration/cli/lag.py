@@ -25,6 +25,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,6 +49,7 @@ def lag(
     *,
     topic: OptionalTopicName,
     consumer: Annotated[str | None, option("Only consumers of this name.", type=CONSUMER, metavar="NAME")],
+    backfills: Annotated[bool, option("Also the side consumers, one for each window that a backfill replays.")],
     totals: Annotated[bool, option("One row for each consumer, over its partitions and shards.")],
     sort: Annotated[
         str, option("What comes first; most events or seconds.", type=click.Choice([*_ORDERS]), default="topic")
@@ -67,7 +69,10 @@ def lag(
     """
 
     def rows() -> list[Any]:
-        found = [lag for lag in platform.lag(topic) if consumer in (None, lag.consumer)]
+        every = platform.lag(topic)
+        found = [lag for lag in every if consumer == lag.consumer]
+        if consumer is None:
+            found = every if backfills else without_backfills(every)
         if consumer is not None and not found:
             raise ConsumerNotFoundError(
                 f"there is no consumer {consumer!r}" + (f" of topic {topic!r}" if topic else "")

@@ -287,7 +287,8 @@ def _cell(value: object) -> str:
         case float():
             return f"{value:,.1f}"
         case datetime():
-            return value.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S")
+            # In the zone of this machine, as an option of a time takes it.
+            return value.astimezone().isoformat(" ", "seconds")
         case _:
             # A row is one line: a text of several lines, such as an error, is written on. A terminal obeys the others.
             text = _json(value) if isinstance(value, dict) else str(value)

@@ -187,7 +187,7 @@ def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> Non
         return
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("priority", "receives"),
-        "sent (UTC)": "sent_at",
+        "sent": "sent_at",
     }  # fmt: skip
     if any(isinstance(message, PeekedMessage) for message in messages):
         columns = {**columns, **same("state", "origin")}
@@ -261,7 +261,7 @@ def archive(
         return
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("receives"),
-        "sent (UTC)": "sent_at", "acknowledged (UTC)": "acknowledged_at",
+        "sent": "sent_at", "acknowledged": "acknowledged_at",
     }  # fmt: skip
     show_items(archived, columns)
 

@@ -162,7 +162,7 @@ def list_topics(context: CliContext, as_json: AsJson) -> None:
         topics = platform.registry.topics()
     table: Columns = {
         "topic": "name", "partitions": lambda each: each.partitions if each.partitioned else None,
-        "created (UTC)": "created_at", "kept": kept,
+        "created": "created_at", "kept": kept,
     }  # fmt: skip
     context.show_items(topics, as_json=as_json, json=TOPIC, table=table)
 

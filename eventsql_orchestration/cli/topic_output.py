@@ -144,12 +144,12 @@ class Description:
         found = self.topic
         partitions = found.partitions if found.partitioned else "not partitioned"
         fields = {"topic": found.name, "partitions": partitions, "stored in": found.storage}
-        kept_since = {"created (UTC)": found.created_at, "kept": kept(found)}
+        kept_since = {"created": found.created_at, "kept": kept(found)}
         show_fields({**fields, **kept_since, "dead letters": self.dead_letters})
         show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
         if self.layouts:
             after: Columns = {
-                "after offset": lambda each: each.layout.after, "since (UTC)": lambda each: each.layout.created_at
+                "after offset": lambda each: each.layout.after, "since": lambda each: each.layout.created_at
             }  # fmt: skip
             show_items(self.layouts, {**same("shard"), **_LAYOUT, **after})
         for waiting in self.unsettled:

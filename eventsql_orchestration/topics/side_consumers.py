@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Iterable
+from typing import Final, Protocol, TypeVar
 
 MARK: Final = "__backfill_"
 
@@ -17,3 +18,16 @@ def backfill_of(consumer: str) -> str | None:
     """The id of the backfill that a side consumer belongs to; None for any other consumer."""
     match = SIDE_CONSUMER.fullmatch(consumer)
     return None if match is None else match["id"]
+
+
+class _OfConsumer(Protocol):
+    @property
+    def consumer(self) -> str: ...
+
+
+OfConsumer = TypeVar("OfConsumer", bound=_OfConsumer)
+
+
+def without_backfills(items: Iterable[OfConsumer]) -> list[OfConsumer]:
+    """The items, such as lags, that do not belong to a side consumer."""
+    return [item for item in items if backfill_of(item.consumer) is None]

@@ -10,7 +10,9 @@ import pty
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable
+from datetime import datetime, timedelta
 
 import pytest
 from click.testing import Result
@@ -47,6 +49,31 @@ def test_lag_of_one_consumer(run: Run, rides: EventSQL) -> None:
     missing = run("lag", "prices", "--consumer", "payout")
     assert missing.exit_code == 1
     assert missing.stderr == "eventsql: there is no consumer 'payout' of topic 'prices'\n"
+
+
+def test_lag_leaves_out_the_windows_of_backfills(run: Run, rides: EventSQL) -> None:
+    window = "payout__backfill_20260501-abc123_0_4"
+    rides.registry.register_consumer(Consumer("rides", window))
+    assert {row[1] for row in rows(run("lag", "rides"))} == {"ledger", "payout"}
+    assert {row[1] for row in rows(run("lag", "rides", "--backfills"))} == {"ledger", "payout", window}
+    assert [row[1] for row in rows(run("lag", "--consumer", window))] == [window]
+
+
+def test_times_are_in_the_zone_of_the_machine(run: Run, rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    created = rides.registry.topic("rides").created_at
+    assert created is not None
+    for zone, hours in (("UTC", 0), ("Asia/Tokyo", 9)):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+        try:
+            described = run("topic", "describe", "rides").stdout
+        finally:
+            monkeypatch.undo()
+            time.tzset()
+        [shown] = re.findall(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-]\d\d:\d\d", described)
+        read = datetime.fromisoformat(shown)
+        assert read == created.replace(microsecond=0)
+        assert read.utcoffset() == timedelta(hours=hours)
 
 
 def test_lag_in_order_of_events(run: Run, rides: EventSQL) -> None:

@@ -67,6 +67,12 @@ def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
     assert {"consume_consume", "transfer", "housekeeping"} <= set(repository.job_names)
 
 
+def test_a_topic_is_no_text() -> None:
+    for builder in (consumer_asset, range_asset):
+        with pytest.raises(ValidationError, match="must be Topic"):
+            builder(topic="rides", consumer="c")  # type: ignore[arg-type]
+
+
 def test_importing_the_package_starts_neither_spark_nor_loads_it() -> None:
     code = "import sys, eventsql_orchestration.dagster; print('pyspark' in sys.modules, 'pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

@@ -101,6 +101,7 @@ def consumer_asset(
     each, and more partitions share one (docs/dagster.md). Raises `ValidationError` or `DagsterInvalidDefinitionError`
     at definition.
     """
+    check_kind("topic", topic, Topic)
     check_whole("batch", batch, least=1)
     declared = _Declared(
         topic, Consumer(topic.name, consumer, partitioned), name, max_attempts, filter, start, limits, options, sensor,
@@ -148,6 +149,7 @@ def range_asset(
 
     The topics in `publishes` become assets of the same run. Otherwise as `consumer_asset`, with `RangeLimits`.
     """
+    check_kind("topic", topic, Topic)
     if options.kinds is None:
         options = replace(options, kinds=(SPARK_KIND,))
     if options.pool is None and SPARK_KIND in (options.kinds or ()):

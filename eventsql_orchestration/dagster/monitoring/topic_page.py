@@ -28,12 +28,13 @@ SHOWN_CHARACTERS: Final = 200
 class TopicSample:
     """The last events that a topic's page shows: their number, and whether keys and values are left out.
 
-    Dagster's storage keeps the sample as long as the report. With `redact`, a sample has sizes instead of contents.
+    Dagster's storage keeps the sample as long as the report, for everybody who sees Dagster's UI. So a sample has sizes
+    instead of contents, unless `redact` is False.
     Raises `ValidationError` for a number below 0 or above 100.
     """
 
     events: int = 3
-    redact: bool = False
+    redact: bool = True
 
     def __post_init__(self) -> None:
         if not 0 <= self.events <= 100:
