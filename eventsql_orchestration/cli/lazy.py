@@ -11,7 +11,7 @@ from eventsql_orchestration.first_use import on_first_use
 
 if TYPE_CHECKING:
     from psycopg import connect
-    from rich.console import Console
+    from rich.console import Console, Group
     from rich.live import Live
     from rich.progress import BarColumn, Progress, SpinnerColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Table
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.database import Queries
     from eventsql_orchestration.database.embedded import EmbeddedPostgres
     from eventsql_orchestration.database.notifications import LOG, STORE
+    from eventsql_orchestration.metrics.figures import FiguresReader
     from eventsql_orchestration.settings import SETTINGS_FILE, Settings
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.topics.catalog import choose_partitions
@@ -32,8 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres", "EventSQL",
-    "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
-    "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers", "message_of", "resolve", "topics",
+    "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table",
+    "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers",
+    "message_of", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -42,7 +44,7 @@ __getattr__ = on_first_use(
     __name__,
     {
         "psycopg": ("connect",),
-        "rich.console": ("Console",),
+        "rich.console": ("Console", "Group"),
         "rich.live": ("Live",),
         "rich.progress": ("BarColumn", "Progress", "SpinnerColumn", "TimeElapsedColumn", "TimeRemainingColumn"),
         "rich.table": ("Table",),
@@ -54,6 +56,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),
         f"{_PACKAGE}.database": ("Queries",),
         f"{_PACKAGE}.database.notifications": ("LOG", "STORE"),
+        f"{_PACKAGE}.metrics.figures": ("FiguresReader",),
         f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),

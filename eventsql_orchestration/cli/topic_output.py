@@ -4,16 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Column, Columns, counted, partition_of, same, say, show_fields, show_items
+from eventsql_orchestration.cli.output import (
+    Column,
+    Columns,
+    complain,
+    counted,
+    partition_of,
+    same,
+    say,
+    show_fields,
+    show_items,
+)
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.model import BLOCKS, Retention, Topic
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.topics.positions import Back, Earliest, Place
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.database import Connection
+    from eventsql_orchestration.metrics.figures import TopicFigures
     from eventsql_orchestration.shards.barriers import HeldBack
     from eventsql_orchestration.shards.shard import Shard
     from eventsql_orchestration.topics.layouts import Layout
@@ -181,6 +198,85 @@ def description(platform: EventSQL, topic: str) -> Description:
         ],
         consumers,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Statistics:
+    """A topic's log on a shard. `rates` are events per second over the last so many seconds.
+
+    `first` and `end` are the oldest and the newest offset, None and 0 for an empty log.
+    """
+
+    topic: str
+    shard: str | None
+    partitions: int
+    first: int | None
+    end: int
+    bytes: int
+    oldest_seconds: float | None
+    buffered: int
+    rates: dict[str, float]
+
+    @property
+    def events(self) -> int:
+        """The number of offsets in the log: at most as many events."""
+        return 0 if self.first is None else self.end - self.first + 1
+
+
+_WINDOWS: Final = {"1m": timedelta(minutes=1), "1h": timedelta(hours=1), "1d": timedelta(days=1)}
+
+
+def _rate(window: str, each: Statistics) -> float:
+    return each.rates[window]
+
+
+STATISTICS: Final[Columns] = {
+    **same("topic", "shard"),
+    "partitions": lambda each: each.partitions if each.partitions != NOT_PARTITIONED else None,
+    "events (about)": "events", "size": lambda each: size(each.bytes),
+    "bytes/event": lambda each: each.bytes // each.events if each.events else None,
+    "oldest": lambda each: None if each.oldest_seconds is None else age(round(each.oldest_seconds)),
+    **same("buffered"),
+    **{f"events/s, {window}": partial(_rate, window) for window in _WINDOWS},
+}  # fmt: skip
+
+
+def statistics(platform: EventSQL, topics: Sequence[str]) -> list[Statistics]:
+    """The statistics of these topics, or of all, on every shard that answers. Raises `TopicNotFoundError`."""
+    platform.open()
+    wanted = {platform.registry.topic(name).name for name in topics}
+    found: list[Statistics] = []
+    for shard in platform.shards:
+        try:
+            figures = lazy.FiguresReader(shard.database).read()
+        except DatabaseUnavailableError as error:
+            if len(platform.shards) == 1:
+                raise
+            complain(str(error))
+            continue
+        chosen = [each for each in figures.topics if not wanted or each.topic in wanted]
+        found += [_statistics(shard, each) for each in chosen]
+    return sorted(found, key=lambda each: (each.topic, each.shard or ""))
+
+
+def _statistics(shard: Shard, figures: TopicFigures) -> Statistics:
+    schema, topic, end = shard.database.schema, figures.topic, figures.transferred
+
+    def offset(connection: Connection, place: Place) -> int:
+        return lazy.resolve(connection, schema, topic, place, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
+
+    with shard.database.connection() as connection:
+        before = offset(connection, Earliest())
+        # Retention may have dropped the events from before the oldest one, which counts for the window all the same.
+        rates = {
+            window: max(0, end - max(before, offset(connection, Back(length)))) / length.total_seconds()
+            for window, length in _WINDOWS.items()
+        }
+    return Statistics(
+        topic=topic, shard=shard.name, partitions=figures.partitions,
+        first=before + 1 if end > before else None, end=end,
+        bytes=figures.bytes, oldest_seconds=figures.oldest_seconds, buffered=figures.buffered, rates=rates,
+    )  # fmt: skip
 
 
 def _unsettled(topic: str, shards: Iterable[Shard], held: Iterable[HeldBack]) -> list[Unsettled]:

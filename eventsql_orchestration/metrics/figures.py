@@ -50,6 +50,8 @@ class TopicFigures:
 class PartitionFigures:
     """A consumer partition: how far it is behind in events and seconds, why, and what it has handled.
 
+    `detail` is a sentence about the cause.
+
     `events` above `COUNTED` is an estimate by the density of the partition's next events.
     """
 
@@ -59,6 +61,7 @@ class PartitionFigures:
     events: int
     seconds: float
     cause: LagCause
+    detail: str
     consumed: int
     given_up: int
 
@@ -163,9 +166,9 @@ def _partition(
     whole = state.partition == NOT_PARTITIONED
     own = list(buffered.values()) if whole else [buffered[each] for each in buffered if each == state.partition]
     not_moved = sum(count for count, _ in own)
-    cause, _ = cause_of(state, waiting.events, not_moved)
+    cause, detail = cause_of(state, waiting.events, not_moved)
     if cause is LagCause.WAITING and waiting.bounded:
-        cause = LagCause.HELD_BACK
+        cause, detail = LagCause.HELD_BACK, "`eventsql lag` says by what"
     return PartitionFigures(
         state.topic,
         state.name,
@@ -173,6 +176,7 @@ def _partition(
         events=_estimated(waiting, state.last_event_id, log.end) + not_moved,
         seconds=max([waiting.seconds, *(seconds for _, seconds in own)]),
         cause=cause,
+        detail=detail,
         consumed=state.consumed_events,
         given_up=given_up,
     )

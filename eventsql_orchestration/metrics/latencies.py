@@ -7,12 +7,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from prometheus_client import REGISTRY, CollectorRegistry, Histogram
-
 from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing.publisher import check_many, check_publication
+
+try:
+    from prometheus_client import REGISTRY, CollectorRegistry, Histogram
+except ModuleNotFoundError:
+    raise MissingExtraError("metrics", "measuring latencies") from None
 
 if TYPE_CHECKING:
     from eventsql_orchestration.database import CallersConnection

@@ -76,6 +76,35 @@ def test_times_are_in_the_zone_of_the_machine(run: Run, rides: EventSQL, monkeyp
         assert read.utcoffset() == timedelta(hours=hours)
 
 
+def test_statistics_of_topics(run: Run, rides: EventSQL) -> None:
+    rides.publisher.publish(Publication("rides", b"later", partition=0))
+    with rides.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.rides_event SET eql_created_at = now() - interval '30 minutes' WHERE eql_id <= 2"
+        )
+    [found] = json.loads(run("topic", "stats", "rides", "--json").stdout)
+    assert (found["topic"], found["first"], found["end"], found["buffered"]) == ("rides", 1, 5, 1)
+    assert {
+        window: round(rate * seconds)
+        for (window, rate), seconds in zip(found["rates"].items(), (60, 3_600, 86_400), strict=True)
+    } == {"1m": 3, "1h": 5, "1d": 5}
+    assert found["bytes"] > 0
+    assert found["oldest_seconds"] > 1_700
+    shown = run("topic", "stats")
+    assert [row[0] for row in rows(shown)] == ["prices", "rides"]
+    assert "events/s, 1m" in shown.stdout
+    missing = run("topic", "stats", "nowhere")
+    assert (missing.exit_code, missing.stdout) == (1, "")
+
+
+def test_an_empty_topic_has_statistics_too(run: Run, platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("empty"))
+    [found] = json.loads(run("topic", "stats", "--json").stdout)
+    assert (found["first"], found["end"], found["oldest_seconds"]) == (None, 0, None)
+    assert set(found["rates"].values()) == {0}
+    assert run("topic", "stats").exit_code == 0
+
+
 def test_lag_in_order_of_events(run: Run, rides: EventSQL) -> None:
     assert [(row[0], row[2], row[3]) for row in rows(run("lag", "--sort", "events"))] == [
         ("rides", "all", "5"),

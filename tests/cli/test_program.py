@@ -47,7 +47,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
     names = [line.split()[0] for line in commands if line.startswith("  ") and line[2:3].isalpha() and "  " in line[2:]]
     assert names == [
         "init", "dev", "migrate", "doctor", "topic", "consumer", "publish", "capture", "transfer", "consume",
-        "tail", "lag", "metrics",
+        "tail", "lag", "top", "metrics",
         "seek", "dlt", "queue", "view", "timeline", "rollup", "logs", "trace",
         "backfill", "store", "shard", "roles", "server", "completion", "bench",
     ]  # fmt: skip

@@ -1,0 +1,156 @@
+"""`eventsql top`: rates, lag and what stands still, on a terminal, in a pipe and as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import struct
+import subprocess
+from collections.abc import Callable
+from datetime import datetime
+from fcntl import ioctl
+from termios import TIOCSWINSZ
+
+import pytest
+from click.testing import Result
+from rich.console import Console
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.top import _drawn, _Look
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.metrics.figures import FiguresReader
+from tests.cli.conftest import PROGRAM
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def rides(platform: EventSQL) -> EventSQL:
+    """Topic `rides` with 4 events in two partitions, and 1 in the buffer, for `ledger` and the paused `payout`."""
+    platform.registry.register_topic(Topic("rides", partitions=2)).register_topic(Topic("empty"))
+    platform.registry.register_consumer(Consumer("rides", "ledger", partitioned=True))
+    platform.registry.register_consumer(Consumer("rides", "payout"))
+    platform.publisher.publish_all([Publication("rides", b"%d" % each, partition=each % 2) for each in range(4)])
+    platform.transfer.run_once()
+    platform.publisher.publish(Publication("rides", b"4", partition=0))
+    platform.registry.pause("rides", "payout")
+    return platform
+
+
+def test_json_has_a_line_for_each_refresh(run: Run, rides: EventSQL) -> None:
+    done = run("top", "--json", "--interval", "0.1", "--count", "2")
+    assert done.exit_code == 0, done.stderr
+    first, second = map(json.loads, done.stdout.splitlines())
+    topics = {each["topic"]: each for each in first["topics"]}
+    assert (topics["rides"]["offset"], topics["rides"]["buffered"], topics["rides"]["published_rate"]) == (4, 1, None)
+    assert {each["published_rate"] for each in second["topics"]} == {0}
+    consumers = {each["consumer"]: each for each in first["consumers"]}
+    assert (consumers["ledger"]["events"], consumers["ledger"]["behind"], consumers["ledger"]["partitions"]) == (
+        5,
+        2,
+        2,
+    )
+    assert consumers["payout"]["causes"] == {"paused": 1}
+    assert [(each["consumer"], each["partition"], each["cause"]) for each in first["stopped"]] == [
+        ("payout", -1, "paused")
+    ]
+    assert datetime.fromisoformat(first["time"]).tzinfo is not None
+
+
+def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:
+    rides.registry.register_consumer(Consumer("rides", "stuck", partitioned=True), max_attempts=1)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the first line\nand the second " + "x" * 300)
+
+    rides.consumers.consume_once("rides", "stuck", fail, partition=0)
+    done = run("top", "rides", "--count", "1")
+    assert done.exit_code == 0, done.stderr
+    title, *_ = done.stdout.splitlines()
+    assert re.fullmatch(r"\d\d:\d\d:\d\d  1 topic  1 event in the buffer  lag 15  2 partitions standing still", title)
+    [stuck] = [line for line in done.stdout.splitlines() if "blocked" in line and "event 1 failed" in line]
+    assert "the first line and the second " + "x" * 100 in stuck
+    assert "empty" not in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_rates_are_events_per_second_between_two_looks(rides: EventSQL) -> None:
+    now = [0.0]
+    look = _Look(rides, "rides", clock=lambda: now[0])
+    look._screen()
+    now[0] = 2.0
+    rides.publisher.publish_all([Publication("rides", b"x", partition=0) for _ in range(10)])
+    assert rides.consumers.consume_once("rides", "ledger", lambda *_: None, partition=1) == 2
+    screen = look._screen()
+    assert screen.topics[0].published_rate == 5.0
+    assert {row.consumer: row.consumed_rate for row in screen.consumers} == {"ledger": 1.0, "payout": 0.0}
+    assert len(screen.topics[0].trend) == 2
+
+
+def test_a_topic_made_anew_has_no_rate_yet(rides: EventSQL) -> None:
+    look = _Look(rides, None)
+    look._screen()
+    rides.registry.unregister_topic("rides", force=True)
+    rides.registry.register_topic(Topic("rides"))
+    [row] = [row for row in look._screen().topics if row.topic == "rides"]
+    assert (row.published_rate, row.offset) == (None, 0)
+
+
+def test_a_low_screen_says_how_many_rows_it_leaves_out(platform: EventSQL) -> None:
+    for number in range(12):
+        platform.registry.register_topic(Topic(f"topic_{number:02}"))
+        platform.registry.register_consumer(Consumer(f"topic_{number:02}", "all"))
+    screen = _Look(platform, None)._screen()
+    for height in (13, 24, 40):
+        console = Console(width=120, height=height, force_terminal=False)
+        with console.capture() as capture:
+            console.print(_drawn(screen, height))
+        lines = capture.get().splitlines()
+        assert len(lines) <= height
+        left_out = [int(found) for found in re.findall(r"… and (\d+) more", capture.get())]
+        rows = len(re.findall(r"^topic_", capture.get(), re.MULTILINE))
+        assert rows + sum(left_out) == 24
+
+
+def test_a_database_that_restarts_is_waited_for(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, read = _Look(rides, None), FiguresReader.read
+
+    def refuse(_: FiguresReader) -> None:
+        raise DatabaseUnavailableError("it restarts")
+
+    monkeypatch.setattr(FiguresReader, "read", refuse)
+    with pytest.raises(DatabaseUnavailableError):
+        look._screen()
+    monkeypatch.setattr(FiguresReader, "read", read)
+    look._screen()
+    monkeypatch.setattr(FiguresReader, "read", refuse)
+    assert look._screen().down
+
+
+def test_a_topic_that_is_not_there_is_named(run: Run, rides: EventSQL) -> None:
+    refused = run("top", "nowhere", "--count", "1")
+    assert (refused.exit_code, refused.stdout) == (1, "")
+    assert "'nowhere'" in refused.stderr
+
+
+def test_a_terminal_is_refreshed_until_an_interrupt(rides: EventSQL, dsn: str) -> None:
+    master, slave = pty.openpty()
+    ioctl(slave, TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+    with subprocess.Popen(
+        [PROGRAM, "--dsn", dsn, "top", "--interval", "0.1"], stdout=slave, stderr=subprocess.PIPE, env=os.environ
+    ) as process:
+        os.close(slave)
+        seen = b""
+        while seen.count(b"stands still") < 3:
+            seen += os.read(master, 65_536)
+        process.send_signal(signal.SIGINT)
+        # The terminal has its own screen again.
+        while b"\x1b[?1049l" not in seen:
+            seen += os.read(master, 65_536)
+        assert process.wait() == 130
+    os.close(master)
+    assert b"\x1b[?1049h" in seen
+    assert "▁".encode() in seen
