@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections import Counter
+from types import FrameType
 from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
@@ -55,9 +56,9 @@ def transfer(
 ) -> None:
     """Move published events into the ordered logs of their topics, until Ctrl-C or SIGTERM.
 
-    Several may run at once, here or in other programs, and share the topics. If the database goes away, the command
-    waits for it. It also drops old segments of topics with a retention. With --once it does not: use `eventsql topic
-    retain`.
+    It finishes the batch under way before it ends; a second Ctrl-C ends it at once. Several may run at once, here or in
+    other programs, and share the topics. If the database goes away, the command waits for it. It also drops old
+    segments of topics with a retention. With --once it does not: use `eventsql topic retain`.
     """
     with context.platform() as platform:
         # A database that is down when the command starts is an error. The command does not wait for it.
@@ -70,14 +71,18 @@ def transfer(
                 say("nothing to transfer")
             return
 
-        stop, wake = threading.Event(), threading.Event()
+        stop, wake, interrupted = threading.Event(), threading.Event(), threading.Event()
 
-        def terminate(*_: object) -> None:
+        def end(number: int, _frame: FrameType | None) -> None:
+            if number == signal.SIGINT:
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
+                interrupted.set()
             stop.set()
             wake.set()
 
-        # When a service manager stops the command, the batch under way is finished.
-        with handling(terminate, signal.SIGTERM):
+        # The batch under way is finished: an exception in it would leave open whether its commit happened.
+        with handling(end, signal.SIGTERM, signal.SIGINT):
             say("transferring; Ctrl-C ends it")
             if retain:
                 # Retention may wait for readers of a segment; the transfer must not. The thread ends with the process.
@@ -86,3 +91,5 @@ def transfer(
                 platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
+        if interrupted.is_set():
+            raise KeyboardInterrupt

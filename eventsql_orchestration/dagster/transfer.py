@@ -115,7 +115,8 @@ def tick(platform: EventSQL, background: "BackgroundTransfer", log: logging.Logg
 def _moved_now(shard: Shard, seconds: float) -> dict[str, int]:
     transfer = Transfer(shard.database, announce=shard.announce)
     try:
-        return transfer.run_once(deadline=time.monotonic() + seconds)
+        # Another transfer may hold a topic whose events cannot be moved, and the tick has to find that out.
+        return transfer.run_once(deadline=time.monotonic() + seconds, retry_held=True)
     finally:
         transfer.close()
 

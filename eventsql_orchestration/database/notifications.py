@@ -208,13 +208,16 @@ class Listener:
         with self._database.connection() as other:
             other.execute(self._notify, {"channel": self._channel, "payloads": [token]})
         deadline = time.monotonic() + TEST_SECONDS
-        while (left := deadline - time.monotonic()) > 0:
-            ready = wait([connection.fileno(), ending], left)
+        while True:
+            left = deadline - time.monotonic()
+            ready = wait([connection.fileno(), ending], max(0.0, left))
             if ending in ready:
                 return False
             if ready and token in self._hear(connection):
                 return True
-        return False
+            # Only now: if the machine stood still, the notification is here although the time is over.
+            if left <= 0:
+                return False
 
     def _hear(self, connection: Connection) -> set[str]:
         """Call the subscribers of notifications that have arrived, and return their payloads."""

@@ -40,11 +40,14 @@ OnMoved: TypeAlias = Callable[[dict[str, int]], None]
 
 
 class _Round(NamedTuple):
-    """The newest buffer id of a round, the events moved by topic, and whether to try a smaller batch."""
+    """The newest buffer id of a round, the events moved by topic, whether to try a smaller batch, and whether another
+    transfer held a topic.
+    """
 
     newest: int
     moved: dict[str, int]
     again: bool
+    held: bool
 
 
 @checked
@@ -65,18 +68,26 @@ class Transfer:
         self._announce = announce
         self._writer = LogWriter(database, batch=batch)
 
-    def run_once(self, topics: Iterable[str] | None = None, *, deadline: float | None = None) -> dict[str, int]:
-        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`."""
+    def run_once(
+        self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
+    ) -> dict[str, int]:
+        """Move the events visible in the buffer now. See `ClusterTransfer.run_once`.
+
+        With `retry_held`, a topic that another transfer holds is not left to it, but tried again until `deadline`.
+        """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()
         failed: dict[str, EventSQLError] = {}
         # One bound for all rounds: fast publishers must not keep this from ending.
         newest = None
         while deadline is None or time.monotonic() < deadline:
-            newest, counts, again = self._round(wanted, failed, newest)
+            newest, counts, again, held = self._round(wanted, failed, newest)
             moved.update(counts)
-            if not counts and not again:
+            if counts or again:
+                continue
+            if not (held and retry_held):
                 break
+            time.sleep(FIRST_DELAY)
         if failed:
             raise next(iter(failed.values()))
         return dict(moved)
@@ -97,7 +108,7 @@ class Transfer:
             longest = polling_delay() if callable(polling_delay) else polling_delay
             delay = delay or min(FIRST_DELAY, longest)
             try:
-                _, counts, again = self._round(None, failed, MAX_OFFSET)
+                _, counts, again, _ = self._round(None, failed, MAX_OFFSET)
             except DatabaseError as error:
                 longest = max(longest, MAX_RETRY_DELAY)
                 logger.warning("the transfer waits %.2g s for the database: %s", delay, error)
@@ -148,7 +159,7 @@ class Transfer:
         moved = {topic: count for topic, count in counts.items() if count}
         if moved:
             self._announce(moved)
-        return _Round(newest, moved, again)
+        return _Round(newest, moved, again, held=None in counts.values())
 
     def _fault(self, topic: str, error: psycopg.Error | DatabaseError) -> EventSQLError:
         if isinstance(error, DatabaseError):

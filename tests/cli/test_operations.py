@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -22,6 +23,7 @@ from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
+from tests.fixtures import UntilBlocked
 
 Run = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -358,6 +360,44 @@ def test_the_transfer_runs_until_it_is_told_to_end(
     _, errors = process.communicate(timeout=30)
     assert process.returncode == code
     assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
+
+
+@pytest.fixture
+def moving(
+    start: Start, consumer: str, platform: EventSQL, session: Connection, until_blocked: UntilBlocked
+) -> subprocess.Popen[bytes]:
+    """A transfer that waits in the middle of a batch, for a lock that `session` holds."""
+    with platform.database.transaction() as connection:
+        platform.publisher.publish(Publication(TOPIC, b"1"), connection=connection)
+    session.execute("BEGIN")
+    session.execute(f"LOCK TABLE eventsql.{TOPIC}_event IN SHARE MODE".encode())
+    process = start("transfer", "--no-retain")
+    until_blocked()
+    return process
+
+
+def test_ctrl_c_lets_the_batch_under_way_finish(
+    moving: subprocess.Popen[bytes], platform: EventSQL, session: Connection
+) -> None:
+    moving.send_signal(signal.SIGINT)
+    with pytest.raises(subprocess.TimeoutExpired):
+        moving.wait(0.5)
+    session.execute("COMMIT")
+    _, errors = moving.communicate(timeout=30)
+    assert moving.returncode == 130
+    assert errors.endswith(f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode())
+    assert platform.reader.count(TOPIC) == 1
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_batch(moving: subprocess.Popen[bytes], platform: EventSQL) -> None:
+    # Two signals may arrive as one, and the driver looks at signals each 0.1 s if none interrupts that.
+    while moving.poll() is None:
+        moving.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            moving.wait(0.5)
+    # One that comes when Python ends has no handler any more.
+    assert moving.returncode in {130, -signal.SIGINT}
+    assert platform.buffered() == {TOPIC: 1}
 
 
 def test_a_transfer_does_not_wait_for_a_database_that_is_down_from_the_start(invoke: Run, closed_port: int) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -97,6 +97,22 @@ def test_who_begins_to_listen_is_called_because_something_may_have_been_missed(
     listener: Listener, heard: Heard, until: Until
 ) -> None:
     assert not listener.listening
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: heard.counts["orders"] == 1)
+    assert listener.listening
+
+
+def test_a_machine_that_stands_still_during_the_test_of_a_listener_makes_it_not_deaf(
+    listener: Listener, heard: Heard, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time for the test is over, and its notification is here."""
+    look = notifications.wait
+
+    def late(objects: list[Any], timeout: float | None = None) -> list[Any]:
+        return look(objects, 30.0 if timeout == 0.0 and len(objects) > 1 else timeout)
+
+    monkeypatch.setattr(notifications, "TEST_SECONDS", 0.0)
+    monkeypatch.setattr(notifications, "wait", late)
     listener.subscribe(LOG, "orders", heard.by("orders"))
     until(lambda: heard.counts["orders"] == 1)
     assert listener.listening
