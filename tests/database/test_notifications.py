@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from multiprocessing.connection import wait
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -106,10 +107,9 @@ def test_a_machine_that_stands_still_during_the_test_of_a_listener_makes_it_not_
     listener: Listener, heard: Heard, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time for the test is over, and its notification is here."""
-    look = notifications.wait
 
     def late(objects: list[Any], timeout: float | None = None) -> list[Any]:
-        return look(objects, 30.0 if timeout == 0.0 and len(objects) > 1 else timeout)
+        return wait(objects, 30.0 if timeout == 0.0 and len(objects) > 1 else timeout)
 
     monkeypatch.setattr(notifications, "TEST_SECONDS", 0.0)
     monkeypatch.setattr(notifications, "wait", late)
