@@ -295,6 +295,10 @@ class SubscriptionNotFoundError(EventSQLError):
     """There is no such subscription: `eventsql store subscriptions` names them."""
 
 
+class ChangeSchemaError(EventSQLError):
+    """A stored change does not become an event of the declared types."""
+
+
 class ProjectionError(EventSQLError):
     """A projection cannot be rebuilt or used as it is."""
 

@@ -2,6 +2,7 @@
 
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, StoreCheckpoint
+from eventsql_orchestration.store.events import EventAggregate, Events, EventType
 from eventsql_orchestration.store.projection import Projection, Projections, Rebuild
 from eventsql_orchestration.store.repository import Repository
 from eventsql_orchestration.store.store import AggregateInfo, ExpectedVersion, Store
@@ -16,6 +17,9 @@ __all__ = [
     "Aggregate",
     "AggregateInfo",
     "Change",
+    "EventAggregate",
+    "EventType",
+    "Events",
     "ExpectedVersion",
     "Projection",
     "Projections",

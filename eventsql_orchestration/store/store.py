@@ -377,8 +377,8 @@ class Store:
     ) -> None:  # fmt: skip
         """Store the aggregate's `state` at `version`, and replace an earlier snapshot of that version.
 
-        `schema_version` is the version of the state's form, 1 or more. Raises `ValidationError` for a version that the
-        aggregate has not reached.
+        `schema_version` is the version of the state's form, 1 or more; snapshots of earlier forms are dropped. Raises
+        `ValidationError` for a version that the aggregate has not reached.
         """
         _check_aggregate(aggregate_type, aggregate_id)
         values = {

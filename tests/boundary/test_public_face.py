@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, ClassVar
@@ -39,6 +40,8 @@ from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.store import (
     Aggregate,
     Change,
+    Events,
+    EventType,
     Projection,
     Projections,
     RecordedChange,
@@ -103,6 +106,7 @@ CREATE TABLE eventsql.change (
 """
 
 
+@dataclass(init=False, eq=False)
 class Order(SnapshottingAggregate):
     aggregate_type: ClassVar[str] = "order"
 
@@ -179,6 +183,7 @@ class Face:
             Message: lambda: self.queue.receive()[0] if self.queue.send(b"{}") else None,
             Queue: lambda: self.queue,
             Change: lambda: Change("placed", {}),
+            EventType: lambda: EventType("placed", Order),
             RecordedChange: self.recorded,
             StoreCheckpoint: self.store.newest,
             SubscriptionOptions: SubscriptionOptions,
@@ -256,6 +261,7 @@ class Face:
                 lambda: Repository(Store(database), Order, platform.publisher),
                 lambda: Order("7"),
                 lambda: Projections(self.store, [Totals()]),
+                lambda: Events([EventType("placed", Order)]),
                 self.subscription,
             ]
         return {**known, **{type(make()): make for make in made}}
