@@ -295,6 +295,10 @@ class SubscriptionNotFoundError(EventSQLError):
     """There is no such subscription: `eventsql store subscriptions` names them."""
 
 
+class RestoredStoreError(DatabaseError):
+    """The event store was restored from a dump of another server: run `eventsql store adopt`."""
+
+
 class ChangeSchemaError(EventSQLError):
     """A stored change does not become an event of the declared types."""
 

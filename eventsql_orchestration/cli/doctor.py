@@ -28,6 +28,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     EventSQLError,
     PermissionDeniedError,
+    RestoredStoreError,
     ShardsDifferError,
 )
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
@@ -36,7 +37,9 @@ from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
+from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.topics.leftovers import Leftovers
+from eventsql_orchestration.views.catalog import Views
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
@@ -154,8 +157,9 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     if schema.status is Status.OK and database.revision() is not None:
         yield from _creators(database)
         yield from _transfer(platform, stalled_after)
-        for check in (_sequences, _blocks, _captures, _stranded, _order, _leftovers, _consumers):
+        for check in (_sequences, _blocks, _captures, _stranded, _order, _leftovers, _consumers, _views):
             yield from check(platform)
+        yield from _store(platform, stalled_after)
 
 
 def _server(database: Database) -> Finding:
@@ -249,6 +253,53 @@ def _captures(platform: Shard) -> Iterator[Finding]:
                 f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
                 f"eventsql capture drop {capture.table} {capture.topic}, and create it again where the table allows it",
             )
+
+
+def _store(platform: Shard, stalled_after: float) -> Iterator[Finding]:
+    """An event store of another server, and subscriptions that stand still."""
+    try:
+        subscriptions = Store(platform.database).subscriptions()
+    except PermissionDeniedError:
+        # Roles have no rights on the event store unless they were given some.
+        return
+    except RestoredStoreError as error:
+        yield problem("store", error.message, "eventsql store adopt")
+        return
+    for each in subscriptions:
+        if each.held_back_by is not None and each.held_back_by.seconds > stalled_after:
+            yield warning(
+                "store",
+                f"subscription {each.name} waits with {counted(each.held_back, 'change')} for "
+                f"{each.held_back_by.description}, whose transaction is open for {each.held_back_by.seconds:.0f} s",
+                "end that transaction; pg_terminate_backend(pid) ends a process",
+            )
+        if each.attempts:
+            yield warning(
+                "store",
+                f"subscription {each.name} has failed {counted(each.attempts, 'time')} at its next change: "
+                f"{each.failure}",
+                "mend its handler; the change is tried again by itself",
+            )
+        if each.dead_letters:
+            yield warning(
+                "store",
+                f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
+                "mend its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
+            )
+
+
+def _views(platform: Shard) -> Iterator[Finding]:
+    """Views whose retention nobody applies."""
+    try:
+        overdue = Views(platform.database).overdue()
+    except PermissionDeniedError:
+        return
+    for name, partitions in overdue.items():
+        yield warning(
+            "views",
+            f"{counted(partitions, 'partition')} of view {name} should have been dropped a day ago or earlier",
+            "eventsql view retain, once a day",
+        )
 
 
 def _stranded(platform: Shard) -> Iterator[Finding]:

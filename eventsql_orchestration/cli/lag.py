@@ -14,9 +14,11 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
+    counted,
     partition_of,
     picked,
     same,
+    say,
     show,
     stdout_is_terminal,
     table_of,
@@ -24,11 +26,14 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.errors import ConsumerNotFoundError
+from eventsql_orchestration.errors import ConsumerNotFoundError, PermissionDeniedError, RestoredStoreError
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+    from eventsql_orchestration.client.eventsql import EventSQL
+    from eventsql_orchestration.store.subscription import SubscriptionLag
 
 
 _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -65,7 +70,8 @@ def lag(
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
     the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
-    the events of the last refreshes. With --json, --watch prints a line for each refresh.
+    the events of the last refreshes. With --json, --watch prints a line for each refresh. Subscriptions of the event
+    store that are behind stand in a table below; `eventsql store subscriptions --json` has them as JSON.
     """
 
     def rows() -> list[Any]:
@@ -86,6 +92,8 @@ def lag(
     with context.platform() as platform:
         if not watch:
             _show(context, rows(), as_json=as_json, totals=totals)
+            if topic is None and consumer is None and not as_json and len(platform.shards) == 1:
+                _show_subscriptions(platform)
         elif as_json or not stdout_is_terminal():
             while True:
                 _show(context, rows(), as_json=as_json, totals=totals, indent=None)
@@ -167,6 +175,35 @@ def _show(context: CliContext, rows: list[Any], *, as_json: bool, totals: bool, 
         write_json([{**context.on_shard(each.shard), **_object(each)} for each in rows], indent=indent)
     else:
         show(table_of(rows, _TOTAL) if totals else lag_table(rows))
+
+
+def _show_subscriptions(platform: EventSQL) -> None:
+    """The subscriptions of the event store that are behind, and why."""
+    try:
+        found = platform.store.subscriptions()
+    except PermissionDeniedError:
+        # Roles have no rights on the event store unless they were given some.
+        return
+    except RestoredStoreError as error:
+        say(error.message)
+        return
+    behind = [each for each in found if each.waiting or each.held_back or each.dead_letters]
+    if behind:
+        show(table_of(behind, _SUBSCRIPTIONS))
+
+
+def _why_behind(lag: SubscriptionLag) -> str | None:
+    causes = []
+    if lag.attempts:
+        causes.append(f"failed {counted(lag.attempts, 'time')}: {lag.failure}")
+    if lag.held_back_by is not None:
+        causes.append(f"held back by {lag.held_back_by.description}, open for {lag.held_back_by.seconds:.0f} s")
+    return "; ".join(causes) or None
+
+
+_SUBSCRIPTIONS: Final[Columns] = {
+    "subscription": "name", **same("waiting"), "held back": "held_back", "given up": "dead_letters", "why": _why_behind,
+}  # fmt: skip
 
 
 def _object(lag: ConsumerLag) -> dict[str, object]:

@@ -8,7 +8,7 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
-from eventsql_orchestration.errors import DatabaseError
+from eventsql_orchestration.errors import DatabaseError, RestoredStoreError
 from eventsql_orchestration.store.change import StoreCheckpoint
 
 _ADOPT: Final = "run `eventsql store adopt`, which gives its changes places of this server"
@@ -36,10 +36,10 @@ class Home:
         self._may_ask: bool | None = None
 
     def era(self, connection: Connection) -> str:
-        """The era of this store's checkpoints. Raises `DatabaseError` for a restored dump that is not adopted."""
+        """The era of this store's checkpoints. Raises `RestoredStoreError` for a dump that is not adopted."""
         _, era, foreign = self._read(connection)
         if foreign:
-            raise DatabaseError(f"the event store in {self._database} was restored from another server: {_ADOPT}")
+            raise RestoredStoreError(f"the event store in {self._database} was restored from another server: {_ADOPT}")
         return era
 
     def place(self, connection: Connection, checkpoint: StoreCheckpoint | None) -> StoreCheckpoint:

@@ -403,10 +403,10 @@ def read_lag(database: Database) -> list[SubscriptionLag]:
     """The lag of every subscription, by name."""
     queries = Queries("subscriptions", database.schema)
     with database.connection() as connection:
+        era = GlobalOrder(database).home.era(connection)
         rows = fetch_all(connection, queries("lag"), {"limit": _COUNTED}, prepare=False)
         if not rows:
             return []
-        era = GlobalOrder(database).home.era(connection)
         writer = fetch_first(connection, queries("oldest_writer"), prepare=False)
     oldest = None if writer is None else _oldest(*writer)
     return [

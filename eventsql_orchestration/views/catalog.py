@@ -140,19 +140,28 @@ class Views:
                 return None
             if view.retention is None:
                 return None
-            table = self._table(view.table).as_string(connection)
-            partitions = fetch_all(connection, self._queries("view_partitions"), {"table": table})
-
-            due = [
-                partition
-                for (partition,) in partitions
-                if start_of_partition(partition) <= now - view.retention - view.period
-            ]
+            due = self._due(connection, view, now)
             dropped = 0
             # Waiting makes writers wait. Who reads or writes the view holds up the drop of any of its partitions.
             while dropped < len(due) and self._drop_partition(connection, due[dropped]):
                 dropped += 1
         return Retained(view.name, dropped, busy=len(due) - dropped)
+
+    def overdue(self, *, by: timedelta = timedelta(days=1)) -> dict[str, int]:
+        """How many partitions of each view `retain` should have dropped for so long; views without any are left out."""
+        with self._database.connection() as connection:
+            (now,) = fetch_one(connection, self._queries("clock"))
+            due = {view.name: len(self._due(connection, view, now - by)) for view in self.definitions()}
+        return {name: count for name, count in due.items() if count}
+
+    def _due(self, connection: Connection, view: Definition, now: datetime) -> list[str]:
+        """The partitions whose entries are all older than the retention, the oldest first."""
+        if view.retention is None:
+            return []
+        oldest = now - view.retention - view.period
+        table = self._table(view.table).as_string(connection)
+        rows = fetch_all(connection, self._queries("view_partitions"), {"table": table})
+        return [partition for (partition,) in rows if start_of_partition(partition) <= oldest]
 
     def _drop_partition(self, connection: Connection, partition: str) -> bool:
         try:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from click.testing import Result
 
-from eventsql_orchestration import EventSQL
-from eventsql_orchestration.store import Change
+from eventsql_orchestration import Connection, EventSQL
+from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
+from eventsql_orchestration.views import Timeline, Views
+from tests.store.test_order import restored
 
 Run = Callable[..., Result]
 
@@ -91,3 +95,51 @@ def test_it_adopts_a_restored_store(run: Run, platform: EventSQL) -> None:
     assert "eventsql store adopt" in run("store", "tail").stderr
     assert "adopted 3 changes" in run("store", "adopt").stderr
     assert len(lines(run("store", "tail"))) == 3
+
+
+def test_lag_and_doctor_tell_which_process_holds_a_subscription_back(run: Run, platform: EventSQL, dsn: str) -> None:
+    platform.store.subscribe("mailer", lambda _change, _connection: None, background=False).run_once()
+    assert "mailer" not in run("lag").stdout
+    with psycopg.connect(dsn) as open_transaction:
+        open_transaction.execute("SELECT pg_current_xact_id()")
+        platform.store.append("order", "1", [Change("sent", {})], expected_version="any")
+        said = run("lag", "--json")
+        assert json.loads(said.stdout) == []
+        pid = open_transaction.info.backend_pid
+        for shown in (run("lag").stdout, run("doctor", "--stalled-after", "0").stdout):
+            assert "mailer" in shown
+            assert f"process {pid}" in " ".join(shown.split())
+    assert run("lag").stdout.split()[-5:] == ["mailer", "1", "0", "0", "-"]
+
+
+def test_doctor_tells_of_failing_and_given_up_changes(run: Run, platform: EventSQL) -> None:
+    def fail(_change: RecordedChange, _connection: Connection) -> None:
+        raise ValueError("out of paper")
+
+    for name, attempts in (("mailer", 1), ("billing", 5)):
+        options = SubscriptionOptions(max_attempts=attempts)
+        platform.store.subscribe(name, fail, kinds=["placed"], options=options, background=False).run_once()
+    found = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "store"]
+    assert [each["status"] for each in found] == ["warning", "warning"]
+    assert "billing has failed 1 time" in found[0]["message"]
+    assert "mailer has given up 1 change" in found[1]["message"]
+
+
+def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, platform: EventSQL) -> None:
+    views = Views(platform.database)
+    views.declare(Timeline("parcels"))
+    with platform.database.transaction() as connection:
+        views.timeline(Timeline("parcels")).append(connection, [("1", {}, datetime(2024, 1, 1, tzinfo=UTC))])
+    views.declare(Timeline("parcels", retention=timedelta(days=1)))
+    restored(platform.database)
+    result = run("doctor", "--json")
+    assert result.exit_code == 1
+    found = {each["check"]: each for each in json.loads(result.stdout)["findings"]}
+    assert (found["store"]["status"], found["store"]["remedy"]) == ("problem", "eventsql store adopt")
+    assert "1 partition of view parcels" in found["views"]["message"]
+
+    assert run("store", "adopt").exit_code == 0
+    assert run("view", "retain").exit_code == 0
+    assert {"store", "views"}.isdisjoint(
+        each["check"] for each in json.loads(run("doctor", "--json").stdout)["findings"]
+    )
