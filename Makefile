@@ -19,7 +19,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo browser jdbc pgbouncer tls java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
+.PHONY: help setup demo browser jdbc pgbouncer tls promtool java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -77,6 +77,16 @@ tls: ## Install a PostgreSQL that is built with TLS, for the tests with a server
 		fi; \
 	fi
 
+promtool: ## Fetch promtool for the tests of the alerts, where apt-get can: the program alone, without the server
+	@if ! PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v promtool >/dev/null; then \
+		if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
+			{ [ "$$(id -u)" != 0 ] || apt-get update -qq; } && mkdir -p .promtool && cd .promtool && apt-get download -qq prometheus && \
+				dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool && rm -f prometheus_*.deb; \
+		fi; \
+		PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v promtool >/dev/null || \
+			echo "No promtool here: the tests of the alerts will say that they did not run. Install prometheus."; \
+	fi
+
 java: ## Fetch EventSQL's Java library for the tests that share a database with it, where Maven and its repository have it
 	@if ! command -v mvn >/dev/null; then \
 		echo "No Maven here: the tests with EventSQL's Java library will say that they did not run."; \
@@ -85,14 +95,14 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup browser jdbc pgbouncer tls java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
+test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	@# What fails beside other tests is tried once more alone, and counts then.
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS) || { \
 		echo "Once more, alone: what failed above."; \
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	}
 
-nightly: setup browser jdbc pgbouncer tls java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
+nightly: setup browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
 
 THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder

@@ -53,14 +53,7 @@ def check_handler(handler: object, *arguments: str) -> None:
     called = ", ".join(arguments)
     if not callable(handler):
         raise ValidationError(f"a handler is a function of ({called}), not {handler!r}")
-
-    name = getattr(handler, "__qualname__", None) or repr(handler)
-    for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
-        if is_asynchronous(function):
-            raise ValidationError(f"handler {name} is asynchronous and would never run: make it a plain function")
-        if inspect.isgeneratorfunction(function):
-            raise ValidationError(f"handler {name} is a generator function and would never run: remove `yield`")
-
+    check_runs(handler)
     try:
         # The signature of the called function, which may pass further arguments to a wrapped one.
         signature = inspect.signature(handler, follow_wrapped=False)
@@ -70,7 +63,25 @@ def check_handler(handler: object, *arguments: str) -> None:
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        raise ValidationError(f"handler {name}{signature} cannot be called with ({called}): {error}") from None
+        refused = f"handler {_name(handler)}{signature} cannot be called with ({called})"
+        raise ValidationError(f"{refused}: {error}") from None
+
+
+def check_runs(handler: Callable[..., object]) -> None:
+    """Raise `ValidationError` if a call of `handler` runs nothing, as of a coroutine or generator function."""
+    for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
+        if is_asynchronous(function):
+            raise ValidationError(
+                f"handler {_name(handler)} is asynchronous and would never run: make it a plain function"
+            )
+        if inspect.isgeneratorfunction(function):
+            raise ValidationError(
+                f"handler {_name(handler)} is a generator function and would never run: remove `yield`"
+            )
+
+
+def _name(handler: object) -> str:
+    return getattr(handler, "__qualname__", None) or repr(handler)
 
 
 def check_returned(returned: object) -> None:

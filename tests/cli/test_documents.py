@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from prometheus_client import REGISTRY
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
 from eventsql_orchestration.queue import QueueDepth
@@ -72,6 +72,17 @@ def test_the_example_of_shards_publishes_on_one_of_them_and_consumes_there(
     shown = capsys.readouterr().out
     assert "shard='shard-1'" in shown
     assert "shard='shard-2'" in shown
+
+
+def test_the_example_of_traces_publishes_and_handles(dsn: str) -> None:
+    names = play(examples(REPOSITORY / "docs" / "tracing.md")[0], localhost=dsn)
+    with names["platform"] as platform:
+        platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "mailer"))
+        names["publisher"].publish(Publication("orders", b"tea"))
+        platform.transfer.run_once()
+        assert platform.consumers.consume_once("orders", "mailer", names["send_mail"]) == 1
+        [event] = platform.reader.read("orders")
+    assert event.metadata["traceparent"].startswith("00-")
 
 
 def test_the_example_of_metrics_serves_them(dsn: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -67,7 +68,7 @@ class Origin:
 
     def metadata(self) -> dict[str, str]:
         named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
-        return {name: text for name, text in named.items() if text is not None}
+        return {**{name: text for name, text in named.items() if text is not None}, **_trace_context()}
 
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
         """The id under which a publication is recorded. It is the same for every repetition of the publication.
@@ -135,6 +136,12 @@ def step_of(context: ExecutionContext) -> str:
     """The key of the step that is executed, with the graphs around it and its mapping key."""
     op = context.op_execution_context if isinstance(context, dg.AssetExecutionContext) else context
     return str(op.get_step_execution_context().step.key)
+
+
+def _trace_context() -> dict[str, str]:
+    """The context of the current span, in a program that traces."""
+    tracing = sys.modules.get("eventsql_orchestration.tracing")
+    return {} if tracing is None else tracing.current_context()
 
 
 def lineage(context: ExecutionContext | None) -> dict[str, str]:

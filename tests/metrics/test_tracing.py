@@ -1,0 +1,207 @@
+"""Traces: the context of a publication travels in the event, and the consumption belongs to its trace."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import dagster as dg
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.dagster import EventSQLResource, build_definitions, consumer_asset
+from eventsql_orchestration.dagster.lineage.origin import lineage
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.tracing import MOST_LINKS, Tracing, carrying
+
+
+class Traces:
+    """Traces of a program, and the spans that it ended."""
+
+    def __init__(self) -> None:
+        self._exporter = InMemorySpanExporter()
+        self.provider = TracerProvider()
+        self.provider.add_span_processor(SimpleSpanProcessor(self._exporter))
+        self.tracing = Tracing(self.provider)
+        self.tracer = self.provider.get_tracer("a service")
+
+    def ended(self, name: str) -> list[ReadableSpan]:
+        return [span for span in self._exporter.get_finished_spans() if span.name == name]
+
+
+@pytest.fixture
+def traces() -> Iterator[Traces]:
+    traces = Traces()
+    yield traces
+    traces.provider.shutdown()
+
+
+@pytest.fixture
+def orders(platform: EventSQL) -> EventSQL:
+    platform.registry.register_topic(Topic("orders"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    return platform
+
+
+def stored(platform: EventSQL) -> list[Event]:
+    platform.transfer.run_once()
+    return platform.reader.read("orders")
+
+
+def context(span: ReadableSpan) -> Any:
+    assert span.context is not None
+    return span.context
+
+
+def test_a_consumption_belongs_to_the_trace_of_its_publication(orders: EventSQL, traces: Traces) -> None:
+    seen: list[Event] = []
+
+    @traces.tracing.handler("orders", "mailer")
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        seen.extend(events)
+
+    with traces.tracer.start_as_current_span("request"):
+        traces.tracing.publisher(orders.publisher).publish(Publication("orders", b"tea", metadata={"by": "me"}))
+    orders.transfer.run_once()
+    assert orders.consumers.consume_once("orders", "mailer", handle) == 1
+
+    [request], [publish], [process] = map(traces.ended, ("request", "publish orders", "process orders"))
+    assert publish.parent == context(request)
+    assert process.parent is not None
+    assert process.parent.span_id == context(publish).span_id
+    assert {context(span).trace_id for span in (request, publish, process)} == {context(request).trace_id}
+    assert (publish.kind, process.kind) == (SpanKind.PRODUCER, SpanKind.CONSUMER)
+    assert seen[0].metadata["by"] == "me"
+    _, trace_id, span_id, _ = seen[0].metadata["traceparent"].split("-")
+    assert (trace_id, span_id) == (format_trace_id(context(publish).trace_id), format_span_id(context(publish).span_id))
+    assert dict(process.attributes or {}) == {
+        "messaging.system": "eventsql",
+        "messaging.operation.name": "process",
+        "messaging.operation.type": "process",
+        "messaging.destination.name": "orders",
+        "messaging.consumer.group.name": "mailer",
+        "messaging.batch.message_count": 1,
+        "eventsql.offset.first": seen[0].id,
+        "eventsql.offset.last": seen[0].id,
+    }
+
+
+def test_a_batch_of_several_publications_is_linked_to_each(orders: EventSQL, traces: Traces) -> None:
+    publisher = traces.tracing.publisher(orders.publisher)
+    assert publisher.publish_all(Publication("orders", b"%d" % number) for number in range(3)) == 3
+    publisher.publish(Publication("orders", b"alone"))
+    orders.publisher.publish(Publication("orders", b"untraced"))
+    orders.publisher.publish(Publication("orders", b"broken", metadata={"traceparent": "00-nonsense"}))
+    orders.transfer.run_once()
+    handle = traces.tracing.handler("orders", "mailer")(lambda events, connection: None)
+    assert orders.consumers.consume_once("orders", "mailer", handle) == 6
+    [process] = traces.ended("process orders")
+    assert process.parent is None
+    assert [link.context.span_id for link in process.links] == [
+        context(span).span_id for span in traces.ended("publish orders")
+    ]
+    batch, _ = traces.ended("publish orders")
+    assert (batch.attributes or {})["messaging.batch.message_count"] == 3
+
+
+def test_a_span_has_a_bounded_number_of_links(orders: EventSQL, traces: Traces) -> None:
+    publisher = traces.tracing.publisher(orders.publisher)
+    for _ in range(MOST_LINKS + 2):
+        publisher.publish(Publication("orders", b""))
+    orders.transfer.run_once()
+    handle = traces.tracing.handler("orders", "mailer")(lambda events, connection: None)
+    assert orders.consumers.consume_once("orders", "mailer", handle) == MOST_LINKS + 2
+    [process] = traces.ended("process orders")
+    assert len(process.links) == MOST_LINKS
+
+
+def test_a_failure_is_an_error_of_its_span_and_of_the_consumer(orders: EventSQL, traces: Traces) -> None:
+    publisher = traces.tracing.publisher(orders.publisher)
+    publisher.publish(Publication("orders", b"tea"))
+    orders.transfer.run_once()
+
+    @traces.tracing.handler("orders", "mailer")
+    def handle(event: Event, connection: Connection) -> None:
+        raise RuntimeError("no stamps")
+
+    assert orders.consumers.consume_once("orders", "mailer", lambda events, on: handle(events[0], on)) == 0
+    assert {span.status.status_code for span in traces.ended("process orders")} == {StatusCode.ERROR}
+    assert "no stamps" in str(orders.registry.consumer("orders", "mailer")[0].failure)
+    with pytest.raises(Exception, match="nowhere"):
+        publisher.publish(Publication("nowhere", b""))
+    assert [span.status.status_code for span in traces.ended("publish nowhere")] == [StatusCode.ERROR]
+
+
+def test_other_publishers_take_an_event_that_carries_the_context(orders: EventSQL, traces: Traces) -> None:
+    with traces.tracer.start_as_current_span("request") as request, orders.buffered_publisher() as buffered:
+        buffered.publish(carrying(Publication("orders", b"tea"))).result()
+        own = Publication("orders", b"", metadata={"traceparent": "mine"})
+        assert carrying(own) is own
+    [event] = stored(orders)
+    assert event.metadata["traceparent"].split("-")[1] == format_trace_id(request.get_span_context().trace_id)
+    plain = Publication("orders", b"")
+    assert carrying(plain) is plain
+
+
+def test_without_an_sdk_nothing_is_written_into_events(orders: EventSQL) -> None:
+    tracing = Tracing()
+    publisher = tracing.publisher(orders.publisher)
+    publisher.publish(Publication("orders", b"1"))
+    assert publisher.publish_all([Publication("orders", b"2")]) == 1
+    assert publisher.publish_all([]) == 0
+    assert [event.metadata for event in stored(orders)] == [{}, {}]
+    handle = tracing.handler("orders", "mailer")(lambda events, connection: None)
+    assert orders.consumers.consume_once("orders", "mailer", handle) == 2
+
+
+def test_what_would_not_run_is_refused(orders: EventSQL, traces: Traces) -> None:
+    async def later(events: Sequence[Event], connection: Connection) -> None: ...
+
+    def generate(events: Sequence[Event], connection: Connection) -> Iterator[None]:
+        yield
+
+    wrong: list[Callable[..., Any]] = [later, generate]
+    for function in wrong:
+        with pytest.raises(ValidationError, match="would never run"):
+            traces.tracing.handler("orders", "mailer")(function)
+    with pytest.raises(ValidationError):
+        traces.tracing.publisher(orders.publisher).publish(b"tea")  # type: ignore[arg-type]
+    with pytest.raises(ValidationError):
+        traces.tracing.publisher(orders.publisher).publish_all([b"tea"])  # type: ignore[list-item]
+
+
+def test_a_run_of_dagster_belongs_to_the_trace_of_its_publication(orders: EventSQL, dsn: str, traces: Traces) -> None:
+    published: list[dict[str, str]] = []
+
+    @consumer_asset(topic=Topic("orders"), consumer="letters")
+    @traces.tracing.handler("orders", "letters")
+    def letters(context: dg.AssetExecutionContext, events: list[Event], connection: Connection) -> None:
+        """Writes letters."""
+        published.append(lineage(context))
+
+    defs = build_definitions([letters], eventsql=EventSQLResource(dsn=dsn))
+    assert defs.resolve_job_def("register").execute_in_process().success
+    traces.tracing.publisher(orders.publisher).publish(Publication("orders", b"tea"))
+    orders.transfer.run_once()
+    run = defs.resolve_job_def("consume_letters").execute_in_process()
+    assert run.success
+    [publish], [process] = map(traces.ended, ("publish orders", "process orders"))
+    assert process.parent is not None
+    assert process.parent.span_id == context(publish).span_id
+    assert (process.attributes or {})["dagster.run.id"] == run.run_id
+    # What the asset publishes goes on with its trace.
+    [metadata] = published
+    assert metadata["traceparent"].split("-")[2] == format_span_id(context(process).span_id)
+
+
+def test_the_package_does_not_load_opentelemetry() -> None:
+    code = "import sys; from eventsql_orchestration import EventSQL; print('opentelemetry' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["False"]
