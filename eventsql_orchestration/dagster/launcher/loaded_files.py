@@ -67,8 +67,11 @@ class LoadedFiles:
         """The path of a file that changed, came or went; None if all is as it was loaded."""
         if self._changed is None:
             for path, stamp in self._stamps.items():
-                now = _directory_stamp(path) if isinstance(stamp, frozenset) else self._file_stamp(path)
-                if now != stamp:
+                if isinstance(stamp, frozenset):
+                    if differing := stamp ^ _directory_stamp(path):
+                        self._changed = os.path.join(path, min(differing))  # noqa: PTH118 - a path is a str here
+                        break
+                elif self._file_stamp(path) != stamp:
                     self._changed = path
                     break
         return self._changed
@@ -108,7 +111,7 @@ def _writes(flags: object) -> bool:
     return isinstance(flags, int) and bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
-def _directory_stamp(path: str) -> _Stamp:
+def _directory_stamp(path: str) -> frozenset[str]:
     """The sources in a directory, and the directories in it that have sources.
 
     Other files and directories may be what the location's runs write.

@@ -90,6 +90,10 @@ def changed(
         return process.stdout.readline().strip()
 
 
+def test_a_change_of_a_directory_names_what_came(directory: Path) -> None:
+    assert changed(directory, CHANGES["a new module"]) == str(directory / "new_module.py")
+
+
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_change_is_noticed(directory: Path, change: object) -> None:
     assert changed(directory, change) != "None"
