@@ -9,9 +9,12 @@ from pyspark.sql import DataFrame
 from pyspark.sql import functions as f
 
 from eventsql_orchestration import Claim, Topic
-from eventsql_orchestration.dagster import EventSQLResource, publish_dataframe, spark_progress
+from eventsql_orchestration.dagster import EventSQLResource, RangeLimits, publish_dataframe, spark_progress
 
 SHOWN = 5
+
+SPARK_LIMITS = RangeLimits(min_events=5_000, max_events=100_000, max_wait=10.0)
+"""A session takes some 20 s to start: events that come within 10 s go to one session instead of two."""
 
 
 def publish_sums(

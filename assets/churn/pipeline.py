@@ -12,14 +12,13 @@ from dagster_pyspark import LazyPySparkResource
 from assets.churn import sums
 from assets.churn.counting import count, stored
 from assets.churn.git_history import file_changes as history
-from assets.range_sums import compared, publish_sums
+from assets.range_sums import SPARK_LIMITS, compared, publish_sums
 from eventsql_orchestration import Claim, Connection, Event, Publication, Topic
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
     PUBLISHED_TOPIC,
     AssetOptions,
     EventSQLResource,
-    RangeLimits,
     RunLimits,
     TopicResource,
     consumer_asset,
@@ -94,7 +93,7 @@ def _last_commit(context: dg.AssetExecutionContext) -> str | None:
     consumer="directory_churn",
     name="directory_churn_sums",
     publishes=DIRECTORY_CHURN,
-    limits=RangeLimits(max_events=100_000, max_wait=5.0),
+    limits=SPARK_LIMITS,
     options=AssetOptions(group_name="churn"),
 )
 def directory_churn(

@@ -7,7 +7,7 @@ from typing import Any
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
-from assets.range_sums import compared, publish_sums
+from assets.range_sums import SPARK_LIMITS, compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_utilisation
 from assets.rides.order import RIDE_ORDERS
@@ -15,7 +15,6 @@ from eventsql_orchestration import Claim, Connection, Event, Topic
 from eventsql_orchestration.dagster import (
     AssetOptions,
     EventSQLResource,
-    RangeLimits,
     RunLimits,
     consumer_asset,
     range_asset,
@@ -30,7 +29,7 @@ DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
     consumer="driver_utilisation",
     name="driver_utilisation_sums",
     publishes=DRIVER_UTILISATION,
-    limits=RangeLimits(max_events=50_000, max_wait=5.0),
+    limits=SPARK_LIMITS,
     options=AssetOptions(group_name="rides"),
 )
 def driver_utilisation(

@@ -130,11 +130,13 @@ def _is_source(entry: os.DirEntry[str]) -> bool:
 def _has_source(entry: os.DirEntry[str]) -> bool:
     """Whether an entry is a directory with a source among the first entries in it and below it."""
     directories, left = [entry], _LOOKED_AT
-    while directories:
+    while directories and left:
         entry = directories.pop(0)
-        if entry.name.startswith((".", "__pycache__")) or not entry.is_dir():
+        if entry.name.startswith((".", "__pycache__")):
             continue
         try:
+            if not entry.is_dir():
+                continue
             with os.scandir(entry.path) as entries:
                 found = list(islice(entries, left))
         except OSError:

@@ -74,6 +74,7 @@ class ServerProcess:
     ) -> None:  # fmt: skip
         """Raises `Unforkable` if the location cannot be loaded within `timeout` seconds, or is not safe to fork."""
         self._lock = threading.Lock()
+        self._closed = False
         ours, theirs = socket.socketpair()
         self._channel = Channel(ours)
         since = time.time_ns()
@@ -143,17 +144,22 @@ class ServerProcess:
                 raise ServerGoneError(why or self._how_it_ended()) from error
 
     def _how_it_ended(self) -> str:
+        if self._closed:
+            # It lives as long as its runs do.
+            return "its server was told to end"
         try:
             code = self._process.wait(_ANSWER_TIMEOUT)
         except subprocess.TimeoutExpired:
             return "its server has closed the connection"
         if code < 0:
-            return f"its server was ended by {signal.Signals(-code).name}"
+            name = next((each.name for each in signal.Signals if each == -code), f"signal {-code}")
+            return f"its server was ended by {name}"
         return f"its server ended with exit code {code}"
 
     def close(self) -> None:
         """Tell the server to end once its runs have ended, after the answer to a launch under way."""
         with self._lock:
+            self._closed = True
             self._channel.close()
 
     def has_ended(self) -> bool:

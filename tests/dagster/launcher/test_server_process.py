@@ -146,6 +146,19 @@ def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deploymen
     await_(server.has_ended, "the end of the server")
 
 
+def test_a_launch_by_a_server_that_is_to_end_does_not_wait_for_its_runs(deployment: Deployment) -> None:
+    runs = [deployment.create(then) for then in ("wait", "")]
+    server = _server(deployment, runs[0])
+    server.launch(runs[0], resume=False)
+    server.close()
+    with pytest.raises(ServerGoneError) as gone:
+        server.launch(runs[1], resume=False)
+    assert "told to end" in gone.value.reason
+    deployment.go()
+    assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
+    await_(server.has_ended, "the end of the server")
+
+
 def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
     run = deployment.create()
     first = Worker.of_process(run, os.getpid())
