@@ -48,6 +48,9 @@ MAX_KEY_BYTES: Final = 64 * 1024
 MAX_AGE: Final = timedelta(days=36_525)
 """A hundred years: the longest time back, far within PostgreSQL's range."""
 
+ERASED: Final = '{"eventsql_erased":'
+"""How the metadata of an erased event begin, as JSON. The time of the erasure follows. Its value is empty."""
+
 DEAD_LETTER_SUFFIX: Final = "_dlt"
 
 _TOPIC_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*", re.ASCII)
@@ -241,6 +244,9 @@ class Event:
     `id` is its offset: unique and growing within the topic, over all its partitions, with gaps. `buffered_at` is the
     time of its publication, `created_at` the time when it entered the log.
 
+    `erased`: `eventsql topic erase` has removed its value and metadata. Its `value` is None then, and its metadata has
+    the time of the erasure as `eventsql_erased`.
+
     The constructor takes times and metadata as the database sends them too, as microseconds since 2000 in UTC and as
     JSON text. They are decoded when they are read. Measured: 1.0 µs an event, against 4.1 µs.
     """
@@ -253,7 +259,7 @@ class Event:
         id: int,  # noqa: A002 - the field's name
         partition: int,
         key: str | None,
-        value: bytes,
+        value: bytes | None,
         buffered_at: datetime | int,
         created_at: datetime | int,
         metadata: Mapping[str, Any] | str,
@@ -272,7 +278,12 @@ class Event:
     id: int = property(attrgetter("_id"))  # type: ignore[assignment]
     partition: int = property(attrgetter("_partition"))  # type: ignore[assignment]
     key: str | None = property(attrgetter("_key"))  # type: ignore[assignment]
-    value: bytes = property(attrgetter("_value"))  # type: ignore[assignment]
+    # None only where `erased`. `Any` spares handlers of topics without erasures a check, as in `re.Match.group`.
+    value: bytes | Any = property(attrgetter("_value"))
+
+    @property
+    def erased(self) -> bool:
+        return self._value is None
 
     @property
     def buffered_at(self) -> datetime:
@@ -310,12 +321,14 @@ class Event:
     def as_publication(self, topic: str | None = None, **metadata: str) -> Publication:
         """A publication of the same key, value and metadata for another topic, with further metadata.
 
-        Metadata values of other publishers that are no strings become their JSON text.
+        Metadata values of other publishers that are no strings become their JSON text. The publication of an erased
+        event is read as an erased event, too.
         """
         texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in self.metadata.items()}
         return Publication(
-            self.topic if topic is None else topic, self.value, key=self.key, metadata={**texts, **metadata}
-        )
+            self.topic if topic is None else topic, b"" if self._value is None else self._value, key=self.key,
+            metadata={**texts, **metadata},
+        )  # fmt: skip
 
 
 _POSTGRESQL_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)

@@ -136,10 +136,6 @@ def show(
     if as_json:
         write_json(_object(context, letter))
         return
-    try:
-        value, form = letter.value.decode(), "as text"
-    except UnicodeDecodeError:
-        value, form = letter.value.hex(), "in hexadecimal"
     columns: Columns = {
         **same("topic"), "offset": "id", "partition": partition_of, **same("key"), "event": "origin",
         "given up": "buffered_at", "in the log": "created_at", "redriven": "redriven_at",
@@ -148,6 +144,13 @@ def show(
     if letter.metadata:
         write("\n")
         show_fields(letter.metadata)
+    if letter.erased:
+        write("\nthe event was erased\n")
+        return
+    try:
+        value, form = letter.value.decode(), "as text"
+    except UnicodeDecodeError:
+        value, form = letter.value.hex(), "in hexadecimal"
     write(f"\n{counted(len(letter.value), 'byte')} {form}:\n\n{value}\n")
 
 

@@ -116,7 +116,7 @@ def tail(
 
 
 def _matches(event: Event, key: str | None, grep: re.Pattern[bytes] | None) -> bool:
-    return key in (None, event.key) and (grep is None or grep.search(event.value) is not None)
+    return key in (None, event.key) and (grep is None or grep.search(event.value or b"") is not None)
 
 
 def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:

@@ -170,7 +170,7 @@ def event_object(event: Event, *, shard: str | None = None) -> dict[str, Any]:
         "key": event.key,
     }
     try:
-        printed["value"] = event.value.decode()
+        printed["value"] = None if event.erased else event.value.decode()
     except UnicodeDecodeError:
         printed["value"] = base64.b64encode(event.value).decode()
         printed["encoding"] = "base64"
@@ -210,7 +210,7 @@ class EventWriter:
         if self._form == "json" or not events:
             write_events(events, shard=shard)
         elif self._form == "value":
-            write_bytes(b"".join(event.value + b"\n" for event in events))
+            write_bytes(b"".join((event.value or b"") + b"\n" for event in events))
         else:
             self._write_csv([event_object(event, shard=shard) for event in events])
 

@@ -4,13 +4,34 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, counted, same, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, Size, TopicName, argument, command, option
+from eventsql_orchestration.cli.output import (
+    Columns,
+    counted,
+    picked,
+    same,
+    say,
+    show_fields,
+    show_items,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import (
+    FILE,
+    POSITIVE,
+    AsJson,
+    Name,
+    OptionalTopicName,
+    Size,
+    TopicName,
+    argument,
+    command,
+    option,
+)
 from eventsql_orchestration.cli.topic_output import (
     STATISTICS,
     TOPIC,
@@ -21,7 +42,7 @@ from eventsql_orchestration.cli.topic_output import (
     size,
     statistics,
 )
-from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.errors import InputError, TopicNotFoundError
 from eventsql_orchestration.model import (
     NOT_PARTITIONED,
     STORAGES,
@@ -69,7 +90,7 @@ class _Bounds:
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe, alter and delete topics, and drop events by retention."""
+    """Create, list, describe, alter and delete topics, drop events by retention, and erase those of a key."""
 
 
 @command(topic)
@@ -229,6 +250,78 @@ def delete(
     with context.definitions() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")
+
+
+@command(topic)
+def erase(
+    context: CliContext,
+    *,
+    topic: TopicName,
+    keys: Annotated[tuple[str, ...], option("Erase the events of this key; repeat it.", "--key", metavar="KEY")],
+    key_file: Annotated[Path | None, option("Erase the events of the keys in FILE, one a line.", type=FILE)],
+    requested_by: Annotated[str | None, option("A note for the record, such as a ticket.", metavar="TEXT")],
+    execute: Annotated[bool, option("Erase them; without this, the plan is shown and nothing is changed.")],
+    as_json: AsJson,
+) -> None:
+    """Erase the values and metadata of a key's events in TOPIC: a plan and, with --execute, the erasure.
+
+    They go from the log, the buffer and the dead letters. Keys, offsets and times stay: consumers get such an event
+    without a value. This cannot be undone. Copies elsewhere stay, such as views, queues, archives, backups and the
+    database's write-ahead log. If it is interrupted, run it again.
+    """
+    wanted = sorted({*keys, *(() if key_file is None else _keys_of(key_file))})
+    if not wanted:
+        raise click.UsageError("give the keys to erase: --key KEY, or --key-file FILE")
+    with context.platform() as platform:
+        if execute:
+            done = platform.eraser.execute(topic, wanted, requested_by=requested_by)
+        else:
+            done = platform.eraser.plan(topic, wanted)
+    if as_json:
+        write_json({**asdict(done), "executed": execute})
+    else:
+        show_fields(picked(done, {**same("keys", "events", "buffered"), "dead letters": "dead_letters"}))
+    if not execute:
+        say("a plan, nothing is erased: run it again with --execute")
+        return
+    say(f"erased; `eventsql topic erasures {topic}` shows the record")
+    if not done.vacuumed:
+        say("the former rows stay on the disk until the next vacuum, because this role does not own the tables")
+
+
+def _keys_of(file: Path) -> list[str]:
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise InputError(f"{file} is not text in UTF-8: write one key a line") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
+    return [line for line in text.split("\n") if line]
+
+
+@command(topic)
+def erasures(
+    context: CliContext,
+    topic: OptionalTopicName,
+    key: Annotated[str | None, option("Only erasures of this key.", metavar="KEY")],
+    limit: Annotated[int, option("List the newest N.", type=POSITIVE, default=100)],
+    as_json: AsJson,
+) -> None:
+    """List what was erased from TOPIC, or from all topics: when, by whom, and how many events.
+
+    A record has the SHA-256 of the key, not the key.
+    """
+    with context.platform() as platform:
+        records = platform.eraser.records(topic, key=key, limit=limit)
+    if as_json:
+        write_json([asdict(each) for each in records])
+        return
+    columns: Columns = {
+        **same("shard", "topic"), "key (SHA-256)": "key_digest", "begun": "started_at",
+        "finished": "finished_at", **same("role"), "requested by": "requested_by", **same("events", "buffered"),
+        "dead letters": "dead_letters",
+    }  # fmt: skip
+    show_items(records, columns)
 
 
 @command(topic)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from builtins import list as list_of
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from typing import Final
@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.dead_letters import (
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.maintenance.erasure import Erasure, ErasureRecord
 from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
 from eventsql_orchestration.maintenance.seek import Choose, Move
 from eventsql_orchestration.model import Event
@@ -240,6 +241,52 @@ class ClusterDeadLetters:
             return
         if letters.ids is not None or letters.after or letters.upto is not None:
             raise ValidationError(f"each shard counts its dead letters by itself: give no offsets, or {_ONE_SHARD}")
+
+
+@checked
+class ClusterEraser:
+    """Erases the values and metadata of the events of keys, where a person may demand it."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def plan(self, topic: str, keys: Collection[str]) -> Erasure:
+        """Count the events that `execute` would erase, without writing. Raises as `execute`."""
+        return self._merged(self._cluster.fan_out(lambda shard: shard.eraser.plan(topic, keys)))
+
+    def execute(self, topic: str, keys: Collection[str], *, requested_by: str | None = None) -> Erasure:
+        """Erase the events of `topic` with one of `keys`, at most 1,000 keys: in the log, the buffer and staged blocks,
+        and their dead letters in `{topic}_dlt`. Gives what was erased now.
+
+        Their values are empty then, and their metadata is `{"eventsql_erased": TIME}`, with the cause of a dead letter.
+        Keys, offsets, partitions and times stay. Events that are published while it runs may stay: call it when the
+        key is not published any more. Publishers, transfers and consumers go on. If it is interrupted, each event is
+        erased or not; call it again, and it goes on. `requested_by` is a note for the record, such as a ticket.
+
+        All shards must be up. Raises `TopicNotFoundError`, `ValidationError`, and `DatabaseBusyError` if other
+        transactions are in the way for 30 seconds.
+        """
+        return self._merged(
+            self._cluster.fan_out(lambda shard: shard.eraser.execute(topic, keys, requested_by=requested_by))
+        )
+
+    def _merged(self, found: Mapping[Shard, Erasure]) -> Erasure:
+        first, *others = found.values()
+        for each in others:
+            first = replace(
+                first, events=first.events + each.events, buffered=first.buffered + each.buffered,
+                dead_letters=first.dead_letters + each.dead_letters, vacuumed=first.vacuumed and each.vacuumed,
+            )  # fmt: skip
+        return first
+
+    def records(self, topic: str | None = None, *, key: str | None = None, limit: int = 100) -> list_of[ErasureRecord]:
+        """The newest records of erasures, of a topic or a key or of all. They stay for ten years, also if the topic is
+        deleted.
+        """
+        found: list_of[ErasureRecord] = []
+        for shard, records in self._cluster.each_up(lambda shard: shard.eraser.records(topic, key=key, limit=limit)):
+            found += [replace(each, shard=shard.name) for each in records]
+        return sorted(found, key=lambda record: record.started_at, reverse=True)[:limit]
 
 
 @checked

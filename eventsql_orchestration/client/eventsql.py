@@ -10,7 +10,13 @@ from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.capture.captures import Capture, Captures
-from eventsql_orchestration.client.admin import ClusterDeadLetters, ClusterLag, ClusterRepartitioner, ClusterSeeker
+from eventsql_orchestration.client.admin import (
+    ClusterDeadLetters,
+    ClusterEraser,
+    ClusterLag,
+    ClusterRepartitioner,
+    ClusterSeeker,
+)
 from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
 from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterRetainer, ClusterTransfer
 from eventsql_orchestration.client.publisher import ClusterPublisher
@@ -84,6 +90,7 @@ class EventSQL:
         self.dead_letters = ClusterDeadLetters(self._cluster)
         self.transfer = ClusterTransfer(self._cluster, self._barriers)
         self.repartitioner = ClusterRepartitioner(self._cluster)
+        self.eraser = ClusterEraser(self._cluster)
         self.retention = ClusterRetainer(self._cluster)
         self.consumers = ClusterConsumers(self._cluster, self.registry, self._barriers)
         self.seeker = ClusterSeeker(self._cluster, self.registry, self._barriers)

@@ -43,6 +43,11 @@ REDRIVEN_CONSUMER: Final = "redriven_consumer"
 REDRIVEN_ORIGIN: Final = "redriven_origin"
 REDRIVEN_BEFORE: Final = "redriven_before"
 
+KEPT_WHEN_ERASED: Final = (
+    *sorted(_CAUSE - {MESSAGE}), REDRIVEN_FROM, REDRIVEN_CONSUMER, REDRIVEN_ORIGIN, REDRIVEN_BEFORE,
+)  # fmt: skip
+"""Metadata that stays when a dead letter is erased: nothing of it comes from the event. A message may quote it."""
+
 MAX_CHAIN: Final = 100
 """Maximum of letters in `redriven_before`, the last ones: an event may be redriven any number of times."""
 

@@ -29,7 +29,9 @@ from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNot
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
+from eventsql_orchestration.storage.erasing import copy_events
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.topics.side_consumers import backfill_of
@@ -71,6 +73,7 @@ class DeadLetters:
         self._queries = Queries("dead_letters", database.schema)
         self._letters = LogQueries("dead_letters", database.schema)
         self._log_queries = Queries("log", database.schema)
+        self._log = LogReader(database.schema)
 
     # Giving events up
 
@@ -105,6 +108,10 @@ class DeadLetters:
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
         """See `ClusterDeadLetters.bury`."""
+        # An erasure that has erased the event by now would not look for this copy.
+        copy_events(connection, self._database.schema, event.topic)
+        if now := self._log.read(connection, event.topic, after=event.id - 1, upto=event.id):
+            event = now[0] if now[0].erased else event
         letter: object = (self._factory or dead_letter)(event, cause)
         if letter is None:
             return False
@@ -165,6 +172,7 @@ class DeadLetters:
     ) -> tuple[int, int | None]:
         """Redrive the first letters of a window; returns their number and the last id, None at the window's end."""
         with self._database.transaction() as connection:
+            copy_events(connection, self._database.schema, target.name)
             connection.execute(self._queries("by_id"))
             query, values = self._matching(source, wanted, window, limit=limit, redriven=None if again else False)
             found = connection.execute(query, values, prepare=False).fetchall()
@@ -217,7 +225,9 @@ class DeadLetters:
         ids: list[int] = []
         with self._database.connection() as connection:
             for window in windows:
-                query, values = self._matching(source, wanted, window, limit=limit - len(ids), redriven=redriven)
+                query, values = self._matching(
+                    source, wanted, window, limit=limit - len(ids), redriven=redriven, erased=True
+                )
                 ids += [row[0] for row in connection.execute(query, values, prepare=False)]
             return list(self._read(connection, source, ids))
 
@@ -254,11 +264,13 @@ class DeadLetters:
         return windows
 
     def _matching(
-        self, source: str, wanted: LetterFilter, window: _Window, *, limit: int | None, redriven: bool | None
-    ) -> tuple[sql.SQL, dict[str, object]]:
+        self, source: str, wanted: LetterFilter, window: _Window,
+        *, limit: int | None, redriven: bool | None, erased: bool = False,
+    ) -> tuple[sql.SQL, dict[str, object]]:  # fmt: skip
         return self._letters("matching", topic=source), {
             **wanted.parameters(), "letters": source,
             "after": window.after, "upto": window.upto, "ids": window.ids, "limit": limit, "redriven": redriven,
+            "erased": erased,
         }  # fmt: skip
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:

@@ -19,7 +19,7 @@ from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import PermissionDeniedError
 
 ADMIN: Final = "admin"
-KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader")
+KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader", "eraser")
 """Every kind of role. A stager publishes what it has staged in blocks, as Spark and assets do."""
 
 TOPIC_KINDS: Final = ("publisher", "consumer", "reader")
@@ -105,12 +105,21 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         # It has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",
     ),
+    "eraser": (
+        *_DEFINITIONS,
+        "SELECT, UPDATE (eql_value, eql_metadata) ON {s}.event_buffer",
+        "SELECT, UPDATE (eql_value) ON {s}.spark_staged_event",
+        "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
+        "SELECT, UPDATE (eql_failure) ON {s}.consumer",
+        "SELECT, INSERT, UPDATE (eql_finished_at, eql_events, eql_buffered, eql_dead_letters) ON {s}.erasure",
+    ),
 }  # fmt: skip
 _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
     "publisher": ("EXECUTE ON FUNCTION {s}.publish_anywhere",),
     "stager": ("EXECUTE ON FUNCTION {s}.publish_anywhere",),
     "reader": (
         "SELECT ON {s}.access_role, {s}.event_buffer_lock, {s}.spark_publication, {s}.spark_decision, {s}.spark_part",
+        "SELECT ON {s}.erasure",
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
     ),
 }
@@ -128,7 +137,11 @@ _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "consumer": _READ_LOG,
     "reader": _READ_LOG,
+    "eraser": (*_READ_LOG, "UPDATE (eql_value, eql_metadata) ON {log}"),
 }
+_ERASE_BLOCKS: Final = (*_READ_LOG, "UPDATE (eql_values, eql_metadata) ON {log}")
+"""The rights of the eraser on a log in blocks."""
+
 _WRITE_BLOCKS: Final = (
     "INSERT ON {log}",
     "SELECT (eql_id, eql_events, eql_buffered_at, eql_created_at) ON {log}",
@@ -150,6 +163,7 @@ _DOES: Final[Mapping[str, str]] = {
     "transfer": "moves events",
     "stager": "publishes what Spark or an asset has staged",
     "consumer": "consumes",
+    "eraser": "erases events of a key",
 }
 """What a member of each kind of role does with an object. The kind with the least rights comes first."""
 
@@ -206,6 +220,8 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
         granted = _RIGHTS_ON_LOG.get(role.kind, ())
         if role.kind == "transfer" and log.view is not None:
             granted = _WRITE_BLOCKS
+        if role.kind == "eraser" and log.view is not None:
+            granted = _ERASE_BLOCKS
     if role.kind == "publisher" and role.topic == log.topic:
         granted = _MAY_PUBLISH
     if role.kind == "consumer" and log.topic.endswith(letters) and role.topic in (None, log.topic[: -len(letters)]):

@@ -262,7 +262,8 @@ def _policies(connection: Connection, roles: Sequence[Role], schema: str) -> Sta
     if not bound:
         return
     granted = _rows(connection, schema, "granted", tables=list(grants.BY_TOPIC))
-    free = [role.name for role in roles if role.topic is None and role.kind in ("consumer", "reader", "transfer")]
+    seeing = ("consumer", "reader", "transfer", "eraser")
+    free = [role.name for role in roles if role.topic is None and role.kind in seeing]
     free += [name for (name,) in granted if name not in {role.name for role in roles}]
     free += _OF_EVERYTHING
     for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):

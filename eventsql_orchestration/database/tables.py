@@ -36,7 +36,7 @@ NAMES: Final = (
     "queue", "queue_message", "queue_deduplication", "queue_archive",
     "aggregate", "aggregate_change", "aggregate_snapshot", "adopted_change", "store_home",
     "store_subscription", "store_dead_letter", "store_rebuild",
-    "timeline_entry", "rollup_bucket", "log_line", "view_definition", "capture",
+    "timeline_entry", "rollup_bucket", "log_line", "view_definition", "capture", "erasure",
 )  # fmt: skip
 """All tables of the platform, beside the logs of topics."""
 

@@ -19,6 +19,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
+from eventsql_orchestration.maintenance.erasure import prune_records
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import segments
@@ -106,6 +107,7 @@ class Retainer:
                 connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
                 self._leftovers.drop_detached(connection, kept=kept)
                 StagedBlocks(self._database.schema).sweep(connection)
+                prune_records(connection, self._database.schema)
         except PermissionDeniedError as error:
             # A role that transfers has no right to; the admin's retention clears them.
             logger.debug("leftovers of deleted topics are left to the admin role: %s", error)

@@ -15,11 +15,12 @@ import os
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.copy_format import EncodedEvent
 
 REFERENCE: Final = -2
 """The partition of a row of the buffer that stands for a block. No event has it."""
@@ -58,6 +59,16 @@ class Block:
             "events": self.events,
             "partitions": {str(number): events for number, events in self.partitions.items()},
         }
+
+
+def replaced(packed: bytes, change: Callable[[EncodedEvent], EncodedEvent]) -> bytes:
+    """A packed block with changed events. Raises as `unpack`, and `ValueError` for an incomplete event."""
+    begin = prefix(packed[: _MARK.size])
+    packer = zlib.compressobj(_LEVEL)
+    parts = [packed[: _MARK.size]]
+    for events in copy_format.decode_rows(unpack(packed, b"")):
+        parts += [packer.compress(begin + copy_format.encode_again(change(event))) for event in events]
+    return b"".join((*parts, packer.flush()))
 
 
 def new_mark() -> bytes:

@@ -97,6 +97,13 @@ def _decoded(data: bytes, at: int) -> tuple[EncodedEvent, int] | None:
     return EncodedEvent(partition, key, value or b"", metadata or b"{}"), at + 6
 
 
+def encode_again(event: EncodedEvent) -> bytes:
+    """The rest of the row of an event that `decode_rows` gave, as `encode` makes it."""
+    key = _NULL if event.key is None else _length(len(event.key)) + event.key
+    value, metadata = event.value, event.metadata
+    return b"".join((key, _length(len(value)), value, _length(len(metadata)), metadata, _smallint(2, event.partition)))
+
+
 def size(publication: Publication) -> int:
     """The approximate size of an event's row in bytes."""
     size = len(publication.value)

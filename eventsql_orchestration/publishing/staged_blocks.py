@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 import psycopg
 
@@ -14,7 +15,8 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import encode_rows
-from eventsql_orchestration.publishing.blocks import REFERENCE, unpack
+from eventsql_orchestration.publishing.blocks import REFERENCE, replaced, unpack
+from eventsql_orchestration.publishing.copy_format import EncodedEvent
 from eventsql_orchestration.storage.appending import LogAppender
 
 LEAST_BY_BLOCKS: Final = 10_000
@@ -26,6 +28,9 @@ MOST_COPIED: Final = 16 * 1024 * 1024
 
 ORPHANED_AFTER_HOURS: Final = 24
 """How long a staged block waits for its publication before a sweep deletes it."""
+
+Erased: TypeAlias = Callable[[EncodedEvent], EncodedEvent]
+"""Gives the erased event for one that is to be erased, and the same object for any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,47 @@ class StagedBlocks:
                 copy.write(copy_format.TRAILER)
             copied += len(events)
         return copied
+
+    def of_topic(self, connection: Connection, topic: str) -> list[tuple[uuid.UUID, int]]:
+        """The staged blocks of a topic, published or not: attempt and position."""
+        return [
+            (attempt, position) for attempt, position in connection.execute(self._blocks("of_topic"), {"topic": topic})
+        ]
+
+    def count(self, connection: Connection, attempt: uuid.UUID, position: int, erased: Erased) -> Counter[str]:
+        """How many events of each key `erased` would change in a block; none if the block is gone."""
+        return self._change(connection, "content", attempt, position, erased)[1]
+
+    def erase(self, connection: Connection, attempt: uuid.UUID, position: int, erased: Erased) -> Counter[str]:
+        """Replace the events of a block by what `erased` gives; gives the number of changed events by key.
+
+        The transfer of the block waits for the end of the transaction.
+        """
+        content, found = self._change(connection, "hold", attempt, position, erased)
+        if found:
+            values = {"attempt": attempt, "position": position, "content": content}
+            connection.execute(self._blocks("replace"), values, binary=True)
+        return found
+
+    def _change(
+        self, connection: Connection, read: str, attempt: uuid.UUID, position: int, erased: Erased
+    ) -> tuple[bytes, Counter[str]]:
+        found: Counter[str] = Counter()
+
+        def change(event: EncodedEvent) -> EncodedEvent:
+            changed = erased(event)
+            if changed is not event and event.key is not None:
+                found[event.key.decode()] += 1
+            return changed
+
+        values = {"attempt": attempt, "position": position}
+        row = connection.execute(self._blocks(read), values, binary=True).fetchone()
+        if row is None:
+            return b"", found
+        try:
+            return replaced(row[0], change), found
+        except (zlib.error, ValueError) as error:
+            raise psycopg.DataError(f"block {position} of attempt {attempt} cannot be unpacked ({error})") from error
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
         """Delete the blocks of attempts, except published blocks and blocks of a prepared part."""

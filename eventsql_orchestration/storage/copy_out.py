@@ -11,12 +11,15 @@ from typing import Final
 
 from psycopg import sql
 
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.qualification import qualified
 
 _EXPRESSIONS: Final = {
     "key": sql.SQL("eql_key"),
-    "value": sql.SQL("eql_value"),
+    # An erased event has no value.
+    "value": sql.SQL(
+        "CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, {}) THEN eql_value END"
+    ).format(ERASED),
     "partition": sql.SQL("eql_partition"),
     "offset": sql.SQL("eql_id"),
     "timestamp": sql.SQL("eql_buffered_at::timestamptz"),

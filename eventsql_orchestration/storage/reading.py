@@ -16,7 +16,7 @@ from psycopg.types.string import TextBinaryLoader
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.errors import BrokenBlockError
-from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_form import in_blocks
 from eventsql_orchestration.storage.log_queries import LogQueries
 
@@ -170,11 +170,16 @@ def _read_blocks(cursor: psycopg.Cursor[Any], query: sql.SQL, topic: str, values
 
 def _events_of_block(  # noqa: PLR0917 - in the order of the columns
     topic: str, first: int, partition: int, events: int, buffered_at: int, created_at: int,
-    keys: list[str | None] | None, contents: list[bytes], metadata: list[str] | None, times: list[int] | None,
+    keys: list[str | None] | None, contents: list[bytes | None], metadata: list[str] | None, times: list[int] | None,
 ) -> list[Event]:  # fmt: skip
     whole = len(contents) == events and all(array is None or len(array) == events for array in (keys, metadata, times))
     if not whole:
         raise BrokenBlockError(topic=topic, partition=partition, first=first)
+    if metadata is not None and b"" in contents:
+        contents = [
+            None if value == b"" and text.startswith(ERASED) else value
+            for value, text in zip(contents, metadata, strict=True)
+        ]  # fmt: skip
     return list(
         map(
             Event, repeat(topic), range(first, first + events), repeat(partition),

@@ -104,7 +104,7 @@ class SegmentDrops:
 
     def drop_detached(self, connection: Connection) -> None:
         """Drop the topic's segments that an earlier run detached. Segments without the mark are somebody's to keep."""
-        for table in _detached(connection, self._schema, _prefix(self._topic)):
+        for table in detached(connection, self._schema, self._topic):
             self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
 
     def _alter(self, connection: Connection, table: str, statement: str, *, wait: float | None = None) -> None:
@@ -163,6 +163,11 @@ def drop_orphans(connection: Connection, schema: str, prefix: str) -> None:
     for table, view in fetch_all(connection, LogQueries("segments", schema)("orphans"), values):
         statement = "DROP VIEW IF EXISTS {}" if view else "DROP TABLE IF EXISTS {}"
         connection.execute(sql.SQL(statement).format(sql.Identifier(schema, table)))
+
+
+def detached(connection: Connection, schema: str, topic: str) -> list[str]:
+    """The tables of a topic's segments that were detached to be dropped."""
+    return _detached(connection, schema, _prefix(topic))
 
 
 def _detached(connection: Connection, schema: str, names: str) -> list[str]:

@@ -157,6 +157,7 @@ class Face:
             "times_in": lambda: "UTC",
             "columns": lambda: ["eql_id"],
             "text": lambda: "1:1",
+            "keys": lambda: ["ann"],
             "changes": lambda: [Change("placed", {})],
             str: lambda: "orders",
             int: lambda: 1,

@@ -614,6 +614,7 @@ def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
         values = {
             **LetterFilter(consumer="mailer").parameters(),
             "letters": "orders_dlt", "after": 20_000, "upto": 50_000, "limit": 1_000, "redriven": False,
+            "erased": False,
         }  # fmt: skip
         for ids in (None, [30_000, 40_000]):
             plan = connection.execute(b"EXPLAIN " + matching, {**values, "ids": ids}, prepare=False).fetchall()

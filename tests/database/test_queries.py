@@ -95,6 +95,7 @@ PREPARABLE = [
         ("database/store", "hold_changes"),
         ("database/views", "lock_views"),
         ("storage/segments", "vacuum"),
+        ("storage/erasing", "vacuum"),
     }
 ]
 

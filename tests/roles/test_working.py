@@ -15,6 +15,7 @@ from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.leftovers import Leftovers
 
@@ -331,3 +332,30 @@ def test_a_publisher_publishes_in_sql_to_its_topics_alone(owner: EventSQL, login
         pytest.raises(psycopg.errors.InsufficientPrivilege),
     ):
         connection.execute("SELECT eventsql.publish('orders', 'k', 'v')")
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_an_eraser_erases_and_lists_what_was_erased(owner: EventSQL, as_: As, storage: Storage) -> None:
+    owner.registry.register_topic(Topic("people", 2, storage=storage)).register_topic(Topic("people_dlt"))
+    owner.publisher.publish_all([Publication("people", b"v", key="ann"), Publication("people", b"v", key="bob")])
+    owner.transfer.run_once()
+    owner.publisher.publish(Publication("people", b"v", key="ann"))
+    platform = as_("eraser")
+    assert platform.eraser.plan("people", ["ann"]).events == 1
+    done = platform.eraser.execute("people", ["ann"], requested_by="ticket 7")
+    # VACUUM takes the ownership of the table.
+    assert (done.events, done.buffered, done.vacuumed) == (1, 1, False)
+    (record,) = platform.eraser.records()
+    assert "login" in record.role
+    with pytest.raises(PermissionDeniedError):
+        platform.publisher.publish(Publication("people", b"v"))
+    with pytest.raises(psycopg.errors.InsufficientPrivilege), platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.erasure")
+    assert as_("reader").eraser.records() == [record]
+
+
+@pytest.mark.parametrize("role", ["publisher", "transfer", "consumer", "reader", "stager"])
+def test_other_roles_do_not_erase(owner: EventSQL, as_: As, role: str) -> None:
+    owner.publisher.publish(Publication("orders", b"v", key="ann"))
+    with pytest.raises(PermissionDeniedError):
+        as_(role).eraser.execute("orders", ["ann"])

@@ -75,6 +75,8 @@ def topic_page(
 
 def _shown(event: Event, sample: TopicSample) -> Mapping[str, Any]:
     about = {"offset": event.id, "partition": event.partition, "published": event.buffered_at.isoformat()}
+    if event.erased:
+        return {**about, "erased": True}
     if sample.redact:
         return {**about, "key bytes": len((event.key or "").encode()), "value bytes": len(event.value)}
     key = None if event.key is None else _cut(event.key)

@@ -40,3 +40,17 @@ WHERE eql_topic = %(topic)s AND (
         WHERE part.eql_published_at IS NULL AND block.eql_attempt = ANY (part.eql_attempts)
     )
 );
+
+-- of_topic -- The staged blocks of a topic: attempt and position.
+SELECT eql_attempt, eql_position FROM {schema}.spark_staged_event
+WHERE eql_topic = %(topic)s ORDER BY eql_attempt, eql_position;
+
+-- content -- The content of a staged block.
+SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
+
+-- hold -- The same, held until the transaction ends.
+SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s FOR UPDATE;
+
+-- replace -- Give a staged block another content.
+UPDATE {schema}.spark_staged_event SET eql_value = %(content)s
+WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;

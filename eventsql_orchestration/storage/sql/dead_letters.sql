@@ -1,3 +1,6 @@
+-- part erased -- Whether an event was erased.
+(octet_length(l.eql_value) = 0 AND starts_with(l.eql_metadata::text, '{{"eventsql_erased":'))
+
 -- matching -- The dead letters of a filter, oldest first: id, bytes of the value, time of the redrive. Planned for its
 -- values each time: omitted parts of the filter cost nothing. The id alone identifies a redrive, because a clock may go
 -- back.
@@ -19,12 +22,13 @@ WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
   ))
   AND (%(since)s::timestamptz IS NULL OR l.eql_buffered_at >= %(since)s::timestamptz)
   AND (%(until)s::timestamptz IS NULL OR l.eql_buffered_at < %(until)s::timestamptz)
+  AND (%(erased)s OR NOT {erased})
   AND (%(redriven)s::boolean IS NULL OR (r.eql_letter_id IS NOT NULL) = %(redriven)s::boolean)
 ORDER BY l.eql_id
 LIMIT %(limit)s;
 
 -- letters -- Dead letters by their ids, in order, each with the time of its redrive.
-SELECT l.eql_id, l.eql_partition, l.eql_key, l.eql_value, l.eql_buffered_at::timestamptz,
+SELECT l.eql_id, l.eql_partition, l.eql_key, CASE WHEN NOT {erased} THEN l.eql_value END, l.eql_buffered_at::timestamptz,
        l.eql_created_at::timestamptz, l.eql_metadata, r.eql_redriven_at
 FROM {schema}.{event_table} l
 LEFT JOIN {schema}.redriven_dead_letter r

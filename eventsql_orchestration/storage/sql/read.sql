@@ -1,7 +1,10 @@
+-- part value -- The value of an event; NULL for an erased one, whose metadata begin with a mark.
+CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, '{{"eventsql_erased":') THEN eql_value END
+
 -- read -- Events of a range of offsets, in order. The statements for one partition are planned for their values: a
 -- generic plan would step over the events of all others, endlessly if the partition gets none. A topic that EventSQL's
 -- Java library registered after our migrations has times without a time zone.
-SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
+SELECT eql_id, eql_partition, eql_key, {value}, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id

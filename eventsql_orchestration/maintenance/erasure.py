@@ -1,0 +1,342 @@
+"""Erasure: the values and metadata of a key's events go, for people who may demand it; their offsets stay.
+
+An erasure changes stored events a range at a time, each in a transaction of its own, while publishers, transfers and
+consumers go on. It looks where events are stored, in the order in which events move: the buffer, the staged blocks, the
+log, the dead letters. Copies move the other way, too: a consumer makes dead letters, and a redrive publishes them
+again. Both hold a lock while they copy, so an erasure waits for them and looks again until it finds nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from typing import Final, TypeAlias, TypeVar
+
+import psycopg
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.dead_letter_values import KEPT_WHEN_ERASED
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ERASED, MAX_KEY_BYTES
+from eventsql_orchestration.publishing.copy_format import EncodedEvent
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage.erasing import LogEraser, await_copies, try_change
+from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import check_name, check_text
+
+_Given = TypeVar("_Given")
+_Change: TypeAlias = Callable[[Connection], Counter[str]]
+
+MOST_KEYS: Final = 1_000
+"""The most keys of one call: they are looked for together."""
+
+RANGE_IDS: Final = 100_000
+"""Ids that one transaction looks at. Rows are locked for as long, 0.1 to 0.5 s."""
+
+BUFFERED_ROWS: Final = 20_000
+"""Events of the buffer that one transaction looks at. The transfer of the topic waits meanwhile."""
+
+LOCK_SECONDS: Final = 2
+"""How long an attempt waits for others, who may wait behind it."""
+
+RETRY_SECONDS: Final = 30.0
+"""Seconds for which a step that others are in the way of is tried again."""
+
+MOST_ROUNDS: Final = 10
+"""How often an erasure looks for events that were copied meanwhile."""
+
+KEPT_DAYS: Final = 3_650
+"""How long the record of an erasure is kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Erasure:
+    """The events of some keys that are erased, or would be: in the log, in the buffer or staged, and dead letters.
+
+    `vacuumed` is False if the former versions of their rows stay on the disk until the server's next vacuum.
+    """
+
+    topic: str
+    keys: int
+    events: int
+    buffered: int
+    dead_letters: int
+    vacuumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ErasureRecord:
+    """The record of an erasure: of which key, when, by which role of the database, and for whom.
+
+    `key_digest` is the SHA-256 of the key, in hexadecimal. `finished_at` is None if the erasure was interrupted: run it
+    again. `shard` is set if several shards are listed together.
+    """
+
+    topic: str
+    key_digest: str
+    started_at: datetime
+    finished_at: datetime | None
+    role: str
+    requested_by: str | None
+    events: int
+    buffered: int
+    dead_letters: int
+    shard: str | None = None
+
+
+def digest_of(key: str) -> str:
+    """The SHA-256 of a key in hexadecimal, as records of erasures have it."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@checked
+class Eraser:
+    """Erases the events of keys in one database, and lists what was erased."""
+
+    def __init__(self, database: Database, registry: Registry) -> None:
+        self._database = database
+        self._registry = registry
+        self._queries = Queries("erasures", database.schema)
+
+    def plan(self, topic: str, keys: Collection[str]) -> Erasure:
+        """See `ClusterEraser.plan`."""
+        wanted = check_keys(keys)
+        run = _Run(self._database, self._names(topic), wanted)
+        with self._database.errors(), self._database.dedicated() as connection:
+            for name in run.names:
+                run.visit(connection, name, execute=False)
+        return run.result()
+
+    def execute(self, topic: str, keys: Collection[str], *, requested_by: str | None = None) -> Erasure:
+        """See `ClusterEraser.execute`."""
+        wanted = check_keys(keys)
+        if requested_by is not None:
+            check_name("requested_by", requested_by)
+        run = _Run(self._database, self._names(topic), wanted)
+        with self._database.errors(), self._database.dedicated() as connection, self._database.dedicated() as holder:
+            # A transaction of another connection holds the lock that spans several transactions: a session's lock would
+            # stay with the server process that a pooler lends.
+            with holder.transaction():
+                run.hold(holder)
+                run.begin(connection, requested_by)
+                run.erase(connection)
+                run.finish(connection)
+            return replace(run.result(), vacuumed=run.vacuum(connection))
+
+    def records(self, topic: str | None = None, *, key: str | None = None, limit: int = 100) -> list[ErasureRecord]:
+        """See `ClusterEraser.records`."""
+        values = {"topic": topic, "digest": None if key is None else digest_of(key), "limit": limit}
+        return [ErasureRecord(*row) for row in query_all(self._database, self._queries("list"), values)]
+
+    def _names(self, topic: str) -> list[str]:
+        """The topic, its dead letter topic, and so on. Raises `TopicNotFoundError`."""
+        names = [self._registry.topic(topic).name]
+        known = {each.name for each in self._registry.topics()}
+        while (letters := names[-1] + DEAD_LETTER_SUFFIX) in known:
+            names.append(letters)
+        return names
+
+
+class _Run:
+    """One plan or execution: the events of `keys` in the topic `names[0]` and in its dead letter topics."""
+
+    def __init__(self, database: Database, names: Sequence[str], keys: frozenset[str]) -> None:
+        self.names = names
+        self._schema = database.schema
+        self._database = database
+        self._digests = {key: digest_of(key) for key in keys}
+        self._encoded = {key.encode() for key in keys}
+        now = datetime.now(UTC)
+        self._mark = f'{ERASED}"{now:%Y-%m-%dT%H:%M:%SZ}"'
+        self._erasers = {
+            name: LogEraser(self._schema, name, keys, self._mark, kept=KEPT_WHEN_ERASED if number else ())
+            for number, name in enumerate(names)
+        }
+        self._staged = StagedBlocks(self._schema)
+        self._records = Queries("erasures", self._schema)
+        self._counts: Counter[str] = Counter()
+        self._looked_at: dict[str, int] = {}
+        self._changed: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
+
+    def result(self) -> Erasure:
+        counts = self._counts
+        return Erasure(self.names[0], len(self._digests), counts["events"], counts["buffered"], counts["letters"])
+
+    # The record
+
+    def hold(self, holder: Connection) -> None:
+        """Keep other erasures of these topics away until the transaction of `holder` ends."""
+        retry = Backoff(RETRY_SECONDS)
+        while not all(try_change(holder, self._schema, name) for name in self.names):
+            if not retry.lasts():
+                raise DatabaseBusyError(f"another program erases events of topic {self.names[0]!r}: try again")
+        # Without parameters: this closes the earlier statement, whose snapshot would hold VACUUM back.
+        holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
+
+    def begin(self, connection: Connection, requested_by: str | None) -> None:
+        values = {"topic": self.names[0], "digests": sorted(self._digests.values()), "requested_by": requested_by}
+        connection.execute(self._records("begin"), values)
+
+    def _note(self, connection: Connection, column: str, counts: Mapping[str, int]) -> None:
+        """Add to the records, in the transaction that erases."""
+        found = list(counts)
+        values: dict[str, object] = {"topic": self.names[0], "digests": [self._digests[key] for key in found]}
+        for name in ("events", "buffered", "letters"):
+            values[name] = [counts[key] if name == column else 0 for key in found]
+        connection.execute(self._records("count"), values)
+
+    def finish(self, connection: Connection) -> None:
+        values = {"topic": self.names[0], "digests": list(self._digests.values())}
+        connection.execute(self._records("finish"), values)
+
+    # Erasing
+
+    def erase(self, connection: Connection) -> None:
+        """Erase everywhere, until a round finds no event that was copied meanwhile."""
+        for _ in range(MOST_ROUNDS):
+            before = self._counts.total()
+            for name in self.names:
+                for each in self.names:
+                    self._step(connection, partial(await_copies, schema=self._schema, topic=each))
+                self.visit(connection, name, execute=True)
+            if self._counts.total() == before:
+                break
+            self._erasers[self.names[0]].only_copies()
+        else:
+            raise DatabaseBusyError(
+                f"dead letters of these keys of topic {self.names[0]!r} come as fast as they are erased: run it again "
+                "when its consumers are paused"
+            )
+        for name in self.names:
+            self._clear_failures(connection, name)
+            self._check_leaving(connection, name)
+
+    def visit(self, connection: Connection, name: str, *, execute: bool) -> None:
+        """Count or erase the events in the buffer, in staged blocks, and in the log: they move in this order."""
+        eraser = self._erasers[name]
+        log_form.is_in_blocks(connection, self._schema, name)
+        waiting, stored = ("buffered", "events") if name == self.names[0] else ("letters", "letters")
+
+        after = 0
+        while (end := eraser.buffered_end(connection, after=after, limit=BUFFERED_ROWS)) is not None:
+            change = eraser.erase_buffered if execute else eraser.count_buffered
+            self._apply(connection, name, waiting, partial(change, after=after, upto=end), execute=execute, hold=True)
+            after = end
+
+        for attempt, position in self._staged.of_topic(connection, name):
+            repack = self._staged.erase if execute else self._staged.count
+            step = partial(repack, attempt=attempt, position=position, erased=self._erased)
+            self._apply(connection, name, waiting, step, execute=execute, hold=True)
+
+        for start, upto in self._ranges(connection, eraser, name):
+            change = eraser.erase if execute else eraser.count
+            step = partial(change, after=start, upto=upto)
+            if self._apply(connection, name, stored, step, execute=execute, hold=False):
+                self._changed[name].append((start, upto))
+
+    def _ranges(self, connection: Connection, eraser: LogEraser, name: str) -> Iterator[tuple[int, int]]:
+        """The ranges of ids to look at, up to the present end of the log. Events behind them are looked at later."""
+        after = self._looked_at.get(name, 0)
+        ends = eraser.ends(connection, after=after)
+        if ends is None:
+            return
+        last = ends[1]
+        while ends is not None and ends[0] <= last:
+            # Ids are left out where a segment was closed early.
+            after = ends[0] - 1
+            upto = min(after + RANGE_IDS, last)
+            yield after, upto
+            ends = eraser.ends(connection, after=upto)
+        self._looked_at[name] = last
+
+    def _apply(
+        self, connection: Connection, name: str, column: str, step: _Change, *, execute: bool, hold: bool
+    ) -> int:
+        """Count or change a part, and record a change in its transaction. Gives the number of events.
+
+        With `hold`, the topic's transfer waits meanwhile: it would lock the same rows in another order.
+        """
+        if not execute:
+            found = step(connection)
+        else:
+
+            def change(connection: Connection) -> Counter[str]:
+                if hold:
+                    connection.execute(Queries("log", self._schema)("await_topic"), {"topic": name})
+                changed = step(connection)
+                if changed:
+                    self._note(connection, column, changed)
+                return changed
+
+            found = self._step(connection, change)
+        self._counts[column] += found.total()
+        return found.total()
+
+    def _step(self, connection: Connection, step: Callable[[Connection], _Given]) -> _Given:
+        """Run a step in a transaction, again where others are in the way. Raises `DatabaseBusyError`."""
+        retry = Backoff(RETRY_SECONDS)
+        while True:
+            try:
+                with connection.transaction():
+                    connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+                    return step(connection)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+                if not retry.lasts():
+                    raise DatabaseBusyError(
+                        f"other transactions hold events of topic {self.names[0]!r}: erase again, what is left is found"
+                    ) from error
+
+    def _erased(self, event: EncodedEvent) -> EncodedEvent:
+        """The erased form of an event of a staged block; the event itself if it is not to be erased."""
+        if event.key not in self._encoded or (not event.value and event.metadata.startswith(ERASED.encode())):
+            return event
+        return event._replace(value=b"", metadata=f"{self._mark}}}".encode())
+
+    # What is left
+
+    def _clear_failures(self, connection: Connection, name: str) -> None:
+        eraser, log = self._erasers[name], LogReader(self._schema)
+        for consumer, partition, event in eraser.failures(connection):
+            if any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
+                self._step(
+                    connection,
+                    partial(eraser.replace_failure, consumer=consumer, partition=partition, event=event),
+                )
+
+    def _check_leaving(self, connection: Connection, name: str) -> None:
+        """Wait until retention has dropped what it has taken out of the log. Raises `DatabaseBusyError`."""
+        retry = Backoff(RETRY_SECONDS)
+        while leaving := self._erasers[name].leaving(connection):
+            if not retry.lasts():
+                raise DatabaseBusyError(
+                    f"{', '.join(leaving)} left the log of topic {name!r} and may have events of these keys: drop it "
+                    f"with `eventsql topic retain {name}`, and erase again"
+                )
+
+    def vacuum(self, connection: Connection) -> bool:
+        """Remove the former versions of changed rows from the disk. False where the current role may not."""
+        vacuumed = [self._erasers[name].vacuum(connection, ranges) for name, ranges in self._changed.items()]
+        return all(vacuumed)
+
+
+def prune_records(connection: Connection, schema: str) -> None:
+    """Delete the records of erasures that finished and began more than `KEPT_DAYS` ago."""
+    connection.execute(Queries("erasures", schema)("prune"), {"days": KEPT_DAYS})
+
+
+def check_keys(keys: Collection[str]) -> frozenset[str]:
+    """The keys of an erasure. Raises `ValidationError`."""
+    if isinstance(keys, str) or not keys:
+        raise ValidationError("give the keys whose events are to be erased as a list of at least one")
+    if len(keys) > MOST_KEYS:
+        raise ValidationError(f"{len(keys)} keys are too many for one erasure: give {MOST_KEYS} at most")
+    return frozenset(check_text("key", key, most=MAX_KEY_BYTES) for key in keys)

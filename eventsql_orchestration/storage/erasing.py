@@ -1,0 +1,143 @@
+"""Erasing the events of keys: their values and metadata go, their keys, times and offsets stay.
+
+An erased event has an empty value, and metadata that begin with `model.ERASED`. Its row or block is updated in place,
+so no reader, offset or count notices. Every method changes one range in the caller's transaction, and finds nothing to
+change the second time.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.segment_drops import detached
+from eventsql_orchestration.storage.segments import segments
+
+FAILURE: Final = "the event was erased"
+"""What replaces the text of a failure of an erased event."""
+
+
+class LogEraser:
+    """Erases the events of some keys of one topic, at one time."""
+
+    def __init__(self, schema: str, topic: str, keys: Collection[str], mark: str, *, kept: Sequence[str]) -> None:
+        """`mark` begins the metadata of erased events. `kept` are the names of metadata that stay."""
+        self._schema = schema
+        self._topic = topic
+        self._queries = LogQueries("erasing", schema)
+        self._values: dict[str, object] = {"topic": topic, "keys": sorted(keys), "kept": list(kept), "mark": mark}
+
+        self._values["copies"] = False
+
+    def only_copies(self) -> None:
+        """From now on, look only for events that were redriven."""
+        self._values["copies"] = True
+
+    # The log
+
+    def ends(self, connection: Connection, *, after: int) -> tuple[int, int] | None:
+        """The first id after `after` in the table of the log, and the last one; None without events."""
+        first, last = fetch_one(
+            connection, self._queries.on(connection, "ends", self._topic), {"after": after}, prepare=False
+        )
+        return None if first is None else (first, last)
+
+    def count(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
+        """The events in `after < id <= upto` that are not erased, by key."""
+        return self._run(connection, "count", after=after, upto=upto)
+
+    def erase(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
+        """Erase them; gives their numbers by key."""
+        return self._run(connection, "erase", after=after, upto=upto)
+
+    def _run(self, connection: Connection, name: str, *, after: int, upto: int) -> Counter[str]:
+        query = self._queries.on(connection, name, self._topic)
+        # Planned for its values: a generic plan would look into all segments.
+        rows = fetch_all(connection, query, {**self._values, "after": after, "upto": upto}, prepare=False)
+        return Counter(dict(rows))
+
+    # The buffer
+
+    def buffered_end(self, connection: Connection, *, after: int, limit: int) -> int | None:
+        """The buffer id of the last of the next `limit` events of the topic after `after`; None without one."""
+        values = {**self._values, "after": after, "limit": limit}
+        (end,) = fetch_one(connection, self._queries("buffered_end"), values, prepare=False)
+        return None if end is None else int(end)
+
+    def count_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
+        """As `count`, for buffer ids."""
+        return self._run(connection, "count_buffered", after=after, upto=upto)
+
+    def erase_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
+        """As `erase`, for buffer ids."""
+        return self._run(connection, "erase_buffered", after=after, upto=upto)
+
+    # What is left
+
+    def failures(self, connection: Connection) -> list[tuple[str, int, int]]:
+        """The consumer partitions whose failure may quote an event: name, partition, offset of the event."""
+        values = {"topic": self._topic, "failure": FAILURE}
+        return [(name, partition, event) for name, partition, event in fetch_all(
+            connection, self._queries("failing"), values
+        )]  # fmt: skip
+
+    def replace_failure(self, connection: Connection, consumer: str, partition: int, event: int) -> None:
+        """Replace the text of a failure of an erased event."""
+        values = {
+            "topic": self._topic, "consumer": consumer, "partition": partition, "event": event, "failure": FAILURE,
+        }  # fmt: skip
+        connection.execute(self._queries("replace_failure"), values)
+
+    def leaving(self, connection: Connection) -> list[str]:
+        """The segments that retention is dropping: readers do not see them, and erasing does not reach them."""
+        existing = segments(connection, self._schema, self._topic) or []
+        return [each.table for each in existing if each.detaching] + detached(connection, self._schema, self._topic)
+
+    def vacuum(self, connection: Connection, ranges: Sequence[tuple[int, int]]) -> bool:
+        """Remove the former versions of changed rows, on a connection in autocommit mode.
+
+        The events of `ranges`, each `after < id <= upto`, were changed. False where the current role may not.
+        """
+        existing = segments(connection, self._schema, self._topic)
+        if existing is None:
+            tables = [log_form.stored_table(connection, self._schema, self._topic)]
+        else:
+            tables = [
+                each.table
+                for each in existing
+                if any(each.start <= upto and after < each.end for after, upto in ranges)
+            ]
+        vacuumed = True
+        for table in (*tables, "event_buffer", "spark_staged_event"):
+            name = {"table": sql.Identifier(self._schema, table).as_string(connection)}
+            if fetch_first(connection, self._queries("may_vacuum"), name) == (True,):
+                connection.execute(self._queries("vacuum", table=table))
+            else:
+                vacuumed = False
+        return vacuumed
+
+
+def copy_events(connection: Connection, schema: str, topic: str) -> None:
+    """Let an erasure wait for the end of the caller's transaction, which copies events of a topic or its dead letters.
+
+    The events that are read after this call are erased, or the erasure finds the copies.
+    """
+    connection.execute(LogQueries("erasing", schema)("copy_events"), {"topic": f"{schema}.{topic}"})
+
+
+def await_copies(connection: Connection, schema: str, topic: str) -> None:
+    """Wait for the transactions that called `copy_events`. Raises the driver's `LockNotAvailable` after its timeout."""
+    connection.execute(LogQueries("erasing", schema)("await_copies"), {"topic": f"{schema}.{topic}"})
+
+
+def try_change(connection: Connection, schema: str, topic: str) -> bool:
+    """Keep others from changing stored events of a topic until the caller's transaction ends; False if one is at it."""
+    row = fetch_one(connection, LogQueries("erasing", schema)("try_change"), {"topic": f"{schema}.{topic}"})
+    return bool(row[0])

@@ -1,0 +1,45 @@
+-- parts of erasing
+
+-- part chosen -- Whether an event is to be erased; with `copies` only events that were redriven.
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR eql_metadata ->> 'redriven_from' IS NOT NULL)
+    AND {erased} IS NOT TRUE)
+
+-- part events -- The events of a block.
+unnest(b.eql_keys, b.eql_values, b.eql_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
+
+-- part found -- The blocks of a range that have events of the keys which are not erased, and how many of each key.
+found AS MATERIALIZED (
+    SELECT eql_id, eql_key, count(*) AS events
+    FROM (
+        SELECT b.eql_id, e.eql_key, e.eql_value, e.eql_metadata
+        FROM {schema}.{block_table} b
+        CROSS JOIN LATERAL {events}
+        WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_keys && %(keys)s::text[]
+    ) log
+    WHERE {chosen}
+    GROUP BY eql_id, eql_key
+)
+
+-- part sums -- How many events of each key were found.
+SELECT eql_key, sum(events)::bigint FROM found GROUP BY eql_key
+
+-- count -- How many events of each key a range of a log has that are not erased.
+WITH {found}
+{sums};
+
+-- erase -- Erase the events of keys in a range of a log; how many of each key. A second call finds none.
+WITH {found}, changed AS (
+    UPDATE {schema}.{block_table} b
+    SET eql_values = ARRAY(
+            SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END
+            FROM {events}
+            ORDER BY e.number
+        ),
+        eql_metadata = ARRAY(
+            SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
+            FROM {events}
+            ORDER BY e.number
+        )
+    WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_id = ANY (ARRAY(SELECT found.eql_id FROM found))
+)
+{sums};

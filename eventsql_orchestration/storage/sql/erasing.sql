@@ -1,0 +1,78 @@
+-- part erased -- Whether an event was erased: its value is empty, and its metadata begins with the mark.
+(octet_length(eql_value) = 0 AND starts_with(eql_metadata::text, '{{"eventsql_erased":'))
+
+-- part marked -- The metadata of an event once it is erased: the mark, and the names of a dead letter that are `kept`.
+(%(mark)s::text || CASE WHEN json_typeof(eql_metadata) = 'object' THEN coalesce((
+    SELECT string_agg(',' || to_json(each.key)::text || ':' || each.value::text, '')
+    FROM json_each(eql_metadata) AS each WHERE each.key = ANY (%(kept)s::text[])
+), '') ELSE '' END || '}}')::json
+
+-- part wanted -- Whether an event is to be erased; with `copies` only events that were redriven.
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR eql_metadata ->> 'redriven_from' IS NOT NULL) AND NOT {erased})
+
+-- part window -- The events to erase in a range of ids.
+eql_id > %(after)s AND eql_id <= %(upto)s AND {wanted}
+
+-- part by_key -- How many events of each key a statement found.
+SELECT eql_key, count(*) FROM found GROUP BY eql_key
+
+-- count -- How many events of each key a range of a log has that are not erased.
+WITH found AS (SELECT eql_key FROM {schema}.{log_table} WHERE {window})
+{by_key};
+
+-- erase -- Erase the events of keys in a range of a log; how many of each key. A second call finds none.
+WITH found AS (
+    UPDATE {schema}.{log_table} SET eql_value = '', eql_metadata = {marked} WHERE {window}
+    RETURNING eql_key
+)
+{by_key};
+
+-- ends -- The first id of a log's table after an id, and the last; NULL without one.
+SELECT min(eql_id), max(eql_id) FROM {schema}.{log_table} WHERE eql_id > %(after)s;
+
+-- part buffered -- The same in the buffer. Blocks of events have no key there.
+(eql_topic, eql_id) > (%(topic)s, %(after)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s) AND {wanted}
+
+-- count_buffered -- How many events of each key a range of the buffer has that are not erased.
+WITH found AS (SELECT eql_key FROM {schema}.event_buffer WHERE {buffered})
+{by_key};
+
+-- erase_buffered -- Erase the events of keys in a range of the buffer; how many of each key.
+WITH found AS (
+    UPDATE {schema}.event_buffer SET eql_value = '', eql_metadata = {marked} WHERE {buffered}
+    RETURNING eql_key
+)
+{by_key};
+
+-- buffered_end -- The buffer id that ends the next range of at most `limit` events of a topic; NULL without events.
+SELECT max(eql_id) FROM (
+    SELECT eql_id FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(after)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+    ORDER BY eql_topic, eql_id
+    LIMIT %(limit)s
+) next;
+
+-- try_change -- Keep other programs from changing stored events of a topic until the transaction ends, or find that one
+-- is at it.
+SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074603));
+
+-- copy_events -- Read and copy events of a topic, or of its dead letters, in this transaction. An erasure waits for its
+-- end before it looks for copies.
+SELECT pg_advisory_xact_lock_shared(hashtextextended(%(topic)s, 6074604));
+
+-- await_copies -- Wait until the transactions have ended that copy events of the topic.
+SELECT pg_advisory_xact_lock(hashtextextended(%(topic)s, 6074604));
+
+-- failing -- The partitions of a topic's consumers with a failed event: name, partition, offset of the event.
+SELECT eql_name, eql_partition, eql_failed_event_id FROM {schema}.consumer
+WHERE eql_topic = %(topic)s AND eql_failed_event_id IS NOT NULL AND eql_failure <> %(failure)s;
+
+-- replace_failure -- Replace the text of a failure, which may quote the event.
+UPDATE {schema}.consumer SET eql_failure = %(failure)s
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s AND eql_failed_event_id = %(event)s;
+
+-- may_vacuum -- Whether the current role may vacuum a table.
+SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(%(table)s);
+
+-- vacuum -- Remove the former versions of changed rows from a table.
+VACUUM {schema}.{table};

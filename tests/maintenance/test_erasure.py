@@ -1,0 +1,414 @@
+"""Erasing the events of a key: wherever they are stored, beside everything that moves and copies events."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.maintenance import erasure
+from eventsql_orchestration.maintenance.erasure import Erasure, digest_of
+from eventsql_orchestration.model import BLOCKS, ROWS, OffsetRange, Storage
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.blocks import Block, new_mark, prefix
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
+from eventsql_orchestration.storage import log_form, log_table, segments
+from eventsql_orchestration.storage.copy_out import range_query
+from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
+from tests.fixtures import Sessions, UntilBlocked
+
+SECRET = b"the secret of ann"
+
+FORMS = (ROWS, BLOCKS)
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest, platform: EventSQL) -> Storage:
+    """A topic of three partitions in each form, with a dead letter topic."""
+    found: Storage = request.param
+    platform.registry.register_topic(Topic("orders", 3, storage=found)).register_topic(Topic("orders_dlt"))
+    return found
+
+
+def publish(platform: EventSQL, *keys: str | None, value: bytes = SECRET) -> None:
+    platform.publisher.publish_all(
+        Publication("orders", value + b" %d" % number, key=key, metadata={"of": value.decode()} if number % 2 else {})
+        for number, key in enumerate(keys)
+    )
+
+
+def events(platform: EventSQL, topic: str = "orders") -> list[Event]:
+    platform.transfer.run_once()
+    return platform.reader.read(topic)
+
+
+def tables_with(platform: EventSQL, secret: bytes = SECRET) -> set[str]:
+    """The tables of the database with a row that holds the bytes, as text or as bytea."""
+    found = set()
+    with platform.database.connection() as connection:
+        names = connection.execute(
+            "SELECT tablename FROM pg_tables WHERE schemaname = 'eventsql' AND tablename !~ '_segment_'"
+        ).fetchall()
+        for (name,) in names:
+            query = sql.SQL("SELECT FROM eventsql.{} AS t WHERE t::text ~ %s LIMIT 1").format(sql.Identifier(name))
+            if connection.execute(query, [f"{secret.decode()}|{secret.hex()}"]).fetchone() is not None:
+                found.add(name)
+    return found
+
+
+def stage(platform: EventSQL, *keys: str) -> uuid.UUID:
+    """Stage a block with an event of each key, as Spark's tasks do."""
+    mark, attempt = new_mark(), uuid.uuid4()
+    rows = b"".join(prefix(mark) + copy_format.encode(Publication("orders", SECRET, key=key), 0) for key in keys)
+    block = Block("orders", mark, rows, Counter({0: len(keys)}))
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.spark_staged_event "
+            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES (%s, 0, 'orders', -1, %b, %s)",
+            [attempt, block.pack(), psycopg.types.json.Json(block.metadata())],
+        )
+    return attempt
+
+
+# What is erased
+
+
+def test_the_events_of_a_key_lose_value_and_metadata_and_keep_their_offsets(platform: EventSQL, form: Storage) -> None:
+    publish(platform, *["ann", "bob", None] * 20)
+    before = events(platform)
+    publish(platform, "ann", "bob")
+
+    assert platform.eraser.plan("orders", ["ann"]) == Erasure("orders", 1, 20, 1, 0)
+    assert [each.value for each in platform.reader.read("orders")] == [each.value for each in before]
+    done = platform.eraser.execute("orders", ["ann"])
+    assert done == Erasure("orders", 1, 20, 1, 0, vacuumed=True)
+
+    after = events(platform)
+    assert len(after) == 62
+    for old, new in zip(before, after, strict=False):
+        kept = (new.id, new.partition, new.key, new.buffered_at, new.created_at)
+        assert kept == (old.id, old.partition, old.key, old.buffered_at, old.created_at)
+        assert new.erased == (new.key == "ann")
+        assert (new.value, list(new.metadata)) == (
+            (None, ["eventsql_erased"]) if new.erased else (old.value, list(old.metadata))
+        )
+    assert Counter(each.key for each in after if each.erased) == {"ann": 21}
+    with platform.database.connection() as connection:
+        assert log_table.broken_blocks(connection, "eventsql", "orders") == []
+
+
+def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, *["ann"] * 5)
+    platform.transfer.run_once()
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError(events[0].value.decode())
+
+    while platform.consumers.consume_once("orders", "mailer", refuse):
+        if platform.buffered():
+            break
+    publish(platform, "ann")
+    stage(platform, "ann", "ann")
+    published = stage(platform, "ann")
+    with platform.database.transaction() as connection:
+        staged = StagedBlocks("eventsql")
+        found = staged.find(connection, [published])
+        connection.execute(staged._blocks("place"), {"attempts": [published], "reference": -2})
+    assert len(found) == 1
+    assert tables_with(platform) >= {"event_buffer"}
+
+    done = platform.eraser.execute("orders", ["ann"])
+    assert done.dead_letters >= 1
+    assert tables_with(platform) == set()
+    # Staged values are compressed, so look at them once they are in the log.
+    platform.transfer.run_once()
+    assert all(each.erased for each in platform.reader.read("orders"))
+    assert tables_with(platform) == set()
+
+
+def test_a_staged_block_keeps_the_events_of_others(platform: EventSQL, form: Storage) -> None:
+    attempt = stage(platform, "ann", "bob", "ann")
+    assert platform.eraser.execute("orders", ["ann"]).buffered == 2
+    assert platform.eraser.execute("orders", ["ann"]).buffered == 0
+    with platform.database.transaction() as connection:
+        StagedBlocks("eventsql").publish(connection, [attempt])
+    found = events(platform)
+    assert [(each.key, each.value) for each in found] == [("ann", None), ("bob", SECRET), ("ann", None)]
+
+
+def test_a_second_erasure_finds_only_new_events(platform: EventSQL, form: Storage) -> None:
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+    platform.eraser.execute("orders", ["ann", "carl"])
+    publish(platform, "ann")
+    assert platform.eraser.plan("orders", ["ann"]) == Erasure("orders", 1, 0, 1, 0)
+    assert platform.eraser.execute("orders", ["bob", "ann"]).events == 1
+
+
+def test_spark_reads_an_erased_value_as_null(platform: EventSQL, form: Storage) -> None:
+    publish(platform, "ann", "bob", "ann", "bob")
+    platform.transfer.run_once()
+    platform.eraser.execute("orders", ["ann"])
+    with platform.database.connection() as connection:
+        table = log_form.stored_table(connection, "eventsql", "orders")
+        for columns in (["key", "value"], ["value", "headers", "key"]):
+            query = range_query("eventsql", table, OffsetRange("orders", -1, 0, 100), columns)
+            rows = [dict(zip(columns, row, strict=True)) for row in connection.execute(sql.SQL(query))]
+            assert {(row["key"], row["value"] is None) for row in rows} == {("ann", True), ("bob", False)}
+            assert len(rows) == 4
+
+
+def test_events_in_several_ranges_and_segments_are_erased(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 50)
+    monkeypatch.setattr(erasure, "RANGE_IDS", 30)
+    monkeypatch.setattr(erasure, "BUFFERED_ROWS", 3)
+    for _ in range(8):
+        publish(platform, *["ann", "bob"] * 5, "carl")
+        platform.transfer.run_once()
+    publish(platform, *["ann", "bob"] * 5)
+    assert platform.eraser.execute("orders", ["ann", "carl"]) == Erasure("orders", 2, 48, 5, 0, vacuumed=True)
+    found = events(platform)
+    assert [each.erased for each in found] == [each.key != "bob" for each in found]
+
+
+# Consumers
+
+
+def test_a_consumer_gets_an_erased_event_and_its_dead_letter_stays_erased(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    platform.eraser.execute("orders", ["ann"])
+    seen: list[Event] = []
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        seen.extend(events)
+        raise ValueError("no value")
+
+    while platform.consumers.consume_once("orders", "mailer", refuse):
+        pass
+    assert [(each.erased, each.value) for each in seen] == [(True, None)]
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.erased
+    assert letter.consumer == "mailer"
+    assert platform.dead_letters.plan_redrive("orders").redrives == 0
+    assert platform.dead_letters.redrive("orders") == 0
+
+
+def test_dead_letters_keep_their_cause_and_lose_what_quotes_the_event(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        raise KeyError(events[0].value)
+
+    while platform.consumers.consume_once("orders", "mailer", refuse):
+        pass
+    platform.transfer.run_once()
+    assert platform.eraser.execute("orders", ["ann"]).dead_letters == 1
+    letters = {each.key: each for each in platform.dead_letters.list("orders")}
+    assert letters["ann"].erased
+    assert not letters["bob"].erased
+    assert letters["ann"].origin is not None
+    assert letters["ann"].metadata["dlt_exception"] == "KeyError"
+    assert "dlt_message" not in letters["ann"].metadata
+    assert platform.dead_letters.redrive("orders") == 1
+
+
+def test_the_failure_of_an_erased_event_is_not_shown_any_more(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError(events[0].value.decode())
+
+    for _ in range(3):
+        platform.consumers.consume_once("orders", "mailer", refuse)
+    assert "consumer" in tables_with(platform)
+    platform.eraser.execute("orders", ["ann"])
+    assert FAILURE in {each.failure for each in platform.registry.consumer("orders", "mailer")}
+    assert tables_with(platform) == set()
+
+
+# Beside others
+
+
+def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+
+    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
+        if not events[0].erased:
+            platform.eraser.execute("orders", ["ann"])
+        raise ValueError("too late")
+
+    while platform.consumers.consume_once("orders", "mailer", erase_and_refuse):
+        pass
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("orders")
+    assert letter.erased
+    assert tables_with(platform) == set()
+
+
+def test_an_erasure_waits_for_dead_letters_that_are_being_redriven(
+    platform: EventSQL, direct_dsn: str, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError("no")
+
+    while platform.consumers.consume_once("orders", "mailer", refuse):
+        pass
+    platform.transfer.run_once()
+    # A redrive has read the letter, and stops before it publishes.
+    gate = sessions()
+    gate.execute("LOCK TABLE eventsql.event_buffer IN SHARE MODE")
+    redriven: list[int] = []
+
+    def redrive() -> None:
+        with EventSQL(direct_dsn, transfer=False) as other:
+            redriven.append(other.dead_letters.redrive("orders"))
+
+    redriving = threading.Thread(target=redrive)
+    redriving.start()
+    until_blocked()
+    done: list[Erasure] = []
+    with EventSQL(direct_dsn, transfer=False) as eraser:
+        erasing = threading.Thread(target=lambda: done.append(eraser.eraser.execute("orders", ["ann"])))
+        erasing.start()
+        until_blocked(2)
+        gate.commit()
+        redriving.join()
+        erasing.join()
+    assert redriven == [1]
+    assert [(each.buffered, each.dead_letters) for each in done] == [(1, 1)]
+    assert tables_with(platform) == set()
+    assert all(each.erased for each in events(platform))
+
+
+def test_a_batch_of_the_transfer_under_way_is_erased_where_it_ends(
+    platform: EventSQL, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    publish(platform, *["ann"] * 3)
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    done: list[Erasure] = []
+    erasing = threading.Thread(target=lambda: done.append(platform.eraser.execute("orders", ["ann"])))
+    erasing.start()
+    until_blocked()
+    holder.commit()
+    erasing.join()
+    assert done[0].events + done[0].buffered == 3
+    assert all(each.erased for each in events(platform))
+
+
+def test_two_erasures_of_a_topic_exclude_each_other(
+    platform: EventSQL, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
+    publish(platform, "ann")
+    holder = sessions()
+    holder.execute("SELECT pg_advisory_xact_lock(hashtextextended('eventsql.orders', 6074603))")
+    with pytest.raises(DatabaseBusyError):
+        platform.eraser.execute("orders", ["ann"])
+    holder.commit()
+    assert platform.eraser.execute("orders", ["ann"]).buffered == 1
+
+
+# Interruptions and records
+
+
+@pytest.mark.parametrize("steps", range(1, 4))
+def test_an_interrupted_erasure_goes_on_and_has_one_record(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch, steps: int
+) -> None:
+    monkeypatch.setattr(erasure, "RANGE_IDS", 5)
+    publish(platform, *["ann", "bob"] * 10)
+    platform.transfer.run_once()
+    publish(platform, "ann")
+    stage(platform, "ann")
+    left = [steps]
+    note = erasure._Run._note
+
+    def die(self: Any, connection: Connection, column: str, counts: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise KeyboardInterrupt
+        note(self, connection, column, counts)
+
+    monkeypatch.setattr(erasure._Run, "_note", die)
+    with pytest.raises(KeyboardInterrupt):
+        platform.eraser.execute("orders", ["ann"], requested_by="ticket 7")
+    monkeypatch.setattr(erasure._Run, "_note", note)
+    (record,) = platform.eraser.records("orders")
+    assert record.finished_at is None
+    platform.eraser.execute("orders", ["ann"], requested_by="ticket 8")
+    (record,) = platform.eraser.records("orders", key="ann")
+    assert record.events + record.buffered == 12
+    assert record.finished_at is not None
+    assert (record.requested_by, record.key_digest) == ("ticket 7", digest_of("ann"))
+    assert all(each.erased == (each.key == "ann") for each in events(platform))
+
+
+def test_a_record_has_no_key_and_outlives_the_topic(platform: EventSQL, form: Storage) -> None:
+    publish(platform, "ann@example.org")
+    platform.eraser.execute("orders", ["ann@example.org"])
+    platform.registry.unregister_topic("orders", force=True)
+    assert tables_with(platform, b"ann@example.org") == set()
+    (record,) = platform.eraser.records(key="ann@example.org")
+    assert (record.topic, record.buffered, record.requested_by) == ("orders", 1, None)
+
+
+def test_old_records_are_pruned_by_retention(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.eraser.execute("orders", ["ann", "bob"])
+    with platform.database.connection() as connection:
+        connection.execute(
+            "UPDATE eventsql.erasure SET eql_started_at = now() - interval '3651 days' WHERE eql_key_digest = %s",
+            [digest_of("ann")],
+        )
+    platform.retention.run_once()
+    assert [each.key_digest for each in platform.eraser.records()] == [digest_of("bob")]
+
+
+def test_a_segment_that_retention_has_detached_is_waited_for(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    monkeypatch.setattr(LogEraser, "leaving", lambda *_: ["orders_segment_0"])
+    monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
+    with pytest.raises(DatabaseBusyError):
+        platform.eraser.execute("orders", ["ann"])
+    (record,) = platform.eraser.records()
+    assert record.finished_at is None
+
+
+def test_bad_arguments_are_refused_before_anything_is_written(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    for keys in ([], "ann", ["nul\x00"], ["k"] * 1_001):
+        with pytest.raises(ValidationError):
+            platform.eraser.execute("orders", keys)
+    with pytest.raises(TopicNotFoundError):
+        platform.eraser.execute("payments", ["ann"])
+    assert platform.eraser.records() == []
