@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -342,3 +343,32 @@ def test_an_event_that_was_passed_meanwhile_neither_blocks_nor_fails_its_partiti
     assert condition(state) == "blocked"
     assert condition(replace(state, attempts=1)) == "retrying"
     assert condition(replace(state, last_event_id=8)) == "active"
+
+
+def test_erasing_is_a_plan_first_and_is_recorded(run: Run, platform: EventSQL, topic: str, tmp_path: Path) -> None:
+    platform.publisher.publish_all(Publication(topic, b"secret", key=key) for key in ("ann", "bob", "carl", "ann"))
+    platform.transfer.run_once()
+    keys = tmp_path / "keys.txt"
+    keys.write_text("carl\n\nnobody\n", encoding="utf-8")
+    asked = ("topic", "erase", topic, "--key", "ann", "--key-file", keys)
+
+    planned = run(*asked)
+    assert "nothing is erased" in planned.stderr
+    assert "secret" in run("tail", topic).stdout
+    assert run("topic", "erasures", topic, "--json").stdout.strip() == "[]"
+
+    done = json.loads(run(*asked, "--execute", "--requested-by", "ticket 812", "--json").stdout)
+    assert (done["keys"], done["events"], done["vacuumed"], done["executed"]) == (3, 3, True, True)
+    assert [each.value for each in platform.reader.read(topic)].count(b"secret") == 1
+    (record,) = json.loads(run("topic", "erasures", "--key", "ann", "--json").stdout)
+    assert (record["events"], record["requested_by"]) == (2, "ticket 812")
+    assert "ticket 812" in run("topic", "erasures", topic).stdout
+
+
+def test_an_erasure_needs_keys(run: Run, topic: str, tmp_path: Path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff")
+    assert run("topic", "erase", topic).exit_code == 2
+    for file in (tmp_path / "none", tmp_path / "bytes"):
+        result = run("topic", "erase", topic, "--key-file", file, "--execute")
+        assert result.exit_code == 1
+        assert str(file.name) in result.stderr

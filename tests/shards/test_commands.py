@@ -359,3 +359,14 @@ def test_bench_stream_measures_servers_of_its_own(tmp_path: Path, given: list[st
         assert of[f"{name}_2_shards{what}_to_1"]["value"] == pytest.approx(two["value"] / one["value"])
     assert not (tmp_path / "home" / "bench-shards").exists(), "the servers are gone"
     assert "share" in result.stderr
+
+
+def test_an_erasure_erases_on_each_shard(orders: Run) -> None:
+    options = [option for key in KEYS for option in ("--key", key)]
+    done = json.loads(orders("topic", "erase", "orders", *options, "--execute", "--json").stdout)
+    assert (done["keys"], done["events"]) == (len(KEYS), len(KEYS))
+    records = objects(orders("topic", "erasures", "orders", "--json"))
+    assert {each["shard"] for each in records} == {"shard-1", "shard-2"}
+    assert sum(int(str(each["events"])) for each in records) == len(KEYS)
+    events = lines(orders("consume", "orders", "mailer"))
+    assert [each["value"] for each in events] == [None] * len(KEYS)

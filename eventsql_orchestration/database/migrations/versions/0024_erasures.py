@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0023"
-down_revision = "0022"
+revision = "0024"
+down_revision = "0023"
 
 # A key may be personal data itself, so a record has its SHA-256 only.
 _RECORDS = """
