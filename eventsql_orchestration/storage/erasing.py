@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Final
 
+import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection
@@ -117,9 +118,13 @@ class LogEraser:
         vacuumed = True
         for table in (*tables, "event_buffer", "spark_staged_event"):
             name = {"table": sql.Identifier(self._schema, table).as_string(connection)}
-            if fetch_first(connection, self._queries("may_vacuum"), name) == (True,):
+            if fetch_first(connection, self._queries("may_vacuum"), name) != (True,):
+                vacuumed = False
+                continue
+            try:
                 connection.execute(self._queries("vacuum", table=table))
-            else:
+            except (psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+                # Retention has dropped the segment, or the session's own limits are too short.
                 vacuumed = False
         return vacuumed
 
