@@ -48,13 +48,16 @@ def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Machine:
     """A daemon with its code servers and runs, which can all die at once."""
 
-    def __init__(self, home: Path, *, location: str = "tests.dagster.stopping_location", name: str = "daemon") -> None:
+    def __init__(
+        self, home: Path, *, location: str = "tests.dagster.stopping_location", name: str = "daemon",
+        **environment: str,
+    ) -> None:  # fmt: skip
         self._log = home / f"{name}.log"
         with self._log.open("ab") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.dagster.stopping", "run", "-m", location],
                 cwd=ROOT,
-                env={**os.environ, **PATIENT, "DAGSTER_HOME": str(home)},
+                env={**os.environ, **PATIENT, **environment, "DAGSTER_HOME": str(home)},
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -163,6 +166,34 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
     assert len(dead) >= 2
     assert all(Worker.of(run.run_id, run.tags) is not None for run in dead), "the launcher forked them"
+
+
+def timed_out(bench: Workbench) -> int:
+    """How many ticks of sensors failed because their code server did not answer in time."""
+    ticks = [
+        tick
+        for state in bench.instance.all_instigator_state()
+        for tick in bench.instance.get_ticks(state.instigator_origin_id, state.selector_id)
+    ]
+    return sum(tick.error is not None and "DEADLINE_EXCEEDED" in str(tick.error) for tick in ticks)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_ticks_that_hang_for_longer_than_dagster_waits_lose_nothing_and_do_nothing_twice(
+    orders: Workbench, home: Path
+) -> None:
+    """Dagster gives a tick up after its claim and evaluates the next one; the first goes on in the code server."""
+    point = stopping.AFTER_THE_CLAIM
+    ids = orders.publish("orders", 10)
+    with Machine(home, DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS="5"):
+        with held(orders.platform, point):
+            await_stop(orders, point)
+            await_(lambda: timed_out(orders) >= 2, "two ticks that Dagster gave up", timeout=SLOW)
+        ids += orders.publish("orders", 10)
+        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", timeout=SLOW)
+        await_(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs", timeout=SLOW)
+    assert orders.effects() == ids
 
 
 @pytest.mark.nightly
