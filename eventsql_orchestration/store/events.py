@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field, is_dataclass
 from typing import Any, ClassVar, TypeAlias
 from uuid import UUID
@@ -122,7 +123,8 @@ class Events:
             raise ChangeSchemaError(
                 f"{of} has schema version {schema_version}, and this process knows {found.schema_version}: upgrade it"
             )
-        current = dict(data)
+        # An upcaster may alter what it is given, and a stored change is read again.
+        current = deepcopy(dict(data)) if schema_version < found.schema_version else dict(data)
         try:
             for version in range(schema_version, found.schema_version):
                 current = dict(found.upcasters[version](current))
@@ -136,17 +138,19 @@ class Events:
 
 @checked
 class EventAggregate(Aggregate):
-    """An aggregate whose changes are events of declared types: `when` alters its state by one::
+    """An aggregate whose changes are events of declared types. `when` alters its state by one.
 
-    class Order(EventAggregate):
-        aggregate_type = "order"
-        events = Events([EventType("placed", Placed)])
+    For example::
 
-        def place(self, price: int) -> None:
-            self.record_event(Placed(price))
+        class Order(EventAggregate):
+            aggregate_type = "order"
+            events = Events([EventType("placed", Placed)])
 
-        def when(self, event: Placed) -> None:
-            self.price = event.price
+            def place(self, price: int) -> None:
+                self.record_event(Placed(price))
+
+            def when(self, event: Placed) -> None:
+                self.price = event.price
     """
 
     events: ClassVar[Events]

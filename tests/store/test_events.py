@@ -131,6 +131,22 @@ def test_changes_of_earlier_versions_are_read_in_their_newest_form(accounts: Rep
     assert store.load("account", "1")[0].data == {"amount": 3}
 
 
+def test_an_upcaster_that_alters_its_argument_alters_no_stored_change(store: Store) -> None:
+    def add(data: dict[str, Any]) -> dict[str, Any]:
+        data["names"].append("new")
+        return data
+
+    @dataclass
+    class Named:
+        names: list[str]
+
+    store.append("account", "1", [Change("named", {"names": ["old"]})], expected_version=0)
+    (change,) = store.load("account", "1")
+    events = Events([EventType("named", Named, 2, {1: add})])
+    assert events.read(change) == events.read(change) == Named(["old", "new"])
+    assert change.data == {"names": ["old"]}
+
+
 @given(st.lists(st.tuples(st.integers(1, 3), st.integers(0, 10**6)), max_size=20))
 def test_any_mix_of_versions_is_the_sum_of_what_was_meant(deposits: list[tuple[int, int]]) -> None:
     forms: dict[int, Callable[[int], dict[str, Any]]] = {
