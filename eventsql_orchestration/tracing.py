@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, ParamSpec, Protocol, TypeVar
 
 from eventsql_orchestration.consuming.batch import check_runs
@@ -154,12 +154,12 @@ class TracedPublisher:
         """See `ClusterPublisher.publish_all`. One span is for all events; it has the name of the first one's topic."""
         check_many(publications)
         events = iter(publications)
-        first = next(events, None)
-        if first is None:
+        first = tuple(islice(events, 1))
+        if not first:
             return 0
-        with self._span(getattr(first, "topic", None)) as span:
+        with self._span(getattr(first[0], "topic", None)) as span:
             context = current_context()
-            carrying_all = (_with(each, context) for each in chain((first,), events))
+            carrying_all = (_with(each, context) for each in chain(first, events))
             published = self._publisher.publish_all(carrying_all, connection=connection)
             span.set_attribute("messaging.batch.message_count", published)
             return published

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
@@ -42,8 +42,6 @@ _LEAST_ROWS: Final = 3
 
 _STOPPED: Final = (LagCause.BLOCKED, LagCause.RETRYING, LagCause.PAUSED, LagCause.HELD_BACK)
 """The causes of partitions that do not go on by themselves, or not at once; the worst first."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

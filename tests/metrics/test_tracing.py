@@ -175,6 +175,9 @@ def test_what_would_not_run_is_refused(orders: EventSQL, traces: Traces) -> None
         traces.tracing.publisher(orders.publisher).publish(b"tea")  # type: ignore[arg-type]
     with pytest.raises(ValidationError):
         traces.tracing.publisher(orders.publisher).publish_all([b"tea"])  # type: ignore[list-item]
+    with pytest.raises(ValidationError):
+        traces.tracing.publisher(orders.publisher).publish_all([None, Publication("orders", b"")])  # type: ignore[list-item]
+    assert stored(orders) == []
 
 
 def test_a_run_of_dagster_belongs_to_the_trace_of_its_publication(orders: EventSQL, dsn: str, traces: Traces) -> None:
