@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import dagster as dg
 import psycopg
@@ -13,21 +13,15 @@ import sqlalchemy
 from pydantic import Field, PrivateAttr, field_validator
 from sqlalchemy import event
 
-from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, OffsetRange, Publication, Shard, Topic
-from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, lineage
 from eventsql_orchestration.database import Connection, is_pooled
 from eventsql_orchestration.database.urls import parse_dsn
-from eventsql_orchestration.errors import ConfigurationError, ShardSetError, ShardUnavailableError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
-from eventsql_orchestration.orchestration.shards import shards_of
-from eventsql_orchestration.spark import FORMAT, range_options
-from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.orchestration.access import PlatformAccess
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
-
-if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
 
 RESOURCE_KEY = "eventsql"
 """The resource name of a code location's `EventSQLResource`; the builders of this package require it."""
@@ -36,7 +30,7 @@ CONNECT_SECONDS: Final = 3
 """Connect timeout of a tick in seconds, for one of several shards whose URL sets none: the other shards wait."""
 
 
-class EventSQLResource(dg.ConfigurableResource[Any]):
+class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
     """The events platform on one database, or over several that are its shards.
 
     The first use of `platform` connects. The end of the run or the tick closes all connections. The ticks of the
@@ -93,38 +87,6 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
                 self._platform = EventSQL(*split_urls(self.dsn), schema=self.db_schema, transfer=False)
             return self._platform
 
-    @property
-    def shards(self) -> tuple[Shard, ...]:
-        """Each database by itself; see `EventSQL.shards`.
-
-        If there are several, raises `ShardSetError` if they are not the shards of one set, and
-        `DatabaseUnavailableError` if none can be reached.
-        """
-        return shards_of(self.platform)
-
-    def shard(self, name: str | None) -> Shard:
-        """One shard by its name. An only database has no name: pass None.
-
-        Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
-        `ShardUnavailableError` if the shard cannot be found because shards are down.
-        """
-        shards = self.shards
-        if len(shards) == 1 and name is None:
-            return shards[0]
-        for each in shards:
-            if name is not None and each.name == name:
-                return each
-        known = ", ".join(each.name for each in shards if each.name is not None)
-        if name is None:
-            raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
-        if len(shards) == 1:
-            raise ShardSetError(
-                f"there is no shard {name!r}: `dsn` of EventSQLResource names one database, {shards[0].database}"
-            )
-        if down := ", ".join(str(each.database) for each in shards if each.name is None):
-            raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
-        raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
-
     def separate(self) -> EventSQL:
         """A platform that outlives the tick. The caller closes it. It never migrates the schema."""
         return EventSQL(*split_urls(self.dsn), schema=self.db_schema, migrate=False, transfer=False)
@@ -158,36 +120,6 @@ class EventSQLResource(dg.ConfigurableResource[Any]):
         for shard in platform.shards:
             event.listen(shard.database.engine, "connect", limit)
         return platform
-
-    def read_range(
-        self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None, shard: str | None = None
-    ) -> DataFrame:
-        """The events of a claim, or of a range, as a DataFrame of the `eventsql` data source.
-
-        For a claim, the frame holds the uncommitted events that match the consumer's filter, on the claim's shard.
-        Spark reads them when the frame is first evaluated; this raises `ClaimLostError` if the claim is over by then.
-        For a range, the frame holds every event, claimed or not. Offsets belong to one `shard`: name it if there are
-        several. `columns` is a schema, for example `"key string, value binary"`: no other column is fetched.
-        """
-        if isinstance(events, Claim):
-            wanted, on = {"claim": str(events.id)}, events.shard
-        else:
-            wanted, on = range_options(events), shard
-        reader = spark.read.format(FORMAT).options(**self.spark_options(self.shard(on).name), **wanted)
-        if columns is not None:
-            reader = reader.schema(columns)
-        return reader.load()
-
-    def spark_options(self, shard: str | None = None) -> Mapping[str, str]:
-        """The options of the `eventsql` data source that name all shards, or one shard. They hold passwords."""
-        source = self.source(shard)
-        return {"dsn": source.dsn, "schema": source.schema}
-
-    def source(self, shard: str | None = None) -> Source:
-        """All shards, or one shard, as Spark's tasks know them, with passwords. Raises as `shard`."""
-        shards = self.platform.shards if shard is None else (self.shard(shard),)
-        databases = [each.database for each in shards]
-        return Source(" ".join(each.dsn for each in databases), self.db_schema, ", ".join(map(str, databases)))
 
     def teardown_after_execution(self, context: dg.InitResourceContext) -> None:  # noqa: ARG002 - Dagster gives it
         with self._lock:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from eventsql_orchestration.consuming.claim_pruning import RUN_OWNER
 
 
@@ -13,3 +15,20 @@ def owner_of_run(run_id: str) -> str:
 def run_of_owner(owner: str) -> str | None:
     """The run that owns a claim; None for any other owner, for example a tick."""
     return owner.removeprefix(RUN_OWNER) if owner.startswith(RUN_OWNER) else None
+
+
+AIRFLOW_OWNER: Final = "airflow "
+"""Prefix of the owner of a claim if it is a run of a DAG of Airflow's."""
+
+AIRFLOW_TRIGGER: Final = "airflow trigger"
+"""The owner of a claim that a trigger made, until a task takes it over."""
+
+
+def airflow_run(dag_id: str, run_id: str) -> str:
+    """The name of a run of a DAG, which is also the owner of its claims."""
+    return f"{AIRFLOW_OWNER}{dag_id}/{run_id}"
+
+
+def owner_of(run: str) -> str:
+    """The owner of the claims of a run as events name it: Dagster's id, or `airflow_run`."""
+    return run if run.startswith(AIRFLOW_OWNER) else owner_of_run(run)

@@ -17,7 +17,7 @@ import pytest
 import requests
 from click.testing import Result
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -31,6 +31,7 @@ from eventsql_orchestration.dagster import (
     topic_key,
 )
 from eventsql_orchestration.dagster.local.dagster_process import free_port
+from eventsql_orchestration.orchestration.owners import airflow_run
 
 Run = Callable[..., Result]
 
@@ -385,3 +386,23 @@ def test_a_missing_event_is_one_line(
     result = run("trace", *arguments)
     assert (result.exit_code, result.stdout) == (code, "")
     assert message in result.stderr
+
+
+def test_an_event_that_a_run_of_airflow_published_is_traced_to_what_it_read(run: Run, pipeline: Pipeline) -> None:
+    end = pipeline.publish(3)
+    platform = pipeline.platform
+    platform.registry.register_consumer(Consumer("rides", "sums"))
+    claim = platform.claims.claim("rides", "sums", owner=airflow_run("dag", "manual__1"), max_wait=0.0)
+    assert isinstance(claim, Claim)
+    metadata = {"airflow_dag_id": "dag", "airflow_run_id": "manual__1", "airflow_task_id": "sum_up"}
+    platform.publisher.publish(Publication("sums", b"3", metadata={**metadata, "airflow_map_index": "4"}))
+    platform.transfer.run_once()
+    with platform.database.transaction() as connection:
+        platform.claims.commit(connection, claim)
+
+    found, _ = trace(run, "sums", platform.reader.end("sums"))
+    assert (found["run_id"], found["asset"], found["partition"]) == ("airflow dag/manual__1", "sum_up", "4")
+    (read,) = found["inputs"]
+    assert (read["topic"], read["consumer"], read["claim"], read["upto"]) == ("rides", "sums", claim.id, end)
+    (origin,) = read["origins"]
+    assert (origin["events"], origin["run_id"]) == (3, None)

@@ -31,12 +31,12 @@ from eventsql_orchestration.dagster import (
     topic_key,
 )
 from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_RANGES, PUBLISHED_TOPIC
-from eventsql_orchestration.dagster.lineage.origin import SHARD
 from eventsql_orchestration.dagster.monitoring.lag_sensor import observe_lag
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, WrongShardError
+from eventsql_orchestration.orchestration.provenance import SHARD
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.dagster.conftest import EFFECTS, Workbench

@@ -21,9 +21,10 @@ from eventsql_orchestration.dagster import (
     range_asset,
     share_runs,
 )
-from eventsql_orchestration.dagster.lineage.origin import SHARD, Origin, claim_of, shard_of
+from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.trace.runs import StoredRuns
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, ShardSetError
+from eventsql_orchestration.orchestration.provenance import SHARD, claim_of, shard_of
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 

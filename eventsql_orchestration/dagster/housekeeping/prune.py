@@ -19,7 +19,6 @@ import sqlalchemy as sa
 from eventsql_orchestration import Shard
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
 from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.lineage.origin import claim_of, run_of
 from eventsql_orchestration.dagster.shards import OnShards
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
@@ -32,6 +31,7 @@ from eventsql_orchestration.dagster.tags import (
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, read_key
+from eventsql_orchestration.orchestration.provenance import claim_of, run_of
 
 BATCH: Final = 1_000
 """Rows that one statement deletes: a few milliseconds, during which nobody waits."""

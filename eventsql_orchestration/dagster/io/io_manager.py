@@ -236,7 +236,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         return [event for _, batch in self._batches(selections) for event in batch]
 
     def _load_arrow_reader(self, selections: Sequence[Selection]) -> Any:
-        from eventsql_orchestration.dagster.io.frames import events_as_arrow  # noqa: PLC0415 - pyarrow takes 0.2 s to load
+        from eventsql_orchestration.orchestration.frames import events_as_arrow  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
         return events_as_arrow(self._batches(selections), shards=len(self.eventsql.platform.shards) > 1)
 
@@ -253,7 +253,7 @@ def _plain(value: Any) -> Any:
 
 def _form(annotation: Any) -> str:
     """The suffix of the `_load_…` method for an annotation. Raises `ConfigurationError` for any other annotation."""
-    from eventsql_orchestration.dagster.io.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
+    from eventsql_orchestration.orchestration.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
 
     if annotation is Any or annotation is type(None) or is_spark_frame(annotation):
         return "spark"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.topics import topic_key
+from eventsql_orchestration.orchestration import publication
+from eventsql_orchestration.orchestration.publication import Span
 
 _LINKS: Final = (keys.PUBLISHED_RUN, keys.PUBLISHED_AS, keys.PUBLISHED_TO, keys.PUBLISHED_TRACE)
 
@@ -17,27 +19,12 @@ _OFFSETS: Final = (keys.PUBLISHED_FIRST, keys.PUBLISHED_LAST, keys.PUBLISHED_RAN
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """The offsets of the first and the last event that were published to a shard; None if there is one database."""
+class Published(publication.Published):
+    """A publication to a topic, with metadata for Dagster."""
 
-    shard: str | None
-    first: int
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A publication to a topic. `spans` is empty if nothing was published, and if the offsets are not known yet.
-
-    The events name `run_id` and `asset`. `repeated` says that they had been published before.
-    """
-
-    topic: str
-    events: int
-    run_id: str
-    asset: str | None = None
-    repeated: bool = False
-    spans: tuple[Span, ...] = ()
+    @classmethod
+    def of(cls, published: publication.Published) -> Published:
+        return cls(**{each.name: getattr(published, each.name) for each in fields(published)})
 
     def metadata(self) -> dict[str, Any]:
         """The metadata for a materialization. Other events can lie between the first and the last."""
@@ -54,11 +41,6 @@ class Published:
             metadata |= _offsets_of(self.spans)
             metadata[keys.PUBLISHED_TRACE] = keys.trace_command(self.topic, self.spans[-1].last, self.spans[-1].shard)
         return metadata
-
-    def __str__(self) -> str:
-        if self.repeated:
-            return f"run {self.run_id} had published the {self.events} events for topic {self.topic} before"
-        return f"published {self.events} events to topic {self.topic}"
 
 
 def _offsets_of(spans: Collection[Span]) -> dict[str, Any]:

@@ -17,10 +17,19 @@ from typing import Any, Final
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
-from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, asset_of, claim_of, shard_of
+from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID
 from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
-from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER, airflow_run, owner_of
+from eventsql_orchestration.orchestration.provenance import (
+    AIRFLOW_DAG,
+    AIRFLOW_MAP_INDEX,
+    AIRFLOW_RUN,
+    AIRFLOW_TASK,
+    asset_of,
+    claim_of,
+    shard_of,
+)
 from eventsql_orchestration.orchestration.shards import rows_of, shards_of
 from eventsql_orchestration.storage.ranges import LogRanges
 
@@ -119,9 +128,7 @@ class Tracer:
         at, metadata = event.buffered_at, event.metadata
         copied = _copied_from(event)
         # A copy keeps the metadata of its original, which names the run of the original.
-        run_id, asset, partition = (
-            None if copied else _text(metadata, name) for name in (RUN_ID, ASSET_KEY, PARTITION)
-        )
+        run_id, asset, partition = (None, None, None) if copied else _origin(metadata)
         traced = TracedEvents(event.topic, shard, run_id, asset, partition, 1, event.id, event.id, at, at)
         return self._trace_copy(traced, *copied) if copied else self._follow(traced, self.depth)
 
@@ -147,13 +154,15 @@ class Tracer:
         run_id = traced.run_id
         if run_id is None:
             return traced
+        orchestrator = "Airflow" if run_id.startswith(AIRFLOW_OWNER) else "Dagster"
         key = (run_id, traced.shard, traced.topic, traced.first, traced.last)
         if key in self._seen:
             return replace(traced, notes=("shown above",))
         self._seen.add(key)
 
-        run = self._run(run_id)
-        notes = ["Dagster has no such run any more"] if run is None and self.runs is not None else []
+        asked = self.runs is not None and orchestrator == "Dagster"
+        run = self._run(run_id) if asked else None
+        notes = ["Dagster has no such run any more"] if asked and run is None and self.runs is not None else []
         read = self._read_by(run_id, traced, run)
         if read and depth < 1:
             ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
@@ -163,7 +172,7 @@ class Tracer:
             notes.append(
                 "no claim names a topic that it read, and Dagster names none"
                 if run is not None
-                else "it had no claim; only Dagster knows what a run reads without one"
+                else f"it had no claim; only {orchestrator} knows what a run reads without one"
             )
         inputs = tuple(self._input(each, depth - 1) for each in read)
         return replace(traced, run=run, inputs=inputs, notes=tuple(notes))
@@ -200,7 +209,7 @@ class Tracer:
         return by_record or by_name or list(claimed)
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
-        values = {"owner": owner_of_run(run_id), "first": since, "last": until}
+        values = {"owner": owner_of(run_id), "first": since, "last": until}
         for shard, platform in self._shards.items():
             rows = rows_of(platform, "lineage", "claims_of_run", values)
             for claim, topic, consumer, partition, after, upto, _events, _state in rows:
@@ -233,6 +242,14 @@ def _copied_from(event: Event) -> tuple[str, int] | None:
     if topic is None or offset is None:
         topic, _, offset = (_text(event.metadata, REDRIVEN_FROM) or "").rpartition(":")
     return (topic, int(offset)) if topic and offset.isdecimal() and len(offset) <= OFFSET_DIGITS else None
+
+
+def _origin(metadata: Any) -> tuple[str | None, str | None, str | None]:
+    """The run of Dagster's or of Airflow's that published an event, its asset or task, and its partition."""
+    dag, run = _text(metadata, AIRFLOW_DAG), _text(metadata, AIRFLOW_RUN)
+    run_id = _text(metadata, RUN_ID) or (airflow_run(dag, run) if dag is not None and run is not None else None)
+    asset = _text(metadata, ASSET_KEY) or _text(metadata, AIRFLOW_TASK)
+    return run_id, asset, _text(metadata, PARTITION) or _text(metadata, AIRFLOW_MAP_INDEX)
 
 
 def _text(metadata: Any, name: str) -> str | None:

@@ -103,22 +103,25 @@ CROSS JOIN LATERAL unnest(array_fill(NULL::boolean, ARRAY[eql_events]), eql_meta
 -- time, because they are of its transaction; the asset excludes others of the same time.
 SELECT count(*), min(id), max(id), min(run)
 FROM (
-    SELECT id, metadata ->> 'dagster_run_id' AS run
+    SELECT id,
+           coalesce(metadata ->> 'dagster_run_id',
+                    ('airflow ' || (metadata ->> 'airflow_dag_id')) || ('/' || (metadata ->> 'airflow_run_id'))) AS run
     FROM ({described} WHERE eql_id > %(after)s) logged
     WHERE id > %(after)s
       AND published = %(at)s::timestamptz
-      AND coalesce(metadata ->> 'dagster_asset_key' = %(asset)s::text,
-                   metadata ->> 'dagster_asset_key' IS NULL AND %(asset)s::text IS NULL)
-      AND coalesce(metadata ->> 'dagster_partition' = %(partition)s::text,
-                   metadata ->> 'dagster_partition' IS NULL AND %(partition)s::text IS NULL)
+      AND coalesce(coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') = %(asset)s::text,
+                   metadata ->> 'dagster_asset_key' IS NULL AND metadata ->> 'airflow_task_id' IS NULL AND %(asset)s::text IS NULL)
+      AND coalesce(coalesce(metadata ->> 'dagster_partition', metadata ->> 'airflow_map_index') = %(partition)s::text,
+                   metadata ->> 'dagster_partition' IS NULL AND metadata ->> 'airflow_map_index' IS NULL AND %(partition)s::text IS NULL)
     ORDER BY id
     LIMIT %(events)s
 ) found;
 
 -- publishers -- Who published the events of a range: the number, the offsets and the times of each run's, and of the rest.
-SELECT metadata ->> 'dagster_run_id' AS run,
-       metadata ->> 'dagster_asset_key' AS asset,
-       metadata ->> 'dagster_partition' AS run_partition,
+SELECT coalesce(metadata ->> 'dagster_run_id',
+                ('airflow ' || (metadata ->> 'airflow_dag_id')) || ('/' || (metadata ->> 'airflow_run_id'))) AS run,
+       coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') AS asset,
+       coalesce(metadata ->> 'dagster_partition', metadata ->> 'airflow_map_index') AS run_partition,
        count(*), min(id), max(id), min(published), max(published)
 FROM ({described} WHERE {in_partition} {in_range}) logged
 WHERE id > %(after)s AND id <= %(upto)s

@@ -71,22 +71,25 @@ ORDER BY w.upto, e.eql_partition;
 -- time, because they are of its transaction; the asset excludes others of the same time.
 SELECT count(*), min(eql_id), max(eql_id), min(run)
 FROM (
-    SELECT eql_id, eql_metadata ->> 'dagster_run_id' AS run
+    SELECT eql_id,
+           coalesce(eql_metadata ->> 'dagster_run_id',
+                    ('airflow ' || (eql_metadata ->> 'airflow_dag_id')) || ('/' || (eql_metadata ->> 'airflow_run_id'))) AS run
     FROM {schema}.{event_table}
     WHERE eql_id > %(after)s
       AND eql_buffered_at::timestamptz = %(at)s::timestamptz
-      AND coalesce(eql_metadata ->> 'dagster_asset_key' = %(asset)s::text,
-                   eql_metadata ->> 'dagster_asset_key' IS NULL AND %(asset)s::text IS NULL)
-      AND coalesce(eql_metadata ->> 'dagster_partition' = %(partition)s::text,
-                   eql_metadata ->> 'dagster_partition' IS NULL AND %(partition)s::text IS NULL)
+      AND coalesce(coalesce(eql_metadata ->> 'dagster_asset_key', eql_metadata ->> 'airflow_task_id') = %(asset)s::text,
+                   eql_metadata ->> 'dagster_asset_key' IS NULL AND eql_metadata ->> 'airflow_task_id' IS NULL AND %(asset)s::text IS NULL)
+      AND coalesce(coalesce(eql_metadata ->> 'dagster_partition', eql_metadata ->> 'airflow_map_index') = %(partition)s::text,
+                   eql_metadata ->> 'dagster_partition' IS NULL AND eql_metadata ->> 'airflow_map_index' IS NULL AND %(partition)s::text IS NULL)
     ORDER BY eql_id
     LIMIT %(events)s
 ) found;
 
 -- publishers -- Who published the events of a range: the number, the offsets and the times of each run's, and of the rest.
-SELECT eql_metadata ->> 'dagster_run_id' AS run,
-       eql_metadata ->> 'dagster_asset_key' AS asset,
-       eql_metadata ->> 'dagster_partition' AS run_partition,
+SELECT coalesce(eql_metadata ->> 'dagster_run_id',
+                ('airflow ' || (eql_metadata ->> 'airflow_dag_id')) || ('/' || (eql_metadata ->> 'airflow_run_id'))) AS run,
+       coalesce(eql_metadata ->> 'dagster_asset_key', eql_metadata ->> 'airflow_task_id') AS asset,
+       coalesce(eql_metadata ->> 'dagster_partition', eql_metadata ->> 'airflow_map_index') AS run_partition,
        count(*), min(eql_id), max(eql_id),
        min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
 FROM {schema}.{event_table}

@@ -1,0 +1,88 @@
+"""A platform as an orchestrator's runs reach it: shard by shard, and from Spark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from eventsql_orchestration import EventSQL, OffsetRange, Shard
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.errors import ShardSetError, ShardUnavailableError
+from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.spark import FORMAT, range_options
+from eventsql_orchestration.spark.options import Source
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+
+class PlatformAccess:
+    """What a resource or a hook adds to its `platform`, whose tables are in `db_schema`."""
+
+    if TYPE_CHECKING:
+        # Not at run time: a subclass may be a pydantic model with a field of that name.
+        @property
+        def platform(self) -> EventSQL: ...
+
+        @property
+        def db_schema(self) -> str: ...
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Each database by itself; see `EventSQL.shards`.
+
+        If there are several, raises `ShardSetError` if they are not the shards of one set, and
+        `DatabaseUnavailableError` if none can be reached.
+        """
+        return shards_of(self.platform)
+
+    def shard(self, name: str | None) -> Shard:
+        """One shard by its name. An only database has no name: pass None.
+
+        Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
+        `ShardUnavailableError` if the shard cannot be found because shards are down.
+        """
+        shards = self.shards
+        if len(shards) == 1 and name is None:
+            return shards[0]
+        for each in shards:
+            if name is not None and each.name == name:
+                return each
+        known = ", ".join(each.name for each in shards if each.name is not None)
+        if name is None:
+            raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
+        if len(shards) == 1:
+            raise ShardSetError(f"there is no shard {name!r}: the URL names one database, {shards[0].database}")
+        if down := ", ".join(str(each.database) for each in shards if each.name is None):
+            raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
+        raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
+
+    def read_range(
+        self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None, shard: str | None = None
+    ) -> DataFrame:
+        """The events of a claim, or of a range, as a DataFrame of the `eventsql` data source.
+
+        For a claim, the frame holds the uncommitted events that match the consumer's filter, on the claim's shard.
+        Spark reads them when the frame is first evaluated; this raises `ClaimLostError` if the claim is over by then.
+        For a range, the frame holds every event, claimed or not. Offsets belong to one `shard`: name it if there are
+        several. `columns` is a schema, for example `"key string, value binary"`: no other column is fetched.
+        """
+        if isinstance(events, Claim):
+            wanted, on = {"claim": str(events.id)}, events.shard
+        else:
+            wanted, on = range_options(events), shard
+        reader = spark.read.format(FORMAT).options(**self.spark_options(self.shard(on).name), **wanted)
+        if columns is not None:
+            reader = reader.schema(columns)
+        return reader.load()
+
+    def spark_options(self, shard: str | None = None) -> Mapping[str, str]:
+        """The options of the `eventsql` data source that name all shards, or one shard. They hold passwords."""
+        source = self.source(shard)
+        return {"dsn": source.dsn, "schema": source.schema}
+
+    def source(self, shard: str | None = None) -> Source:
+        """All shards, or one shard, as Spark's tasks know them, with passwords. Raises as `shard`."""
+        shards = self.platform.shards if shard is None else (self.shard(shard),)
+        databases = [each.database for each in shards]
+        return Source(" ".join(each.dsn for each in databases), self.db_schema, ", ".join(map(str, databases)))

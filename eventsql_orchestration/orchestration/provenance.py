@@ -1,0 +1,87 @@
+"""Who publishes: the run and its asset or task, in the metadata of events and in the record of a publication."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+SHARD: Final = "eventsql_shard"
+"""In an event's metadata: the shard whose events the run consumed to make this one."""
+
+AIRFLOW_DAG: Final = "airflow_dag_id"
+AIRFLOW_RUN: Final = "airflow_run_id"
+AIRFLOW_TASK: Final = "airflow_task_id"
+AIRFLOW_MAP_INDEX: Final = "airflow_map_index"
+"""In the metadata of an event that a task of Airflow's has published."""
+
+_RUN: Final = "run "
+_CLAIM: Final = re.compile(r"claim (?P<id>\d+)(?: of (?P<shard>.+))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance(ABC):
+    """The origin of events: a run, and the asset or task and the partition that it computes, if any.
+
+    `root_run_id` is the same for a run and for all of its retries and re-executions. `shard` is the shard that the run
+    consumes on; None if there is one database.
+    """
+
+    run_id: str
+    root_run_id: str
+    asset: str | None = None
+    partition: str | None = None
+    shard: str | None = None
+
+    @abstractmethod
+    def metadata(self) -> dict[str, str]:
+        """What every event says of its origin."""
+
+    def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
+        """The id under which a publication is recorded. It is the same for every repetition of the publication.
+
+        It names the claim, which is on `shard`, or else the root run. `output` is the step or the output that
+        publishes.
+        """
+        of = "" if self.shard is None else f" of {self.shard}"
+        cause = f"{_RUN}{self.root_run_id}" if claim is None else f"claim {claim}{of}"
+        return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
+
+
+def asset_of(writer: str) -> str | None:
+    """The asset of an `Origin.writer`; None if it has none, or if the id has another form."""
+    asset = _read_writer(writer)[0]
+    return asset if isinstance(asset, str) else None
+
+
+def claim_of(writer: str) -> int | None:
+    """The claim of an `Origin.writer`; None if it had none."""
+    found = _claim(writer)
+    return None if found is None else int(found["id"])
+
+
+def shard_of(writer: str) -> str | None:
+    """The shard of that claim; None if there is one database."""
+    found = _claim(writer)
+    return None if found is None else found["shard"]
+
+
+def _claim(writer: str) -> re.Match[str] | None:
+    cause = _read_writer(writer)[-1]
+    return _CLAIM.fullmatch(cause) if isinstance(cause, str) else None
+
+
+def run_of(writer: str) -> str | None:
+    """The root run of an `Origin.writer` without a claim, else None."""
+    cause = _read_writer(writer)[-1]
+    return cause.removeprefix(_RUN) if isinstance(cause, str) and cause.startswith(_RUN) else None
+
+
+def _read_writer(writer: str) -> list[object]:
+    try:
+        parts = json.loads(writer)
+    except ValueError:
+        return [None]
+    return parts if isinstance(parts, list) and parts else [None]
