@@ -6,7 +6,9 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
 from assets.churn import pipeline as churn
+from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES
 from assets.rides import fares, projections, simulation, utilisation
+from assets.rides.effects import DRIVER_UTILISATION, ZONE_FARES
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
 from eventsql_orchestration import Topic
@@ -23,7 +25,7 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.spark import spark_config
 from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
 
-TOPICS = [RIDE_ORDERS, fares.ZONE_FARES, utilisation.DRIVER_UTILISATION, churn.FILE_CHANGES, churn.DIRECTORY_CHURN]
+TOPICS = [RIDE_ORDERS, ZONE_FARES, DRIVER_UTILISATION, FILE_CHANGES, DIRECTORY_CHURN]
 
 # These take less time to work than their runs, and a Spark session, take to start.
 zone_fares, driver_utilisation, directory_churn = share_runs(

@@ -6,8 +6,8 @@ from typing import Any
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import DataFrame
-from pyspark.sql import functions as f
 
+from assets.keyed_rows import keyed_rows
 from eventsql_orchestration import Claim, Topic
 from eventsql_orchestration.dagster import EventSQLResource, RangeLimits, publish_dataframe, spark_progress
 
@@ -35,7 +35,7 @@ def publish_sums(
     with spark_progress(context, spark.spark_session) as progress:
         published = publish_dataframe(
             context,
-            rows.select(f.col(key).alias("key"), f.to_json(f.struct(*rows.columns)).alias("value")),
+            keyed_rows(rows, key),
             eventsql=eventsql,
             topic=topic.name,
             claim=claim,

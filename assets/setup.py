@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import dagster as dg
 
 from assets import tables
-from assets.rides.projections import CHANGES_PER_MINUTE, ORDER_TIMELINE
+from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
 from eventsql_orchestration import Shard, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, build_register_job
 from eventsql_orchestration.views import Views

@@ -11,9 +11,10 @@ from dagster_pyspark import LazyPySparkResource
 
 from assets.churn import sums
 from assets.churn.counting import count, stored
+from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
 from assets.churn.git_history import file_changes as history
 from assets.range_sums import SPARK_LIMITS, compared, publish_sums
-from eventsql_orchestration import Claim, Connection, Event, Publication, Topic
+from eventsql_orchestration import Claim, Connection, Event, Publication
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
     PUBLISHED_TOPIC,
@@ -25,12 +26,6 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
-
-FILE_CHANGES = Topic("file_changes", partitions=4)
-"""One event for each file that a commit changed; keyed by path."""
-
-DIRECTORY_CHURN = Topic("directory_churn", partitions=2)
-"""What a range of file changes adds to a directory's month; keyed by directory."""
 
 LAST_COMMIT = "last commit"
 
@@ -106,16 +101,6 @@ def directory_churn(
     )  # fmt: skip
 
 
-_ADD = """
-INSERT INTO churn.directory_churn (repo, directory, month, changes, added, deleted)
-VALUES (%(repo)s, %(directory)s, %(month)s, %(changes)s, %(added)s, %(deleted)s)
-ON CONFLICT (repo, directory, month) DO UPDATE
-SET changes = directory_churn.changes + excluded.changes,
-    added = directory_churn.added + excluded.added,
-    deleted = directory_churn.deleted + excluded.deleted
-"""
-
-
 @consumer_asset(
     topic=DIRECTORY_CHURN,
     consumer="directory_churn_table",
@@ -125,8 +110,7 @@ SET changes = directory_churn.changes + excluded.changes,
 )
 def directory_churn_table(events: Sequence[Event], connection: Connection) -> None:
     """Table churn.directory_churn: all changes per repository, directory and month."""
-    with connection.cursor() as cursor:
-        cursor.executemany(_ADD, [json.loads(event.value) for event in events])
+    add_churn(events, connection)
 
 
 @dg.asset_check(

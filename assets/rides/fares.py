@@ -10,8 +10,9 @@ from dagster_pyspark import LazyPySparkResource
 from assets.range_sums import SPARK_LIMITS, compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_fares
+from assets.rides.effects import ZONE_FARES, add_fares
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Claim, Connection, Event, Topic
+from eventsql_orchestration import Claim, Connection, Event
 from eventsql_orchestration.dagster import (
     AssetOptions,
     EventSQLResource,
@@ -19,9 +20,6 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     range_asset,
 )
-
-ZONE_FARES = Topic("zone_fares", partitions=2)
-"""What orders and rides add to a zone's quarter of an hour; keyed by zone."""
 
 
 @range_asset(
@@ -42,16 +40,6 @@ def zone_fares(
     )  # fmt: skip
 
 
-_ADD = """
-INSERT INTO rides.zone_fares (zone, quarter_hour, orders, rides, fares_cents)
-VALUES (%(zone)s, %(quarter_hour)s, %(orders)s, %(rides)s, %(fares_cents)s)
-ON CONFLICT (zone, quarter_hour) DO UPDATE
-SET orders = zone_fares.orders + excluded.orders,
-    rides = zone_fares.rides + excluded.rides,
-    fares_cents = zone_fares.fares_cents + excluded.fares_cents
-"""
-
-
 @consumer_asset(
     topic=ZONE_FARES,
     consumer="zone_fares_table",
@@ -61,9 +49,7 @@ SET orders = zone_fares.orders + excluded.orders,
 )
 def zone_fares_table(events: Sequence[Event], connection: Connection) -> None:
     """Table rides.zone_fares: all orders, rides and fares per zone and quarter of an hour."""
-    with connection.cursor() as cursor:
-        # Events that were published before demand was counted have none.
-        cursor.executemany(_ADD, [{"orders": 0, **json.loads(event.value)} for event in events])
+    add_fares(events, connection)
 
 
 @dg.asset_check(

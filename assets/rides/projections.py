@@ -2,28 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from datetime import datetime, timedelta
 
 import dagster as dg
 
+from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE, write_orders
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Connection, Event
 from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset
-from eventsql_orchestration.views import Rollup, RollupEntry, Timeline, Views
-
-ORDER_TIMELINE = Timeline("ride_orders")
-CHANGES_PER_MINUTE = Rollup("ride_order_changes", grain=timedelta(minutes=1), dimensions=("change",))
-
-_UPSERT = """
-INSERT INTO rides.order_status
-    (order_id, version, status, rider, driver, zone, price_cents, placed_at, updated_at)
-VALUES
-    (%(order_id)s, %(version)s, %(status)s, %(rider)s, %(driver)s, %(zone)s, %(price_cents)s, %(placed_at)s, %(at)s)
-ON CONFLICT (order_id) DO UPDATE
-SET version = excluded.version, status = excluded.status, driver = excluded.driver,
-    price_cents = excluded.price_cents, updated_at = excluded.updated_at
-WHERE order_status.version <= excluded.version
-"""
+from eventsql_orchestration.views import Views
 
 
 @consumer_asset(
@@ -35,20 +21,7 @@ WHERE order_status.version <= excluded.version
 )
 def order_status(events: Sequence[Event], connection: Connection, eventsql: EventSQLResource) -> None:
     """Table rides.order_status: how each order stands now, its timeline and the changes per minute."""
-    states = [json.loads(event.value) for event in events]
-    with connection.cursor() as cursor:
-        cursor.executemany(_UPSERT, states)
-    views = Views(eventsql.platform.database)
-    at = [datetime.fromisoformat(state["at"]) for state in states]
-    views.timeline(ORDER_TIMELINE).append(
-        connection, [(state["order_id"], state, time) for state, time in zip(states, at, strict=True)]
-    )
-    views.rollup(CHANGES_PER_MINUTE).add(
-        connection,
-        [RollupEntry(time, {"change": state["change"]}) for state, time in zip(states, at, strict=True)],
-        # The runs of other partitions do not wait for this one's buckets.
-        slot=events[0].partition,
-    )
+    write_orders(events, connection, eventsql.platform.database)
 
 
 @dg.asset_check(

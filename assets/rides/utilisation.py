@@ -10,8 +10,9 @@ from dagster_pyspark import LazyPySparkResource
 from assets.range_sums import SPARK_LIMITS, compared, publish_sums
 from assets.rides import sums
 from assets.rides.counting import count_utilisation
+from assets.rides.effects import DRIVER_UTILISATION, add_utilisation
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Claim, Connection, Event, Topic
+from eventsql_orchestration import Claim, Connection, Event
 from eventsql_orchestration.dagster import (
     AssetOptions,
     EventSQLResource,
@@ -19,9 +20,6 @@ from eventsql_orchestration.dagster import (
     consumer_asset,
     range_asset,
 )
-
-DRIVER_UTILISATION = Topic("driver_utilisation", partitions=2)
-"""What rides add to a driver's day; keyed by driver."""
 
 
 @range_asset(
@@ -42,17 +40,6 @@ def driver_utilisation(
     )  # fmt: skip
 
 
-_ADD = """
-INSERT INTO rides.driver_utilisation (driver, day, accepted, ended, completed, busy_micros)
-VALUES (%(driver)s, %(day)s, %(accepted)s, %(ended)s, %(completed)s, %(busy_micros)s)
-ON CONFLICT (driver, day) DO UPDATE
-SET accepted = driver_utilisation.accepted + excluded.accepted,
-    ended = driver_utilisation.ended + excluded.ended,
-    completed = driver_utilisation.completed + excluded.completed,
-    busy_micros = driver_utilisation.busy_micros + excluded.busy_micros
-"""
-
-
 @consumer_asset(
     topic=DRIVER_UTILISATION,
     consumer="driver_utilisation_table",
@@ -62,8 +49,7 @@ SET accepted = driver_utilisation.accepted + excluded.accepted,
 )
 def driver_utilisation_table(events: Sequence[Event], connection: Connection) -> None:
     """Table rides.driver_utilisation: all rides and the time driven per driver and day."""
-    with connection.cursor() as cursor:
-        cursor.executemany(_ADD, [json.loads(event.value) for event in events])
+    add_utilisation(events, connection)
 
 
 @dg.asset_check(

@@ -12,7 +12,7 @@ from pyspark.sql import SparkSession
 
 from assets.rides import fares, utilisation
 from assets.rides.order import RIDE_ORDERS
-from assets.rides.simulation import RideSimulation
+from assets.rides.service import RideSimulation
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.dagster.io.spark_progress import SPARK_ROWS, SPARK_TASKS
