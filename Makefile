@@ -9,6 +9,7 @@ BIN := $(VENV)/bin
 UV := $(shell command -v uv 2>/dev/null || echo .uv/bin/uv)
 
 VENV_OLDEST := .venv-oldest
+VENV_AIRFLOW := .venv-airflow
 
 # Processes of tests. Most tests wait for a server, a daemon or Spark; with more, Spark misses its 10 s for a worker.
 PROCESSES ?= 3
@@ -19,10 +20,10 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo browser jdbc pgbouncer tls promtool java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
+.PHONY: help setup demo airflow browser jdbc pgbouncer tls promtool java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 setup: $(VENV)/.installed ## Install everything from the lock file into .venv
 
@@ -119,11 +120,21 @@ pooled: setup pgbouncer
 oldest: | uv ## Run Dagster's tests with the oldest versions that pyproject.toml allows (ARGS=tests: all tests)
 	@test -x $(VENV_OLDEST)/bin/python || $(UV) venv --quiet --python "$$(command -v $(PYTHON))" $(VENV_OLDEST)
 	@# What the file already says of packages that pyproject.toml does not name stays as it is.
-	$(UV) pip compile --quiet --python $(VENV_OLDEST)/bin/python --resolution lowest-direct --all-extras --group dev \
+	$(UV) pip compile --quiet --python $(VENV_OLDEST)/bin/python --resolution lowest-direct --extra all --group dev \
 		--no-header --no-annotate pyproject.toml --output-file .ci/oldest.txt
 	$(UV) pip sync --quiet --python $(VENV_OLDEST)/bin/python .ci/oldest.txt
 	$(UV) pip install --quiet --python $(VENV_OLDEST)/bin/python --no-deps --editable .
 	$(VENV_OLDEST)/bin/python -m pytest $(or $(ARGS),tests/dagster)
+
+# Airflow's parts have an environment of their own from the same lock file: Airflow pins more than this package does.
+$(VENV_AIRFLOW)/.installed: pyproject.toml uv.lock | uv
+	UV_PROJECT_ENVIRONMENT=$(VENV_AIRFLOW) $(UV) sync --frozen --extra airflow --extra local --extra spark \
+		--no-default-groups --group airflow --python "$$(command -v $(PYTHON))"
+	@touch $@
+
+airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, and run its tests (ARGS=tests/airflow/…: some)
+	$(VENV_AIRFLOW)/bin/mypy --config-file .ci/mypy-airflow.ini
+	$(VENV_AIRFLOW)/bin/python -m pytest $(or $(ARGS),tests/airflow)
 
 bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a small run)
 	$(BIN)/eventsql bench all $(ARGS)
@@ -151,7 +162,7 @@ contracts: setup ## Check that no floor imports a higher one
 docs: setup ## Build the documentation as a site: build/site/index.html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs build/site
 
-check: lint types contracts docs test pooled ## Everything that CI runs
+check: lint types contracts docs test pooled airflow ## Everything that CI runs
 
 clean: ## Remove what tests and tools left behind (the demo's data in .eventsql stays)
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis dist build spark-warehouse

@@ -1,1 +1,39 @@
-"""Airflow over topics: a connection, operators, a sensor, and the trigger that schedules DAGs by claims."""
+"""Airflow over topics: a connection, operators, a sensor, and the trigger that schedules DAGs by claims.
+
+The floor `orchestration/` does the work, as for Dagster. docs/airflow.md shows how the parts fit together.
+"""
+
+from typing import TYPE_CHECKING
+
+from eventsql_orchestration.first_use import on_first_use
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.airflow.assets import topic_asset
+    from eventsql_orchestration.airflow.consume import EventSQLConsumeOperator, eventsql_consume
+    from eventsql_orchestration.airflow.hook import EventSQLHook
+    from eventsql_orchestration.airflow.publish import EventSQLPublishOperator, publish_output
+    from eventsql_orchestration.airflow.sensor import EventSQLSensor
+    from eventsql_orchestration.airflow.triggers import EventSQLTrigger
+    from eventsql_orchestration.orchestration.limits import RunLimits
+
+__all__ = [
+    "EventSQLConsumeOperator", "EventSQLHook", "EventSQLPublishOperator", "EventSQLSensor", "EventSQLTrigger",
+    "RunLimits", "eventsql_consume", "publish_output", "topic_asset",
+]  # fmt: skip
+
+__getattr__ = on_first_use(
+    __name__,
+    {
+        ".assets": ("topic_asset",),
+        ".consume": ("EventSQLConsumeOperator", "eventsql_consume"),
+        ".hook": ("EventSQLHook",),
+        ".publish": ("EventSQLPublishOperator", "publish_output"),
+        ".sensor": ("EventSQLSensor",),
+        ".triggers": ("EventSQLTrigger",),
+        "..orchestration.limits": ("RunLimits",),
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

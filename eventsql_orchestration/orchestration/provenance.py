@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Final
@@ -85,3 +86,9 @@ def _read_writer(writer: str) -> list[object]:
     except ValueError:
         return [None]
     return parts if isinstance(parts, list) and parts else [None]
+
+
+def trace_context() -> dict[str, str]:
+    """The context of the current span, in a program that traces."""
+    tracing = sys.modules.get("eventsql_orchestration.tracing")
+    return {} if tracing is None else tracing.current_context()

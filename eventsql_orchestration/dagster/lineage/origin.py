@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
@@ -12,7 +11,7 @@ import dagster as dg
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
-from eventsql_orchestration.orchestration.provenance import SHARD, Provenance
+from eventsql_orchestration.orchestration.provenance import SHARD, Provenance, trace_context
 
 ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
 
@@ -52,7 +51,7 @@ class Origin(Provenance):
 
     def metadata(self) -> dict[str, str]:
         named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
-        return {**{name: text for name, text in named.items() if text is not None}, **_trace_context()}
+        return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}
 
 
 def _range(computed: dg.PartitionKeyRange) -> str:
@@ -73,12 +72,6 @@ def step_of(context: ExecutionContext) -> str:
     """The key of the step that is executed, with the graphs around it and its mapping key."""
     op = context.op_execution_context if isinstance(context, dg.AssetExecutionContext) else context
     return str(op.get_step_execution_context().step.key)
-
-
-def _trace_context() -> dict[str, str]:
-    """The context of the current span, in a program that traces."""
-    tracing = sys.modules.get("eventsql_orchestration.tracing")
-    return {} if tracing is None else tracing.current_context()
 
 
 def lineage(context: ExecutionContext | None) -> dict[str, str]:

@@ -1,0 +1,254 @@
+"""Consuming in a task: the claims that triggered its run, or the events that wait."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+
+from airflow.sdk import BaseOperator
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
+from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.airflow.provenance import TaskOrigin
+from eventsql_orchestration.airflow.triggers import ClaimEvent
+from eventsql_orchestration.consuming.batch import is_asynchronous
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    DatabaseUnavailableError,
+    FinalRunError,
+    ValidationError,
+)
+from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
+from eventsql_orchestration.orchestration.drain import Consume, Drained, Draining
+from eventsql_orchestration.orchestration.limits import RunLimits
+from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+from eventsql_orchestration.validation import check_name, check_whole
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+logger = logging.getLogger("airflow.task")
+
+Gets = Literal["events", "claim"]
+
+DEFAULT_LIMITS: Final = RunLimits()
+
+
+class EventSQLConsumeOperator(BaseOperator):
+    """Consumes events of a topic with a function.
+
+    With `gets="events"`, `python_callable(events, connection)` gets at most `batch` events a time. Its writes through
+    `connection` commit together with the offset: exactly once, also when Airflow tries the task again. An event that
+    fails is tried again with backoff, and then becomes a dead letter if topic `<topic>_dlt` exists.
+
+    With `gets="claim"`, `python_callable(claim)` gets a whole range and commits the claim itself with its effects, for
+    example by `publish_output(context, …, claim=claim)` on a result of Spark. Either function may also have parameters
+    `eventsql`, for the hook, and `context`.
+
+    A run that a claim of `EventSQLTrigger` triggered takes that claim over. Any other run claims the waiting events
+    itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. Without anything to
+    consume, the task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
+    """
+
+    template_fields: Sequence[str] = ("topic", "consumer", "claims")
+    ui_color = "#e8f7e4"
+
+    def __init__(
+        self,
+        *,
+        topic: str,
+        consumer: str,
+        python_callable: Callable[..., Any],
+        gets: Gets = "events",
+        batch: int = 1_000,
+        limits: RunLimits = DEFAULT_LIMITS,
+        partition: int | None = None,
+        claims: Sequence[Mapping[str, Any]] | str | None = None,
+        eventsql_conn_id: str = DEFAULT_CONNECTION,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if is_asynchronous(python_callable):
+            raise ValidationError(f"python_callable is a plain function, not {python_callable!r}")
+        if gets not in get_args(Gets):
+            raise ValidationError(f"gets is one of {', '.join(map(repr, get_args(Gets)))}, not {gets!r}")
+        self.topic = topic
+        self.consumer = consumer
+        self.python_callable = python_callable
+        self.gets = gets
+        self.batch = check_whole("batch", batch, least=1)
+        self.limits = limits
+        self.partition = partition
+        self.claims = claims
+        self.eventsql_conn_id = eventsql_conn_id
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        check_name("consumer name", self.consumer)
+        drained = Drained()
+        with EventSQLHook(self.eventsql_conn_id) as hook:
+            try:
+                self._consume(context, hook, drained)
+            except FinalRunError as error:
+                raise AirflowFailException(error.message) from error
+            self._report(hook, drained)
+        if not drained.claims:
+            reason = drained.note or "no events wait"
+            if context["ti"].try_number > 1 and drained.note is not None:
+                # The try before has failed: a skip would hide that.
+                raise AirflowException(f"nothing was consumed: {reason}")
+            raise AirflowSkipException(f"nothing to consume: {reason}")
+        return {
+            "topic": self.topic,
+            "consumer": self.consumer,
+            "events": drained.events,
+            "ranges": drained.ranges(),
+            "dead_letters": [letter.event_id for letter in drained.dead_letters],
+        }
+
+    def _consume(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
+        requested = self._requested(context)
+        if not requested:
+            self._consume_waiting(context, hook, drained)
+            return
+        for event in requested:
+            draining = self._draining(context, hook, hook.shard(event.shard), drained)
+            self._consume_partition(draining, event.partition, event)
+            if drained.over:
+                return
+
+    def _consume_waiting(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
+        """Consume what waits in each partition, on each shard that can be reached."""
+        down: list[str] = []
+        shards = hook.shards
+        for shard in shards:
+            draining = self._draining(context, hook, shard, drained)
+            try:
+                self._consume_on(draining)
+            except DatabaseUnavailableError as error:
+                down.append(shard.name or str(shard.database))
+                if len(down) == len(shards):
+                    raise
+                self.log.warning("shard %s is down: %s", down[-1], error)
+                drained.note = f"events are left on {', '.join(down)}, which cannot be reached"
+            if drained.over:
+                return
+
+    def _consume_on(self, draining: Draining) -> None:
+        for partition in draining.partitions() if self.partition is None else [self.partition]:
+            self._consume_partition(draining, partition)
+            if draining.drained.over:
+                return
+
+    def _consume_partition(self, draining: Draining, partition: int, event: ClaimEvent | None = None) -> None:
+        """Take over the claim that triggered the run, or the one that still waits for its run, or claim what waits."""
+        note = draining.drained.note
+        found: Claim | NoClaim | None = None if event is None else self._take_over(draining, event)
+        found = found or self._take_from_trigger(draining, partition) or draining.claim(partition)
+        # A claim that could not be taken over is no matter: the partition was claimed, or cannot be.
+        draining.drained.note = note
+        if isinstance(found, Claim):
+            self.log.info("this task consumes %s", found)
+            draining.run(found)
+            return
+        self.log.info("nothing to consume of partition %d: %s", partition, found.reason)
+        if found.waiting is None:
+            # Somebody else has the partition, or it has to wait.
+            draining.drained.note = found.reason
+
+    def _take_over(self, draining: Draining, event: ClaimEvent) -> Claim | None:
+        with suppress(ClaimLostError):
+            claim, _ = draining.shard.claims.get(event.claim)
+            # Ids of claims come again in a database that is restored or made anew.
+            if event.names(claim):
+                return draining.take_over(claim.id)
+        return None
+
+    def _take_from_trigger(self, draining: Draining, partition: int) -> Claim | None:
+        """The live claim of a partition if no task has taken it over yet: the run that it is for may never come."""
+        shard, consumer = draining.shard, draining.consumer
+        live = shard.claims.live(consumer.topic, consumer.name, partition)
+        if live is None or live.owner != AIRFLOW_TRIGGER:
+            return None
+        return draining.take_over(live.id)
+
+    def _requested(self, context: Context) -> list[ClaimEvent]:
+        """The claims that the run is for: those of `claims`, or those of the asset events that triggered it."""
+        payloads = self.claims or list(_payloads(context))
+        if isinstance(payloads, str):
+            raise ValidationError("claims is a list of claims' payloads: render it with render_template_as_native_obj")
+        events = [event for each in payloads if (event := ClaimEvent.read(each)) is not None]
+        mine = [event for event in events if (event.topic, event.consumer) == (self.topic, self.consumer)]
+        return mine if self.partition is None else [event for event in mine if event.partition == self.partition]
+
+    def _draining(self, context: Context, hook: EventSQLHook, shard: Shard, drained: Drained) -> Draining:
+        states = shard.registry.consumer(self.topic, self.consumer)
+        consumer = Consumer(self.topic, self.consumer, states[0].partition != NOT_PARTITIONED)
+        owner = TaskOrigin.of(context).run_id
+        return Draining(shard, consumer, self._calls(context, hook, shard), self.limits, owner, drained)
+
+    def _calls(self, context: Context, hook: EventSQLHook, shard: Shard) -> Consume:
+        function, more = self.python_callable, _wanted(self.python_callable, context=context, eventsql=hook)
+        if self.gets == "claim":
+            # A range that failed is claimed again after a pause: a retry would do nothing.
+            return RangeConsumer(shard, lambda claim: function(claim, **more), logger, lambda _: True)
+        return BatchConsumer(shard, lambda events, on: function(events, on, **more), self.batch, self.limits.lease)
+
+    def _report(self, hook: EventSQLHook, drained: Drained) -> None:
+        """Log dead letters. Raises `AirflowException` for a failing event, `AirflowFailException` for a lost claim."""
+        for letter in drained.dead_letters:
+            self.log.warning("event %d of %s is a dead letter now: %s", letter.event_id, self.topic, letter.error)
+        if drained.failure is not None:
+            _, failure = drained.failure
+            blocked = not hook.platform.dead_letters.accepts(self.topic)
+            then = (
+                f"after its last attempt it blocks the partition: correct the function, or create {self.topic}_dlt"
+                if blocked
+                else f"after its last attempt it goes to {self.topic}_dlt"
+            )
+            raise AirflowException(
+                f"event {failure.event_id} of topic {self.topic} failed, attempt {failure.attempts} "
+                f"({failure.error}): it is retried after a pause; {then}. The events before it are consumed"
+            )
+        if drained.lost is not None:
+            raise AirflowFailException(
+                f"the task lost its claim: {drained.lost}. No event is lost, and none takes effect twice: the "
+                "partition's new owner consumes the rest"
+            )
+
+
+def eventsql_consume(
+    *, topic: str, consumer: str, **options: Any
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Make a task from a function over events, as `@task.eventsql_consume` or by itself.
+
+    Calling the decorated function in a DAG adds an `EventSQLConsumeOperator` with these `options`, named after the
+    function, and returns its result for other tasks.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        def add(**more: Any) -> Any:
+            named = {"task_id": getattr(function, "__name__", "consume"), "doc_md": function.__doc__}
+            given = {**named, **options, **more}
+            return EventSQLConsumeOperator(topic=topic, consumer=consumer, python_callable=function, **given).output
+
+        return add
+
+    return decorate
+
+
+def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
+    """Those of the offered arguments that a function has parameters for."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _payloads(context: Mapping[str, Any]) -> Iterator[Any]:
+    for events in context.get("triggering_asset_events", {}).values():
+        for event in events:
+            yield (event.extra or {}).get("payload")

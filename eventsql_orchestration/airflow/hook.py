@@ -1,0 +1,112 @@
+"""The connection type `eventsql`, and the hook that opens a platform by it."""
+
+from __future__ import annotations
+
+from typing import Any, Final, Self
+
+from airflow.sdk import BaseHook, Connection
+from sqlalchemy import URL
+from sqlalchemy.engine.url import make_url
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError
+from eventsql_orchestration.model import check_schema_name
+from eventsql_orchestration.orchestration.access import PlatformAccess
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
+
+FIELDS: Final = ("db_schema", "parameters", "shards")
+"""The extra fields of a connection."""
+
+
+class EventSQLHook(BaseHook, PlatformAccess):
+    """The events platform of a connection.
+
+    The connection has the host, port, user, password and database of a PostgreSQL server. Its extra fields are
+    `db_schema`, the schema of the platform's tables; `parameters`, options of the URL; and `shards`, the URLs of the
+    other databases if there are several. The first use of `platform` connects. Close the hook, or use it as a context
+    manager. Tasks move no events into logs: run `eventsql transfer` beside Airflow.
+    """
+
+    conn_name_attr = "eventsql_conn_id"
+    default_conn_name = DEFAULT_CONNECTION
+    conn_type = "eventsql"
+    hook_name = "EventSQL"
+
+    def __init__(self, eventsql_conn_id: str = DEFAULT_CONNECTION, *, connection: Connection | None = None) -> None:
+        """`connection` is the connection itself, if the caller has looked it up."""
+        super().__init__()
+        self.eventsql_conn_id = eventsql_conn_id
+        self._connection = connection
+        self._platform: EventSQL | None = None
+
+    @property
+    def connection(self) -> Connection:
+        if self._connection is None:
+            self._connection = self.get_connection(self.eventsql_conn_id)
+        return self._connection
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of all databases, with passwords. Raises `ConfigurationError`."""
+        return urls_of(self.connection)
+
+    @property
+    def db_schema(self) -> str:
+        """The schema of the platform's tables. Raises `ValidationError`."""
+        return check_schema_name(self.connection.extra_dejson.get("db_schema") or DEFAULT_SCHEMA)
+
+    @property
+    def platform(self) -> EventSQL:
+        """The platform over all shards. Each use returns the same object. It never migrates the schema."""
+        if self._platform is None:
+            self._platform = EventSQL(*self.urls, schema=self.db_schema, migrate=False, transfer=False)
+        return self._platform
+
+    def get_conn(self) -> EventSQL:
+        """The platform, connected. Raises database errors."""
+        return self.platform.open()
+
+    def test_connection(self) -> tuple[bool, str]:
+        """Whether the platform can be reached and has its tables, and a sentence about it, for Airflow's UI."""
+        try:
+            topics = len(self.get_conn().registry.topics())
+        except EventSQLError as error:
+            return False, error.message
+        finally:
+            self.close()
+        return True, f"The platform in schema {self.db_schema} has {topics} topics."
+
+    def close(self) -> None:
+        """Close the connections to the databases. The hook can be used again."""
+        platform, self._platform = self._platform, None
+        if platform is not None:
+            platform.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def urls_of(connection: Connection) -> tuple[str, ...]:
+    """The URLs of all databases of a connection, with passwords.
+
+    Raises `ConfigurationError` for a connection of another type, without a host, or with parameters that are no query.
+    """
+    if connection.conn_type != EventSQLHook.conn_type:
+        raise ConfigurationError(
+            f"connection {connection.conn_id!r} has the type {connection.conn_type!r}: make one of the type "
+            f"{EventSQLHook.conn_type!r}"
+        )
+    if not connection.host:
+        raise ConfigurationError(f"connection {connection.conn_id!r} names no host: edit it")
+    extra: dict[str, Any] = connection.extra_dejson
+    query = make_url(f"postgresql://host/?{extra.get('parameters') or ''}").query
+    first = URL.create(
+        "postgresql", connection.login or None, connection.password or None, connection.host,
+        int(connection.port) if connection.port else None, connection.schema or None, query,
+    )  # fmt: skip
+    more = split_urls(extra["shards"]) if extra.get("shards") else ()
+    return (first.render_as_string(hide_password=False), *more)

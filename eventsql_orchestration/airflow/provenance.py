@@ -1,0 +1,43 @@
+"""Who publishes and who owns claims in Airflow: a run of a DAG, and a task of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from eventsql_orchestration.orchestration.owners import airflow_run
+from eventsql_orchestration.orchestration.provenance import (
+    AIRFLOW_DAG,
+    AIRFLOW_MAP_INDEX,
+    AIRFLOW_RUN,
+    AIRFLOW_TASK,
+    SHARD,
+    Provenance,
+    trace_context,
+)
+
+NOT_MAPPED: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOrigin(Provenance):
+    """The origin of events in Airflow: a run of a DAG, a task as `asset`, and its map index as `partition`."""
+
+    dag_id: str = ""
+    dag_run_id: str = ""
+
+    @classmethod
+    def of(cls, context: Mapping[str, Any]) -> TaskOrigin:
+        """The origin of what a task publishes. Each try of the task has the same."""
+        task = context["ti"]
+        run = airflow_run(task.dag_id, task.run_id)
+        index = None if task.map_index in (None, NOT_MAPPED) else str(task.map_index)
+        return cls(run, run, task.task_id, index, None, task.dag_id, task.run_id)
+
+    def metadata(self) -> dict[str, str]:
+        named = {
+            AIRFLOW_DAG: self.dag_id, AIRFLOW_RUN: self.dag_run_id, AIRFLOW_TASK: self.asset,
+            AIRFLOW_MAP_INDEX: self.partition, SHARD: self.shard,
+        }  # fmt: skip
+        return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}

@@ -1,0 +1,134 @@
+"""Publishing from a task, once for all its tries, with the task's origin in every event."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+from airflow.sdk import Asset, BaseOperator
+
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, topic_asset
+from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.airflow.provenance import TaskOrigin
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import Publication
+from eventsql_orchestration.orchestration import publication
+from eventsql_orchestration.orchestration.shards import command
+
+if TYPE_CHECKING:
+    from airflow.sdk import Context
+
+_TEMPLATE: Final = "{{"
+
+
+def publish_output(
+    context: Mapping[str, Any],
+    events: object,
+    *,
+    topic: str,
+    eventsql: EventSQLHook,
+    claim: Claim | None = None,
+    batch: int = 0,
+) -> dict[str, Any]:
+    """Publish the output of a task in one transaction, once for all its tries; gives a summary for an XCom.
+
+    `events` is a DataFrame of Spark or pandas, an Arrow table, or an iterable of publications or of mappings, as for
+    Dagster's `publish_events`. The metadata of each event names the DAG, its run, the task and its map index. `claim`
+    is committed in the same transaction, so its events are consumed and the output is published exactly once. Without a
+    claim, a task publishes once per DAG run, map index, topic and `batch`, however often it is tried or cleared.
+
+    Raises `ClaimLostError`, `TopicNotFoundError`, `ValidationError` or `DatabaseError`; then nothing was published.
+    """
+    published = publication.publish(
+        TaskOrigin.of(context), events, access=eventsql, topic=topic, claim=claim, batch=batch
+    )
+    summary: dict[str, Any] = {"topic": topic, "events": published.events, "repeated": published.repeated}
+    if published.spans:
+        last = published.spans[-1]
+        summary["ranges"] = [
+            {**({} if span.shard is None else {"shard": span.shard}), "first": span.first, "last": span.last}
+            for span in published.spans
+        ]
+        summary["trace"] = command(last.shard, f"trace {topic} {last.last}")
+    return summary
+
+
+class EventSQLPublishOperator(BaseOperator):
+    """Publishes one event or many to a topic, once for all tries of the task.
+
+    `events` is an event or a list of them, for example from an XCom, or a function of the context that returns them.
+    An event is text or bytes, a `Publication`, or a mapping with `value` and optionally `key`, `partition` and
+    `headers`. Any other mapping, list or number as a `value` becomes JSON. `key` and `headers` are those of events that
+    have none of their own. `batch` tells apart several publications of one task to one topic.
+
+    The task's asset is `eventsql://<connection>/<topic>`, with the range of the events in its asset event, unless the
+    topic is a template or `outlet` is False. The result is the summary of `publish_output`.
+    """
+
+    template_fields: Sequence[str] = ("topic", "events", "key", "headers", "batch")
+    ui_color = "#e6f2ff"
+
+    def __init__(
+        self,
+        *,
+        topic: str,
+        events: object,
+        key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        batch: int | str = 0,
+        eventsql_conn_id: str = DEFAULT_CONNECTION,
+        outlet: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        if outlet and _TEMPLATE not in topic:
+            kwargs["outlets"] = [*_listed(kwargs.get("outlets")), topic_asset(topic, eventsql_conn_id)]
+        super().__init__(**kwargs)
+        self.topic = topic
+        self.events = events
+        self.key = key
+        self.headers = headers
+        self.batch = batch
+        self.eventsql_conn_id = eventsql_conn_id
+
+    def execute(self, context: Context) -> dict[str, Any]:
+        events = self.events(context) if callable(self.events) else self.events
+        publications = [self._publication(each) for each in _listed(events)]
+        with EventSQLHook(self.eventsql_conn_id) as hook:
+            summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
+        self.log.info("%s", summary)
+        for outlet in self.outlets:
+            if isinstance(outlet, Asset) and outlet.uri.rstrip("/").endswith(f"/{self.topic}"):
+                context["outlet_events"][outlet].extra.update(summary)
+        return summary
+
+    def _publication(self, event: object) -> Publication:
+        if isinstance(event, Publication):
+            return event
+        given: Mapping[str, Any] = event if isinstance(event, Mapping) and "value" in event else {"value": event}
+        unknown = given.keys() - {"value", "key", "partition", "headers"}
+        if unknown:
+            raise ValidationError(
+                f"an event has value, key, partition and headers, not {', '.join(sorted(map(str, unknown)))}"
+            )
+        optional = {"partition": given["partition"]} if given.get("partition") is not None else {}
+        headers = given.get("headers", self.headers)
+        return Publication(
+            self.topic, _value(given["value"]), key=given.get("key", self.key), metadata=dict(headers or {}), **optional
+        )
+
+
+def _value(value: object) -> bytes:
+    if isinstance(value, bytes):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.encode()
+
+
+def _listed(given: object) -> list[Any]:
+    if given is None:
+        return []
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping | Publication | Asset):
+        return list(given)
+    return [given]

@@ -1,0 +1,329 @@
+"""Triggers: one that claims ranges of events and schedules DAGs by them, and one that waits for a condition.
+
+The trigger claims a range for each partition of a consumer that has events (`consumer_claim`). Its claim is leased for
+a minute until Airflow has stored the asset event, then for `start_timeout` until a task takes the claim over. A claim
+whose event or run is lost ends with its lease, and its events are claimed again. Offsets move only with the effects of
+the task that consumes the claim.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Final
+
+from airflow.sdk import BaseHook
+from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
+from airflow.triggers.shared_stream import AdvanceItem, SharedStreamProducer
+
+from eventsql_orchestration import Consumer, Shard
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
+from eventsql_orchestration.airflow.conditions import Condition
+from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.database.notifications import LOG
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumerNotFoundError,
+    DatabaseBusyError,
+    EventSQLError,
+    ValidationError,
+)
+from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
+from eventsql_orchestration.orchestration.limits import RunLimits
+from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+from eventsql_orchestration.validation import check_name, check_seconds
+
+logger = logging.getLogger(__name__)
+
+STORE_LEASE: Final = 60.0
+"""Seconds until a claim is made again whose asset event Airflow does not store. It takes Airflow a second or two."""
+
+FIRST_BACKOFF: Final = 1.0
+MAX_BACKOFF: Final = 30.0
+"""Seconds between attempts while the database is away; each pause is twice the one before."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClaimEvent:
+    """A claim as the payload of an asset event: `after` is exclusive, `upto` inclusive, `events` their number.
+
+    `partition` is -1 for a consumer without partitions. `shard` is None if there is one database.
+    """
+
+    topic: str
+    consumer: str
+    partition: int
+    claim: int
+    after: int
+    upto: int
+    events: int
+    shard: str | None = None
+
+    @classmethod
+    def of(cls, claim: Claim) -> ClaimEvent:
+        offsets = claim.range
+        return cls(
+            offsets.topic, claim.consumer, offsets.partition, claim.id, offsets.after, offsets.upto, claim.events,
+            claim.shard,
+        )  # fmt: skip
+
+    @classmethod
+    def read(cls, payload: object) -> ClaimEvent | None:
+        """The claim of a payload; None for a payload of another trigger."""
+        if not isinstance(payload, Mapping):
+            return None
+        try:
+            return cls(**payload)
+        except TypeError:
+            return None
+
+    def names(self, claim: Claim) -> bool:
+        """Whether this is the event of a claim."""
+        return self == ClaimEvent.of(replace(claim, shard=self.shard))
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """What a trigger claims of: a consumer, with the limits of its claims."""
+
+    topic: str
+    consumer: str
+    limits: RunLimits
+
+    def claims(self, shard: Shard) -> Iterator[Claim]:
+        """Claim a range of each partition on a shard that has events and no owner. Raises `EventSQLError`."""
+        states = shard.registry.consumer(self.topic, self.consumer)
+        partitioned = states[0].partition != NOT_PARTITIONED
+        for standing in shard.claims.standings(Consumer(self.topic, self.consumer, partitioned)):
+            if not standing.waiting or standing.leased:
+                continue
+            with suppress(DatabaseBusyError):
+                found = shard.claims.claim(
+                    self.topic, self.consumer, standing.partition,
+                    owner=AIRFLOW_TRIGGER, min_events=self.limits.min_events, max_events=self.limits.max_events,
+                    max_wait=self.limits.max_wait, lease=STORE_LEASE,
+                )  # fmt: skip
+                if isinstance(found, Claim):
+                    yield replace(found, shard=shard.name)
+
+
+class ClaimProducer(SharedStreamProducer):
+    """Claims for a trigger. A claim is one lane's event: a partition has one claim at a time."""
+
+    def __init__(
+        self, watched: Watched, open_hook: Callable[[], Any], *, start_timeout: float, poll_interval: float
+    ) -> None:
+        """`open_hook` returns an awaitable of the hook."""
+        self._watched = watched
+        self._open_hook = open_hook
+        self._start_timeout = start_timeout
+        self._poll_interval = poll_interval
+        self._hook: EventSQLHook | None = None
+
+    async def open_stream(self) -> AsyncIterator[tuple[dict[str, Any], Claim]]:
+        """Yield each claim that is made, as its payload and itself. It waits while the database is away."""
+        pause = FIRST_BACKOFF
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        try:
+            while True:
+                try:
+                    if self._hook is None:
+                        self._hook = await self._open_hook()
+                    with await asyncio.to_thread(self._listen, partial(_wake, loop, woken)):
+                        while True:
+                            woken.clear()
+                            for claim in await asyncio.to_thread(self._look):
+                                yield asdict(ClaimEvent.of(claim)), claim
+                            pause = FIRST_BACKOFF
+                            with suppress(TimeoutError):
+                                await asyncio.wait_for(woken.wait(), self._poll_interval)
+                except EventSQLError as error:
+                    # A trigger that failed would not come back, and its DAGs would not run any more.
+                    logger.warning("claims of %s are tried again in %.0f s: %s", self._watched.topic, pause, error)
+                    await self.aclose()
+                    await asyncio.sleep(pause)
+                    pause = min(2 * pause, MAX_BACKOFF)
+        finally:
+            await self.aclose()
+
+    def _listen(self, wake: Callable[[], None]) -> ExitStack:
+        assert self._hook is not None, "opened before"
+        with ExitStack() as stack:
+            for shard in self._hook.shards:
+                stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
+            return stack.pop_all()
+
+    def _look(self) -> list[Claim]:
+        assert self._hook is not None, "opened before"
+        made: list[Claim] = []
+        error: EventSQLError | None = None
+        for shard in self._hook.shards:
+            try:
+                for claim in self._watched.claims(shard):
+                    made.append(claim)  # noqa: PERF402 - those before an error are made, too
+            except EventSQLError as failed:
+                error = failed
+        if error is not None and not made:
+            raise error
+        return made
+
+    def get_advance_lane(self, broker_payload: Claim) -> Hashable:
+        return broker_payload.shard, broker_payload.range.partition
+
+    async def advance(self, batch: Sequence[AdvanceItem]) -> None:
+        """Lease the claims whose asset events are stored until their tasks start; release the others."""
+        for item in batch:
+            await asyncio.to_thread(self._advance, item.broker_payload, stored=item.outcome.acked > 0)
+
+    def _advance(self, claim: Claim, *, stored: bool) -> None:
+        hook = self._hook
+        if hook is None:
+            return
+        try:
+            claims = hook.shard(claim.shard).claims
+            if stored:
+                claims.renew(claim, lease=self._start_timeout)
+            else:
+                claims.release(claim)
+        except ClaimLostError:
+            # A task has taken it over.
+            return
+        except EventSQLError as error:
+            # The lease ends by itself.
+            logger.warning("%s could not be handed over: %s", claim, error)
+
+    async def aclose(self) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            await asyncio.to_thread(hook.close)
+
+
+def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
+    """Set an event of a loop from the listener's thread."""
+    with suppress(RuntimeError):
+        # The loop may be closed by now.
+        loop.call_soon_threadsafe(woken.set)
+
+
+class EventSQLTrigger(BaseEventTrigger):
+    """Schedules DAGs by claims of a consumer: one asset event for each range of a partition.
+
+    Use it in an `AssetWatcher`, or as `MessageQueueTrigger(scheme="eventsql", …)`. The payload is a `ClaimEvent`. A
+    DAG that the asset schedules consumes its claims with `EventSQLConsumeOperator` or `@task.eventsql_consume`.
+
+    - `min_events`, `max_wait`: claim when so many events wait, or when the first has waited so many seconds.
+    - `max_events`: the most events of a claim.
+    - `start_timeout`: seconds until events are claimed again whose run has not begun to consume them. A task that
+      starts later takes over the newer claim.
+    - `poll_interval`: seconds between two looks without a notification of the database.
+
+    Watchers with the same arguments share one claimer. Raises `ValidationError`.
+    """
+
+    def __init__(
+        self,
+        *,
+        topic: str,
+        consumer: str,
+        eventsql_conn_id: str = DEFAULT_CONNECTION,
+        min_events: int = 1,
+        max_events: int = 10_000,
+        max_wait: float = 5.0,
+        start_timeout: float = 900.0,
+        poll_interval: float = 1.0,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow annotates it in part
+        self.topic = check_topic_name(topic)
+        self.consumer = check_name("consumer name", consumer)
+        self.eventsql_conn_id = eventsql_conn_id
+        self.limits = RunLimits(min_events=min_events, max_events=max_events, max_wait=max_wait)
+        self.start_timeout = check_seconds("start_timeout", start_timeout, zero=False)
+        self.poll_interval = check_seconds("poll_interval", poll_interval, zero=False)
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return f"{__name__}.{type(self).__name__}", self._arguments()
+
+    def _arguments(self) -> dict[str, Any]:
+        return {
+            "topic": self.topic,
+            "consumer": self.consumer,
+            "eventsql_conn_id": self.eventsql_conn_id,
+            "min_events": self.limits.min_events,
+            "max_events": self.limits.max_events,
+            "max_wait": self.limits.max_wait,
+            "start_timeout": self.start_timeout,
+            "poll_interval": self.poll_interval,
+        }
+
+    def shared_stream_key(self) -> Hashable:
+        return ("eventsql", *self._arguments().values())
+
+    @classmethod
+    def create_shared_stream_producer(cls, kwargs: dict[str, Any]) -> SharedStreamProducer:
+        return cls(**kwargs).producer()
+
+    def producer(self) -> ClaimProducer:
+        """What claims for this trigger and for those that share its stream."""
+        return ClaimProducer(
+            Watched(self.topic, self.consumer, self.limits), self._open_hook,
+            start_timeout=self.start_timeout, poll_interval=self.poll_interval,
+        )  # fmt: skip
+
+    async def _open_hook(self) -> EventSQLHook:
+        return await open_hook(self.eventsql_conn_id)
+
+    async def filter_shared_stream(self, shared_stream: AsyncIterator[Any]) -> AsyncIterator[TriggerEvent]:
+        async for payload in shared_stream:
+            yield TriggerEvent(payload)
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        """Claim without a shared stream: each claim keeps its first lease, because nothing says what is stored."""
+        producer = self.producer()
+        async for payload, _ in producer.open_stream():
+            yield TriggerEvent(payload)
+
+
+class EventSQLConditionTrigger(BaseTrigger):
+    """Waits until a `Condition` holds, for a deferred `EventSQLSensor`. Looks every `poll_interval` seconds."""
+
+    def __init__(self, *, condition: Mapping[str, Any], eventsql_conn_id: str, poll_interval: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow annotates it in part
+        self.condition = dict(condition)
+        self.eventsql_conn_id = eventsql_conn_id
+        self.poll_interval = poll_interval
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return f"{__name__}.{type(self).__name__}", {
+            "condition": self.condition,
+            "eventsql_conn_id": self.eventsql_conn_id,
+            "poll_interval": self.poll_interval,
+        }
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        condition = Condition(**self.condition)
+        hook = await open_hook(self.eventsql_conn_id)
+        try:
+            while True:
+                try:
+                    found = await asyncio.to_thread(condition.look, hook.shards)
+                except EventSQLError as error:
+                    if isinstance(error, ConsumerNotFoundError | ValidationError):
+                        raise
+                    logger.warning("%s: looks again in %.0f s: %s", condition, self.poll_interval, error)
+                    found = None
+                if found is not None and found.holds:
+                    yield TriggerEvent(asdict(found))
+                    return
+                await asyncio.sleep(self.poll_interval)
+        finally:
+            await asyncio.to_thread(hook.close)
+
+
+async def open_hook(conn_id: str) -> EventSQLHook:
+    """The hook of a connection that is looked up in a trigger. Raises `ConfigurationError`."""
+    return EventSQLHook(conn_id, connection=await BaseHook.aget_connection(conn_id))

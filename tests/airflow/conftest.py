@@ -1,0 +1,46 @@
+"""Airflow's tests run where it is installed: `make airflow`. Elsewhere nothing is collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database.urls import parse_dsn
+
+collect_ignore_glob = [] if importlib.util.find_spec("airflow") else ["test_*.py"]
+
+# Airflow reads its configuration when it is imported, and would make a directory in the home of the user.
+os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="eventsql-airflow-"))
+os.environ.setdefault("AIRFLOW__CORE__UNIT_TEST_MODE", "True")
+
+
+def connection_uri(dsn: str, **extra: str) -> str:
+    """An Airflow connection to a test's database, as JSON."""
+    url = parse_dsn(dsn)
+    return json.dumps({
+        "conn_type": "eventsql", "host": url.host, "port": url.port, "login": url.username, "password": url.password,
+        "schema": url.database, "extra": extra,
+    })  # fmt: skip
+
+
+@pytest.fixture
+def connected(dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> EventSQL:
+    """The platform that Airflow's default connection leads to."""
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", connection_uri(dsn))
+    return platform
+
+
+def context_of(
+    task_id: str = "task", *, run_id: str = "manual__1", map_index: int = -1, try_number: int = 1, payloads: Any = ()
+) -> Any:
+    """The context of a task of DAG `dag`, whose run asset events with these payloads triggered."""
+    task = SimpleNamespace(dag_id="dag", run_id=run_id, task_id=task_id, map_index=map_index, try_number=try_number)
+    events = [SimpleNamespace(extra={"from_trigger": True, "payload": payload}) for payload in payloads]
+    return {"ti": task, "triggering_asset_events": {"asset": events} if events else {}, "outlet_events": {}}

@@ -1,0 +1,249 @@
+"""Tasks that consume: claims taken over and made, effects once, dead letters, retries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import psycopg
+import pytest
+from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
+
+from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output
+from eventsql_orchestration.airflow.triggers import ClaimEvent
+from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+from tests.airflow.conftest import context_of
+
+RIDES = Topic("rides", partitions=2)
+CONSUMER = Consumer("rides", "billing", partitioned=True)
+QUICK = RunLimits(max_wait=0.0, drain_idle=0.0)
+
+
+@pytest.fixture
+def rides(connected: EventSQL) -> EventSQL:
+    connected.registry.register_topic(RIDES)
+    connected.registry.register_consumer(CONSUMER)
+    with connected.database.transaction() as connection:
+        connection.execute("CREATE TABLE effect (id bigint)")
+    return connected
+
+
+def publish(platform: EventSQL, count: int, partition: int = 0) -> None:
+    platform.publisher.publish_all(Publication("rides", b"%d" % n, partition=partition) for n in range(count))
+    platform.transfer.run_once()
+
+
+def record(events: Sequence[Event], connection: Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO effect VALUES (%s)", [(event.id,) for event in events])
+
+
+def effects(platform: EventSQL) -> list[int]:
+    with platform.database.transaction() as connection:
+        return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY id")]
+
+
+def logged(platform: EventSQL) -> list[int]:
+    return [event.id for batch in platform.reader.stream("rides") for event in batch]
+
+
+def operator(function: Any = record, **options: Any) -> EventSQLConsumeOperator:
+    given = {"topic": "rides", "consumer": "billing", "limits": QUICK, "batch": 2, **options}
+    return EventSQLConsumeOperator(task_id="consume", python_callable=function, **given)
+
+
+def claimed(platform: EventSQL, *, owner: str = AIRFLOW_TRIGGER, partition: int = 0, **options: Any) -> Claim:
+    found = platform.claims.claim("rides", "billing", partition, owner=owner, max_wait=0.0, **options)
+    assert isinstance(found, Claim)
+    return found
+
+
+def payload(claim: Claim) -> dict[str, Any]:
+    return asdict(ClaimEvent.of(claim))
+
+
+def test_a_task_takes_the_claim_over_that_triggered_its_run(rides: EventSQL) -> None:
+    publish(rides, 5)
+    claim = claimed(rides)
+    result = operator().execute(context_of(payloads=[payload(claim)]))
+    assert effects(rides) == logged(rides)
+    assert (result["events"], result["ranges"][0]["claim"]) == (5, claim.id)
+    assert rides.claims.get(claim.id)[1] == "committed"
+
+
+def test_a_run_of_several_asset_events_consumes_the_claims_of_all(rides: EventSQL) -> None:
+    publish(rides, 3, 0)
+    publish(rides, 3, 1)
+    claims = [claimed(rides, partition=partition) for partition in (0, 1)]
+    result = operator().execute(context_of(payloads=[payload(claim) for claim in claims]))
+    assert (result["events"], effects(rides)) == (6, logged(rides))
+
+
+def test_the_second_run_for_a_claim_consumes_nothing(rides: EventSQL) -> None:
+    publish(rides, 3)
+    context = context_of(payloads=[payload(claimed(rides))])
+    operator().execute(context)
+    with pytest.raises(AirflowSkipException):
+        operator().execute(context)
+    assert effects(rides) == logged(rides)
+
+
+def test_a_late_run_takes_over_the_newer_claim_of_the_trigger(rides: EventSQL) -> None:
+    publish(rides, 3)
+    late = claimed(rides, lease=0.001)
+    newer = claimed(rides)
+    assert newer.id != late.id
+    assert operator().execute(context_of(payloads=[payload(late)]))["ranges"][0]["claim"] == newer.id
+    with pytest.raises(AirflowSkipException):
+        operator().execute(context_of(payloads=[payload(newer)], run_id="other"))
+    assert effects(rides) == logged(rides)
+
+
+def test_a_run_by_hand_claims_what_waits_in_every_partition(rides: EventSQL) -> None:
+    publish(rides, 2, 0)
+    publish(rides, 2, 1)
+    assert operator().execute(context_of())["events"] == 4
+    assert effects(rides) == logged(rides)
+
+
+def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
+    publish(rides, 2)
+    claimed(rides, owner="airflow dag/another")
+    with pytest.raises(AirflowSkipException, match="leases the partition"):
+        operator().execute(context_of())
+    assert effects(rides) == []
+
+
+def test_a_retry_goes_on_where_the_first_try_died(rides: EventSQL) -> None:
+    publish(rides, 6)
+    claim = claimed(rides)
+    calls = []
+
+    def dying(events: Sequence[Event], connection: Connection) -> None:
+        calls.append(len(events))
+        record(events, connection)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        operator(dying).execute(context_of(payloads=[payload(claim)]))
+    assert len(effects(rides)) == 2
+    operator().execute(context_of(payloads=[payload(claim)], try_number=2))
+    assert effects(rides) == logged(rides)
+
+
+def test_a_failing_event_fails_the_task_and_keeps_the_events_before_it(rides: EventSQL) -> None:
+    publish(rides, 4)
+    bad = logged(rides)[2]
+
+    def refusing(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if any(event.id == bad for event in events):
+            raise ValueError("no")
+
+    with pytest.raises(AirflowException, match=f"event {bad} of topic rides failed, attempt 1"):
+        operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
+    assert effects(rides) == logged(rides)[:2]
+    with pytest.raises(AirflowException, match="is retried in"):
+        operator(refusing).execute(context_of(try_number=2))
+
+
+def test_an_event_that_keeps_failing_becomes_a_dead_letter_and_the_task_succeeds(rides: EventSQL) -> None:
+    rides.registry.register_topic(Topic("rides_dlt"))
+    rides.registry.declare_consumer(CONSUMER, max_attempts=1)
+    publish(rides, 3)
+    bad = logged(rides)[1]
+
+    def refusing(events: Sequence[Event], connection: Connection) -> None:
+        if any(event.id == bad for event in events):
+            raise ValueError("no")
+        record(events, connection)
+
+    result = operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
+    assert result["dead_letters"] == [bad]
+    assert effects(rides) == [each for each in logged(rides) if each != bad]
+
+
+def test_a_lost_claim_fails_the_task_without_a_retry(rides: EventSQL) -> None:
+    publish(rides, 4)
+    claim = claimed(rides)
+
+    def overtaken(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if not taken:
+            taken.append(True)
+            return
+        raise AssertionError("the claim is lost before the second batch")
+
+    taken: list[bool] = []
+
+    class Losing(EventSQLConsumeOperator):
+        def _calls(self, *given: Any) -> Any:
+            consume = super()._calls(*given)
+
+            def then_lose(held: Claim) -> Any:
+                rides.claims.adopt(held.id, owner="airflow dag/thief")
+                return consume(held)
+
+            return then_lose
+
+    with pytest.raises(AirflowFailException, match="lost its claim"):
+        Losing(task_id="consume", topic="rides", consumer="billing", limits=QUICK, python_callable=overtaken).execute(
+            context_of(payloads=[payload(claim)])
+        )
+    assert effects(rides) == []
+
+
+def test_a_function_over_a_claim_publishes_once_with_it(rides: EventSQL) -> None:
+    rides.registry.register_topic(Topic("sums"))
+    publish(rides, 3)
+    claim = claimed(rides)
+
+    def sum_up(claim: Claim, eventsql: EventSQLHook, context: Any) -> dict[str, Any]:
+        events = eventsql.platform.claims.read(claim)
+        total = sum(int(event.value) for event in events)
+        return publish_output(context, [{"value": b"%d" % total}], topic="sums", eventsql=eventsql, claim=claim)
+
+    context = context_of(payloads=[payload(claim)])
+    assert operator(sum_up, gets="claim").execute(context)["events"] == 3
+    with pytest.raises(AirflowSkipException):
+        operator(sum_up, gets="claim").execute(context)
+    rides.transfer.run_once()
+    (event,) = [event for batch in rides.reader.stream("sums") for event in batch]
+    assert (event.value, event.metadata["airflow_dag_id"]) == (b"3", "dag")
+
+
+def test_a_range_that_fails_is_released_and_not_retried_by_airflow(rides: EventSQL) -> None:
+    publish(rides, 3)
+    claim = claimed(rides)
+
+    def failing(claim: Claim, eventsql: EventSQLHook) -> None:
+        raise ValueError("no")
+
+    with pytest.raises(AirflowFailException, match="failed and was released"):
+        operator(failing, gets="claim").execute(context_of(payloads=[payload(claim)]))
+    assert rides.claims.get(claim.id)[1] == "released"
+
+
+def test_the_database_that_goes_away_fails_the_try_and_the_next_one_continues(rides: EventSQL, direct_dsn: str) -> None:
+    publish(rides, 4)
+    claim = claimed(rides)
+
+    def cut_off(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        with psycopg.connect(direct_dsn, autocommit=True) as other:
+            other.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
+
+    with pytest.raises(DatabaseUnavailableError):
+        operator(cut_off).execute(context_of(payloads=[payload(claim)]))
+    operator().execute(context_of(payloads=[payload(claim)], try_number=2))
+    assert effects(rides) == logged(rides)
+
+
+@pytest.mark.parametrize("wrong", [{"gets": "rows"}, {"batch": 0}])
+def test_wrong_arguments_are_refused_when_the_dag_is_made(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        operator(**wrong)

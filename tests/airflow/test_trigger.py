@@ -1,0 +1,176 @@
+"""The trigger: what it claims, how it hands claims over, and what becomes of claims that nobody takes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from airflow.providers.common.messaging.triggers.msg_queue import MessageQueueTrigger
+from airflow.triggers.shared_stream import AdvanceItem, AdvanceOutcome
+
+from eventsql_orchestration import Claim, Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.airflow import EventSQLHook, EventSQLTrigger
+from eventsql_orchestration.airflow.triggers import ClaimEvent, ClaimProducer
+from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+
+STORED = AdvanceOutcome(acked=1, failed=0)
+NOT_STORED = AdvanceOutcome(acked=0, failed=1)
+
+
+@pytest.fixture
+def rides(connected: EventSQL) -> EventSQL:
+    connected.registry.register_topic(Topic("rides", partitions=2))
+    connected.registry.register_consumer(Consumer("rides", "billing", partitioned=True))
+    return connected
+
+
+def publish(platform: EventSQL, *partitions: int) -> None:
+    platform.publisher.publish_all(Publication("rides", b"1", partition=each) for each in partitions)
+    platform.transfer.run_once()
+
+
+def trigger(**options: Any) -> EventSQLTrigger:
+    return EventSQLTrigger(topic="rides", consumer="billing", max_wait=0.0, poll_interval=0.05, **options)
+
+
+def with_producer(test: Callable[[ClaimProducer, Any], Any], **options: Any) -> Any:
+    """Run a coroutine function with a producer and its stream."""
+
+    async def run() -> Any:
+        made = trigger(**options)
+        made._open_hook = _open  # type: ignore[method-assign]  # no supervisor gives connections here
+        producer = made.producer()
+        stream = producer.open_stream()
+        try:
+            return await test(producer, stream)
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    return asyncio.run(run())
+
+
+async def _open() -> EventSQLHook:
+    return EventSQLHook()
+
+
+def test_each_partition_with_events_is_claimed_once(rides: EventSQL) -> None:
+    publish(rides, 0, 0, 1)
+
+    async def test(producer: ClaimProducer, stream: Any) -> Any:
+        made = [await anext(stream) for _ in range(2)]
+        assert len({producer.get_advance_lane(claim) for _, claim in made}) == 2
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(anext(stream), 0.5)
+        return [payload for payload, _ in made]
+
+    payloads = with_producer(test)
+    assert sorted((each["partition"], each["events"]) for each in payloads) == [(0, 2), (1, 1)]
+    for each in payloads:
+        claim, state = rides.claims.get(each["claim"])
+        assert (state, claim.owner) == ("claimed", AIRFLOW_TRIGGER)
+        assert ClaimEvent(**each).names(claim)
+
+
+def test_a_stored_claim_waits_for_its_task_and_another_is_released(rides: EventSQL) -> None:
+    publish(rides, 0, 1)
+
+    async def test(producer: ClaimProducer, stream: Any) -> tuple[Claim, Claim]:
+        (_, kept), (_, given_up) = [await anext(stream) for _ in range(2)]
+        await producer.advance([AdvanceItem(kept, STORED)])
+        await producer.advance([AdvanceItem(given_up, NOT_STORED)])
+        return kept, given_up
+
+    kept, given_up = with_producer(test, start_timeout=500.0)
+    leases = {state.partition: state for state in rides.registry.consumer("rides", "billing")}
+    expires = leases[kept.range.partition].lease_expires_at
+    assert expires is not None
+    assert leases[kept.range.partition].lease_owner == AIRFLOW_TRIGGER
+    with rides.database.transaction() as connection:
+        row = connection.execute("SELECT %s - now() > interval '400 s'", [expires]).fetchone()
+    assert row == (True,)
+    assert rides.claims.get(given_up.id)[1] == "released"
+
+
+def test_events_of_a_claim_that_nobody_took_are_claimed_again(rides: EventSQL) -> None:
+    publish(rides, 0)
+    lost = rides.claims.claim("rides", "billing", 0, owner=AIRFLOW_TRIGGER, max_wait=0.0, lease=0.001)
+    assert isinstance(lost, Claim)
+
+    async def test(_: ClaimProducer, stream: Any) -> Any:
+        return (await anext(stream))[1]
+
+    again = with_producer(test)
+    assert again.range == lost.range
+    assert rides.claims.get(lost.id)[1] == "released"
+
+
+def test_a_task_that_is_faster_than_the_confirmation_keeps_its_claim(rides: EventSQL) -> None:
+    publish(rides, 0)
+
+    async def test(producer: ClaimProducer, stream: Any) -> Claim:
+        _, claim = await anext(stream)
+        adopted = rides.claims.adopt(claim.id, owner="airflow dag/run")
+        await producer.advance([AdvanceItem(claim, STORED)])
+        await producer.advance([AdvanceItem(claim, NOT_STORED)])
+        return adopted
+
+    adopted = with_producer(test)
+    rides.claims.renew(adopted)
+
+
+def test_events_that_come_later_are_claimed_without_a_restart(rides: EventSQL) -> None:
+    async def test(_: ClaimProducer, stream: Any) -> Any:
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(publish, rides, 1)
+        return (await waiting)[0]
+
+    assert with_producer(test)["partition"] == 1
+
+
+def test_a_consumer_that_does_not_exist_yet_is_waited_for(connected: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.05)
+
+    async def test(_: ClaimProducer, stream: Any) -> Any:
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        connected.registry.register_topic(Topic("rides"))
+        connected.registry.register_consumer(Consumer("rides", "billing"))
+        await asyncio.to_thread(connected.publisher.publish, Publication("rides", b"1"))
+        await asyncio.to_thread(connected.transfer.run_once)
+        return (await waiting)[0]
+
+    assert with_producer(test)["partition"] == -1
+
+
+def test_airflows_message_queue_trigger_is_this_trigger() -> None:
+    found = MessageQueueTrigger(scheme="eventsql", topic="rides", consumer="billing", max_events=5)
+    assert found.serialize() == EventSQLTrigger(topic="rides", consumer="billing", max_events=5).serialize()
+
+
+def test_a_trigger_is_made_again_from_its_arguments_and_shares_its_stream() -> None:
+    path, arguments = trigger().serialize()
+    assert path == "eventsql_orchestration.airflow.triggers.EventSQLTrigger"
+    again = EventSQLTrigger(**arguments)
+    assert again.serialize() == (path, arguments)
+    assert again.shared_stream_key() == trigger().shared_stream_key() != trigger(max_events=5).shared_stream_key()
+
+
+def test_payloads_of_other_triggers_are_no_claims() -> None:
+    assert ClaimEvent.read("x") is None
+    assert ClaimEvent.read({"message": "x"}) is None
+
+
+@pytest.mark.parametrize("wrong", [{"topic": "no topic"}, {"consumer": ""}, {"start_timeout": 0}, {"max_events": 0}])
+def test_wrong_arguments_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        EventSQLTrigger(**{"topic": "rides", "consumer": "billing", **wrong})
+
+
+def test_a_connection_of_another_type_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", "postgres://host/db")
+    with pytest.raises(ConfigurationError, match="make one of the type 'eventsql'"):
+        EventSQLHook().platform  # noqa: B018 - the use connects
