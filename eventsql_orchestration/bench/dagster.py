@@ -102,7 +102,7 @@ class Dagster(Benchmark):
         if "launchers" in parts:
             rates = {}
             for launcher in (dagster.DEFAULT, dagster.PREFORK):
-                with daemon("launchers", partitions=self.runs, sensor="consumer", launcher=launcher) as running:
+                with daemon(launcher, partitions=self.runs, sensor="consumer", launcher=launcher) as running:
                     dagster.runs_at_once(running, 1)
                     rates[launcher] = dagster.runs_at_once(running, self.runs)
             figures += _compared(rates[dagster.PREFORK], rates[dagster.DEFAULT])

@@ -102,12 +102,12 @@ def test_a_run_is_terminated_from_the_ui(deployment: Deployment) -> None:
 
 
 @pytest.mark.parametrize(
-    ("then", "reason"),
-    [("raise ValueError('no licence')", "no licence"), ("threading.Event().wait()", "was not imported within")],
+    ("then", "reason", "timeout"),
+    [("raise ValueError('no licence')", "no licence", 120), ("threading.Event().wait()", "was not imported within", 1)],
     ids=["fails", "hangs"],
 )
-def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str, reason: str) -> None:
-    with deployed(tmp_path, "first", before=IN_SERVER + then, import_timeout_seconds=20) as deployment:
+def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str, reason: str, timeout: int) -> None:
+    with deployed(tmp_path, "first", before=IN_SERVER + then, import_timeout_seconds=timeout) as deployment:
         runs = [deployment.launch() for _ in range(2)]
         assert [deployment.ended(run) for run in runs] == [SUCCESS, SUCCESS]
         assert [sum(reason in message for message in deployment.said(run)) for run in runs] == [1, 0]
