@@ -111,6 +111,18 @@ def hold_leased(dsn: str, topic: str, consumer: str, lease: str, where: str) -> 
         wait_to_be_told()
 
 
+def hold_delivery(dsn: str, topic: str, consumer: str, lease: str) -> None:
+    """Consume a topic as a queue, and stay for ever at work on each event."""
+
+    def handle(_event: Event) -> None:
+        say("at work")
+        wait_to_be_told()
+
+    with EventSQL(dsn, transfer=False) as platform:
+        platform.consumers.start_queue(topic, consumer, handle, lease=float(lease), polling_delay=0.02)
+        wait_to_be_told()
+
+
 def migrate(dsn: str) -> None:
     """Bring the schema up to date when told to, at the same time as others."""
     with Database(dsn) as database:
@@ -146,7 +158,8 @@ def consume(dsn: str, consumer: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (hold, hold_subscription, hold_claim, hold_leased, migrate, register, consume)
+    role.__name__: role
+    for role in (hold, hold_subscription, hold_claim, hold_leased, hold_delivery, migrate, register, consume)
 }
 
 

@@ -3,6 +3,7 @@
 Each way writes the order and runs the statement of its event on the same connection. A real service needs one of them.
 """
 
+import json
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -37,7 +38,7 @@ app = FastAPI(lifespan=lifespan)
 
 
 def placed(order: int, item: str) -> Publication:
-    return Publication("order_placed", b'{"order": %d, "item": "%s"}' % (order, item.encode()), key=str(order))
+    return Publication("order_placed", json.dumps({"order": order, "item": item}).encode(), key=str(order))
 
 
 @app.post("/psycopg/{order}")

@@ -16,7 +16,7 @@ from psycopg import sql
 
 from eventsql_orchestration.bench import roles, workload
 from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
-from eventsql_orchestration.bench.figure import Figure
+from eventsql_orchestration.bench.figure import Figure, rate
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.errors import BenchmarkError
@@ -49,9 +49,13 @@ class QueueBenchmark(Benchmark):
     keys: int = option(1_000, "Different keys of an ordered queue")
     ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
     pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
+    topic: bool = option(False, "Consume a topic as a queue instead, one by one, beside raw COPY")
+    threads: int = workers(16, "Threads that consume a topic as a queue")
     rounds: int = option(3, "Repetitions of each step; the median counts", quick=1)
 
     def measure(self, session: Session) -> list[Figure]:
+        if self.topic:
+            return session.beside_raw_copy(lambda: self._consume_topic(session))
         text = _read(self.pgmq_sql) if self.pgmq_sql else None
         figures: dict[str, list[float]] = {}
         with ExitStack() as opened:
@@ -64,6 +68,30 @@ class QueueBenchmark(Benchmark):
                     for kind in kinds:
                         figures.setdefault(f"{kind}{step}", []).append(self._step(session, queue.name, kind, step))
         return self._figures(figures)
+
+    def _consume_topic(self, session: Session) -> list[Figure]:
+        """Work off a filled topic with a handler of each kind, which does nothing."""
+        found: list[Figure] = []
+        with session.topic("queue", partitions=self.partitions) as topic:
+            session.fill_log(topic, events=self.messages)
+            for kind in ("plain", "transactions"):
+                consumer = session.consumer(topic, kind)
+                with session.crew() as crew:
+                    crew.start(
+                        roles.consume_as_queue, "the consumer", topic=topic, consumer=consumer, threads=self.threads,
+                        transactions=kind == "transactions",
+                    )  # fmt: skip
+                    crew.ready()
+                    crew.go()
+                    samples = session.watch_offsets(
+                        crew, topic, consumer, events=self.messages, step=f"a topic as a queue, {kind}",
+                        limit=60.0 + self.messages / 100,
+                    )  # fmt: skip
+                elapsed = samples[-1].at - samples[0].at
+                found.append(
+                    rate(f"queue_topic_{kind}", self.messages / elapsed, seconds=elapsed, threads=self.threads)
+                )
+        return found
 
     def _fill(self, session: Session, queue: Queue) -> None:
         pool = [each.value for each in workload.publications(_NAME, min(self.backlog, 5_000))]

@@ -251,6 +251,24 @@ def consume(
     return {}
 
 
+def consume_as_queue(worker: Worker, *, topic: str, consumer: str, threads: int, transactions: bool) -> Outcome:
+    """Consume a topic as a queue with a handler that does nothing, until the benchmark says to end."""
+
+    def handle(_event: Event) -> None:
+        """Acknowledged after it returns."""
+
+    def handle_in_transaction(_event: Event, _connection: Connection) -> None:
+        """Acknowledged in its transaction."""
+
+    handler = handle_in_transaction if transactions else handle
+    with worker.platform() as platform:
+        platform.registry.consumer(topic, consumer)
+        worker.ready()
+        with platform.consumers.start_queue(topic, consumer, handler, workers=threads):
+            worker.stopped.wait()
+    return {}
+
+
 def consume_timed(worker: Worker, *, topic: str, consumer: str, warm_up: float) -> Outcome:
     """Consume the events of `publish_timed` until the end. Gives the percentiles of their delays in milliseconds.
 

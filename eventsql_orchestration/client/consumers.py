@@ -13,8 +13,9 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
+from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueHandler
 from eventsql_orchestration.consuming.throttle import Throttles
-from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Consumption, Running, stop_all
+from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Running, stop_all
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, PartitionOutOfRangeError
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
@@ -30,11 +31,11 @@ from eventsql_orchestration.validation import Duration
 class ClusterConsumption(Running):
     """A consumer that runs on all shards. On a shard that is down, or joins later, it starts when the shard is up."""
 
-    def __init__(self, cluster: Cluster, begin: Callable[[Shard], Consumption]) -> None:
+    def __init__(self, cluster: Cluster, begin: Callable[[Shard], Running]) -> None:
         self._cluster = cluster
         self._begin = begin
         self._ending = False
-        self._on: dict[Shard, Consumption] = {}
+        self._on: dict[Shard, Running] = {}
         self._taking = threading.Lock()
         try:
             for shard in cluster.up():
@@ -160,7 +161,38 @@ class ClusterConsumers:
             ),
         )  # fmt: skip
 
-    def _start(self, topic: str, consumer: str, begin: Callable[[Shard], Consumption]) -> ClusterConsumption:
+    def start_queue(
+        self, topic: str, consumer: str, handler: QueueHandler, *, workers: int = QUEUE_WORKERS, by_key: bool = True,
+        lease: Duration = 60.0, polling_delay: Duration = 1.0, max_unacknowledged: int = MOST_UNACKNOWLEDGED,
+    ) -> ClusterConsumption:  # fmt: skip
+        """Hand each event to a handler and acknowledge it by itself, so that a slow or failing event holds up no other.
+
+        `workers` threads handle events side by side, in any number of processes and whatever the number of partitions.
+        With `by_key`, the events of a key are handled one after another, in their order; events without a key go at any
+        time.
+
+        `handler(event)` runs outside of any transaction, and the event is acknowledged after it returns: at least once.
+        Writes through the connection of `handler(event, connection)` commit together with the acknowledgement: exactly
+        once. A handler that raises is called again with backoff, up to the consumer's `max_attempts`; then the event
+        becomes a dead letter. Until then, later events of its key wait.
+
+        A process holds its events for `lease` seconds, and renews that while it runs. When it dies, others take the
+        events over after that time. At most `max_unacknowledged` events of a partition are handed out and not
+        acknowledged; each is a row. The consumer's offset is the last before the first such event. While there is one,
+        the consumer cannot be consumed in another way, or moved without force.
+
+        Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`, and `RedefinitionError` while there are
+        unacknowledged events that were handed out with the other `by_key`. Otherwise as `start`.
+        """
+        return self._start(
+            topic, consumer,
+            lambda shard: shard.consumers.start_queue(
+                topic, consumer, handler, workers=workers, by_key=by_key, lease=lease, polling_delay=polling_delay,
+                max_unacknowledged=max_unacknowledged,
+            ),
+        )  # fmt: skip
+
+    def _start(self, topic: str, consumer: str, begin: Callable[[Shard], Running]) -> ClusterConsumption:
         self._registry.check_same_consumer(topic, consumer)
         started = ClusterConsumption(self._cluster, begin)
         self._started.add(started)

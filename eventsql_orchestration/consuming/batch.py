@@ -330,7 +330,7 @@ class BatchRunner:
 def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> _FailedEvent | None:
     """Handle events at once. Returns the handler's error, or raises it if the handler ended the transaction."""
     try:
-        _call(connection, events, handler)
+        call_handler(connection, events, handler)
     except Exception as error:
         # After an error of a statement, the transaction is there to be rolled back.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
@@ -346,7 +346,7 @@ def _each(
     for index, event in enumerate(events):
         try:
             with connection.transaction():
-                _call(connection, [event], handler)
+                call_handler(connection, [event], handler)
                 if check:
                     # Rolled back, so that constraints stay deferred for the next event.
                     with connection.transaction(force_rollback=True):
@@ -358,7 +358,8 @@ def _each(
     return None
 
 
-def _call(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
+def call_handler(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
+    """Raises the handler's error, and `psycopg.ProgrammingError` if the handler ended the transaction."""
     try:
         check_returned(handler(events, connection))
     except psycopg.Rollback as error:

@@ -22,9 +22,17 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.commit_retry import CommitRetry, CommitRetryLimits
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
+from eventsql_orchestration.consuming.queue_consumption import (
+    MOST_UNACKNOWLEDGED,
+    QUEUE_WORKERS,
+    QueueConsumption,
+    QueueHandler,
+    takes_connection,
+)
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,
@@ -33,6 +41,7 @@ from eventsql_orchestration.consuming.worker_pool import (
     Poll,
     PollOptions,
     PollOutcome,
+    Running,
     stop_all,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -44,10 +53,13 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, check_seconds, check_whole
 
 SINGLE_BATCH: Final = 100
 """Events that a consumer of single events reads at a time; each has its own savepoint."""
+
+MOST_ROWS: Final = 1_000_000
+"""The most rows of events that are not acknowledged, of a partition."""
 
 LAYOUT_SECONDS: Final = 1.0
 """Seconds until a partition checks again whether the others have reached the end of their topic's layout."""
@@ -138,7 +150,7 @@ class Consumers:
         """Throttles of consumers. The databases of a cluster share them."""
         self.commit_retry = CommitRetryLimits()
         # A running consumption is kept by its threads.
-        self._running: weakref.WeakSet[Consumption] = weakref.WeakSet()
+        self._running: weakref.WeakSet[Running] = weakref.WeakSet()
         self._running_lock = threading.Lock()
         self._retries: dict[ConsumerPartition, CommitRetry] = {}
 
@@ -174,6 +186,30 @@ class Consumers:
         options = PollOptions.of(**batching)
         polls = LeasedPolls(self._database, self._claims, handler, options, check_seconds("lease", lease, zero=False))
         return self._start(topic, consumer, polls.poll, options, workers)
+
+    def start_queue(
+        self, topic: str, consumer: str, handler: QueueHandler, *, workers: int = QUEUE_WORKERS, by_key: bool = True,
+        lease: Duration = 60.0, polling_delay: Duration = 1.0, max_unacknowledged: int = MOST_UNACKNOWLEDGED,
+    ) -> QueueConsumption:  # fmt: skip
+        """Hand each event to `handler(event)` or `handler(event, connection)`. See `ClusterConsumers.start_queue`."""
+        takes_connection(handler)
+        seconds = check_seconds("lease", lease, zero=False)
+        keys = self._keys(topic, consumer)
+        partitioned = keys[0].partition != NOT_PARTITIONED
+        deliveries = Deliveries(
+            self._database, self._dead_letters, topic, consumer, by_key=by_key, lease=seconds,
+            most=check_whole("max_unacknowledged", max_unacknowledged, least=1, most=MOST_ROWS),
+        )  # fmt: skip
+        started = QueueConsumption(
+            deliveries, handler, name=f"consumer {consumer!r} of topic {topic!r}", topic=topic,
+            partitions=[key.partition for key in keys],
+            look=lambda asked: self._ready(topic, consumer, asked, partitioned=partitioned), workers=workers,
+            lease=seconds, polling_delay=check_seconds("polling_delay", polling_delay, zero=False),
+            listener=self._listener,
+        )  # fmt: skip
+        with self._running_lock:
+            self._running.add(started)
+        return started
 
     def _start(
         self, topic: str, consumer: str, poll: Poll,

@@ -45,7 +45,7 @@ FUNCTIONS: Final = (
 )  # fmt: skip
 """The platform's functions."""
 
-BY_TOPIC: Final = ("consumer", "consumer_claim")
+BY_TOPIC: Final = ("consumer", "consumer_claim", "consumer_cursor", "consumer_delivery", "consumer_worker")
 """Tables with rows of all topics; row security shows a role of one topic its own rows."""
 
 _DEFINITIONS: Final = ("SELECT ON {s}.schema_version, {s}.topic, {s}.topic_layout, {s}.shard, {s}.shard_layout",)
@@ -95,6 +95,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON {s}.shard_fence",
         f"SELECT, UPDATE ({', '.join(_MOVED)}) ON {{s}}.consumer",
         "SELECT, INSERT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
+        "SELECT, INSERT, UPDATE, DELETE ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
         "EXECUTE ON FUNCTION {s}.enter_layout",
         "EXECUTE ON FUNCTION {s}.events",
     ),
@@ -102,6 +103,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_DEFINITIONS,
         *_BUFFERED,
         "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter, {s}.capture",
+        "SELECT ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
         # It has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",
     ),

@@ -31,6 +31,7 @@ The function `make_segments` in the database knows it too.
 
 NAMES: Final = (
     "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "finished_backfill",
+    "consumer_cursor", "consumer_delivery", "consumer_worker",
     "event_buffer", "event_buffer_lock", "shard", "shard_layout", "shard_fence", "access_role",
     "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
     "queue", "queue_message", "queue_deduplication", "queue_archive",

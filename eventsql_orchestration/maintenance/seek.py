@@ -59,6 +59,7 @@ class Seeker:
         self._registry = registry
         self._reader = Reader(database, registry)
         self._queries = Queries("seek", database.schema)
+        self._deliveries = Queries("deliveries", database.schema)
 
     def plan(self, topic: str, consumer: str, position: Position, *, partition: int | None = None) -> list[Move]:
         """See `ClusterSeeker.plan`."""
@@ -89,6 +90,7 @@ class Seeker:
             driver = driver_connection(connection)
             driver.execute(self._queries("release_claims"), own)
             driver.execute(self._queries("seek"), {**own, "offsets": [move.target for move in moves]})
+            driver.execute(self._deliveries("forget"), own)
             self._settle(connection, before, moves, known)
         self._announce([topic])
         # Count after the transaction: counting takes time, and the past does not change.
@@ -111,6 +113,8 @@ class Seeker:
                 locked = consumer_states(
                     connection, topic, consumer, partitions=None if known else partitions, lock=True
                 )
+                own = {"topic": topic, "consumer": consumer, "partitions": [state.partition for state in locked]}
+                driver_connection(connection).execute(self._deliveries("hold"), own)
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
                 f"consumer {consumer!r} of topic {topic!r} did not move, because others held its partitions for "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from itertools import repeat
 from typing import Any, Final, NamedTuple
@@ -24,6 +24,9 @@ MAX_OFFSET: Final = 2**63 - 1
 
 _FIRST_BLOCKS: Final = 64
 """How many blocks are looked at first for the events of a batch."""
+
+_NEAR: Final = 64
+"""Events whose ids are at most so far apart are read together."""
 
 _MORE: Final = 8
 """How many times as many blocks each further look takes, where blocks are small."""
@@ -71,6 +74,19 @@ class LogReader:
             return _read_blocks(cursor, query, topic, values)
         cursor.execute(query, values, binary=True, prepare=False)
         return [Event(topic, *row) for row in cursor.fetchall()]
+
+    def read_ids(
+        self, connection: Connection, topic: str, ids: Sequence[int], *, partition: int = NOT_PARTITIONED
+    ) -> list[Event]:
+        """The events with these ascending ids that are in the log, in order. Reads the ranges that they lie in."""
+        wanted, found, start = set(ids), list[Event](), 0
+        for place in range(1, len(ids) + 1):
+            if place < len(ids) and ids[place] - ids[place - 1] <= _NEAR:
+                continue
+            events = self.read(connection, topic, partition=partition, after=ids[start] - 1, upto=ids[place - 1])
+            found += [event for event in events if event.id in wanted]
+            start = place
+        return found
 
     def end(self, connection: Connection, topic: str, partition: int = NOT_PARTITIONED) -> int:
         """The newest offset of a log or of one partition; 0 without events."""

@@ -275,6 +275,9 @@ class Registry:
         self._set(
             topic, name, eql_paused=False, eql_attempts=0, eql_failed_event_id=None, eql_failure=None, eql_retry_at=None
         )
+        with self._database.connection() as connection:
+            resumed = Queries("deliveries", self._database.schema)("resume")
+            connection.execute(resumed, {"topic": topic, "consumer": name}, prepare=False)
 
     def _set(self, topic: str, name: str, **values: object) -> None:
         self.consumer(topic, name)

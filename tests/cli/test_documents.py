@@ -113,8 +113,15 @@ def test_the_example_of_a_queue_does_each_piece_of_work_once(dsn: str) -> None:
         assert connection.execute("SELECT image FROM thumbnail").fetchall() == [("cat.png",)]
 
 
+def test_the_example_of_a_topic_consumed_as_a_queue_handles_its_event(
+    dsn: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    play(examples(BESIDE_THE_TOPICS)[1], localhost=dsn)
+    assert capsys.readouterr().out == "cat 7\n"
+
+
 def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, platform: EventSQL) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[1], localhost=dsn)
+    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
     assert [names[each].balance for each in ("mine", "other", "earlier")] == [30, 30, 100]
     assert names["other"].version == 2
     platform.transfer.run_once()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -45,6 +46,7 @@ def register(platform: EventSQL) -> None:
         registry.register_consumer(Consumer("clicks", "reports"), max_attempts=1)
         registry.register_consumer(Consumer("clicks", "few"), filter=EventFilter(keys=frozenset(KEYS[:1])))
         registry.register_consumer(Consumer("whole", "all", partitioned=False))
+        registry.register_consumer(Consumer("whole", "queue"))
     retention = registry.topic("clicks").retention
     assert retention is not None
     assert retention.seconds == SECONDS * 1e6
@@ -81,6 +83,9 @@ def consume(platform: EventSQL) -> None:
 
     platform.consumers.consume_once("clicks", "few", lambda *_: None)
     assert platform.consumers.consume_once("whole", "all", lambda *_: None) == 1
+    handled = threading.Event()
+    with platform.consumers.start_queue("whole", "queue", lambda _event: handled.set(), polling_delay=0.02):
+        assert handled.wait(60.0)
     platform.consumers.consume_once("clicks", "reports", refuse)
     platform.transfer.run_once()
     assert platform.lag()

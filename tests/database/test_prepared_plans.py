@@ -12,8 +12,10 @@ from datetime import timedelta
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import Queue
@@ -26,7 +28,7 @@ ROUNDS = 12
 
 GROWS = re.compile(
     r'(?:FROM|JOIN|UPDATE) "?eventsql"?\."?'
-    r"(?:\w+_event|event_buffer|consumer_claim|queue_message|aggregate\w*|view_(?:entries|amounts|runs)|notes|redriven_dead_letter)\b"
+    r"(?:\w+_event|event_buffer|consumer_claim|consumer_delivery|queue_message|aggregate\w*|view_(?:entries|amounts|runs)|notes|redriven_dead_letter)\b"
 )
 
 
@@ -99,6 +101,26 @@ def test_dead_letters(platform: EventSQL) -> None:
         assert platform.dead_letters.redrive("orders", LetterFilter(ids=[letter.id])) == 1
         platform.dead_letters.of_backfills("orders")
         platform.dead_letters.prune("orders")
+    assert not reading(settled(platform.database))
+
+
+def test_a_topic_consumed_as_a_queue(platform: EventSQL) -> None:
+    shard = platform.shards[0]
+    deliveries = Deliveries(
+        shard.database, shard.dead_letters, "orders", "reports", by_key=True, lease=60.0, most=1_000
+    )
+    worker = deliveries.register("a process")
+    for _ in range(ROUNDS):
+        platform.publisher.publish_all([Publication("orders", b"1", key="a")] * 3)
+        platform.transfer.run_once()
+        first, second, third = deliveries.hand_out(worker, -1, 100).deliveries
+        deliveries.handle(first, lambda *_: None, Cancellation())
+        deliveries.fail(second, ValueError("refused"), counts=False, behind=[third])
+        platform.registry.resume("orders", "reports")
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = NULL", prepare=False)
+        assert len(deliveries.acknowledge(deliveries.hand_out(worker, -1, 100).deliveries)) == 2
+        deliveries.renew(worker)
     assert not reading(settled(platform.database))
 
 

@@ -1,0 +1,405 @@
+"""A topic consumed as a queue: each event is handed out, acknowledged and tried again by itself.
+
+A partition's cursor says up to which id its events were handed out. `consumer_delivery` has a row for each of those
+that is not acknowledged, and the consumer's offset is the last id before the first of them. The consumer's row is
+locked only to hand out a block of events; an acknowledgement deletes a row.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import psycopg
+
+from eventsql_orchestration.consuming.batch import BatchHandler, call_handler, matching
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.claim_making import limit_waits
+from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
+from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
+from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_first
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
+from eventsql_orchestration.model import Event, how_often
+from eventsql_orchestration.storage.reading import LogReader
+
+logger = logging.getLogger(__name__)
+
+OWNER: Final = "start_queue, with events that are not acknowledged"
+"""The owner of the lease of a partition with such events: nobody may consume it in another way, which would repeat what
+is acknowledged after the offset."""
+
+
+LOCK_SECONDS: Final = 3.0
+"""The longest that handing out waits for handlers of events from before a consumer was moved."""
+
+
+class WorkerLostError(ClaimLostError):
+    """Internal: this process did not renew its lease in time, and another process has ended it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """An event that `worker` has to acknowledge, as number `cursor` and the event's id. `key` is None without order."""
+
+    cursor: int
+    worker: int
+    partition: int
+    event: Event
+    key: int | None
+    attempts: int
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOut:
+    """What a call handed out. With `more`, further events wait; with `others`, some wait for another process."""
+
+    deliveries: Sequence[Delivery]
+    more: bool = False
+    others: bool = False
+    held: bool = False
+    """Whether something of the partition is not acknowledged."""
+    taken: bool = True
+    """Whether the partition could be locked and consumed."""
+
+
+class _Cursor(NamedTuple):
+    number: int
+    offset: int
+    claimed_upto: int
+    unacknowledged: int
+    by_key: bool
+
+
+class _Fresh(NamedTuple):
+    """An event that was never handed out, and whether this process gets it now."""
+
+    event: Event
+    key: int | None
+    own: bool
+
+
+class _Standing(NamedTuple):
+    unacknowledged: int
+    lowest: int | None
+    free: int
+    not_own: int
+    failed: int | None
+
+
+def number_of_key(key: str) -> int:
+    """A key as a number. Keys of one number wait for each other, which does no harm."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+class Deliveries:
+    """The deliveries of one consumer, in its database."""
+
+    def __init__(
+        self, database: Database, dead_letters: DeadLetters, topic: str, consumer: str,
+        *, by_key: bool, lease: float, most: int,
+    ) -> None:  # fmt: skip
+        """`lease` is in seconds; `most` is the most events of a partition that are not acknowledged."""
+        self._database = database
+        self._dead_letters = dead_letters
+        self._topic = topic
+        self._consumer = consumer
+        self._own = {"topic": topic, "consumer": consumer}
+        self._by_key = by_key
+        self._lease = lease
+        self._most = most
+        self._queries = Queries("deliveries", database.schema)
+        self._consumers = Queries("log", database.schema)
+        self._log = LogReader(database.schema)
+
+    # The process
+
+    def register(self, name: str) -> int:
+        """Begin a lease; gives the number of this process. Raises `RedefinitionError` for the other order."""
+        with self._database.connection() as connection:
+            self._check_order(connection)
+            values = {**self._own, "name": name, "lease": self._lease}
+            (worker,) = fetch_one(connection, self._queries("register"), values, prepare=False)
+            return int(worker)
+
+    def renew(self, worker: int) -> bool:
+        """Prolong a lease; gives whether it is still there."""
+        values = {"worker": worker, "lease": self._lease}
+        return query_first(self._database, self._queries("renew"), values, prepare=False) is not None
+
+    def leave(self, worker: int) -> None:
+        """End a lease. What the process holds may be handed out again at once."""
+        with self._database.connection() as connection:
+            connection.execute(self._queries("leave"), {"worker": worker}, prepare=False)
+
+    def _check_order(self, connection: Connection) -> None:
+        (other,) = fetch_one(
+            connection, self._queries("other_order"), {**self._own, "by_key": self._by_key}, prepare=False
+        )
+        if other:
+            raise RedefinitionError(
+                f"consumer {self._consumer!r} of topic {self._topic!r} has events that are not acknowledged and were "
+                f"handed out with by_key={not self._by_key}: use that until they are, or seek the consumer by force"
+            )
+
+    # Handing out
+
+    def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
+        """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
+
+        Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
+        """
+        while True:
+            try:
+                with self._database.transaction() as connection:
+                    return self._hand_out(connection, worker, partition, limit)
+            except (psycopg.Error, DatabaseError, MemoryError) as error:
+                if limit <= 1 or not too_much(error):
+                    raise
+                limit //= 2
+
+    def _hand_out(self, connection: Connection, worker: int, partition: int, limit: int) -> HandOut:
+        key = ConsumerPartition(self._topic, self._consumer, partition)
+        locked = lock(connection, self._consumers, key, wait=False)
+        if locked is None or locked.state.paused or (locked.leased and locked.state.lease_owner != OWNER):
+            return HandOut((), taken=False)
+        renewed = {"worker": worker, "lease": self._lease}
+        if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
+            raise WorkerLostError(f"{key}: the lease of this process has ended")
+        connection.execute(self._queries("expire"), self._own, prepare=False)
+
+        cursor = self._cursor(connection, locked)
+        own = {"cursor": cursor.number, "worker": worker, "offset": cursor.offset}
+        standing = _Standing(*fetch_one(connection, self._queries("standing"), own, prepare=False))
+        freed = self._take_free(connection, locked, own, limit) if standing.free else []
+
+        room = min(limit - len(freed), self._most - standing.unacknowledged)
+        events = self._read(connection, locked, cursor, room)
+        held = self._held_keys(connection, own) if events and standing.not_own else set()
+        fresh = [_Fresh(event, key, key not in held) for event, key in self._keyed(locked, events)]
+        self._deliver(connection, fresh, own)
+
+        claimed_upto = events[-1].id if events else cursor.claimed_upto
+        lowest = standing.lowest if standing.lowest is not None else (fresh[0].event.id if fresh else None)
+        settled = {
+            "upto": claimed_upto if lowest is None else lowest - 1, "claimed_upto": claimed_upto,
+            "unacknowledged": standing.unacknowledged + len(fresh), "first": fresh[0].event.id if fresh else None,
+            # What is dropped from the log counts as consumed, too.
+            "consumed": max(0, cursor.unacknowledged - standing.unacknowledged),
+        }  # fmt: skip
+        self._settle(connection, locked, cursor, standing, settled)
+
+        deliveries = [*freed, *((each.event, each.key, 0) for each in fresh if each.own)]
+        return HandOut(
+            [Delivery(cursor.number, worker, partition, *each, locked.state.max_attempts) for each in deliveries],
+            more=len(deliveries) >= limit > 0 or len(events) == room > 0,
+            others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
+            held=settled["unacknowledged"] != 0,
+        )
+
+    def _cursor(self, connection: Connection, locked: LockedPartition) -> _Cursor:
+        values = {**locked.key.parameters(), "offset": locked.offset, "by_key": self._by_key}
+        row = fetch_first(connection, self._queries("cursor"), values, prepare=False)
+        if row is None:
+            return _Cursor(*fetch_one(connection, self._queries("open"), values, prepare=False))
+        cursor = _Cursor(*row)
+        if cursor.offset != locked.offset:
+            # Moved by a seek, by another way of consuming, or by a new layout. Handlers may still have events.
+            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+            connection.execute(self._queries("begin_anew"), {"cursor": cursor.number}, prepare=False)
+            cursor = cursor._replace(offset=locked.offset, claimed_upto=locked.offset, unacknowledged=0)
+        if cursor.by_key != self._by_key:
+            self._check_order(connection)
+        return cursor
+
+    def _take_free(
+        self, connection: Connection, locked: LockedPartition, own: dict[str, int], limit: int
+    ) -> list[tuple[Event, int | None, int]]:
+        """Take over events that nobody holds, in the order of their keys: each with its key and its attempts."""
+        accepts = self._dead_letters.accepts(self._topic, connection)
+        asked = {**own, "limit": limit, "accepts": accepts, "max_attempts": locked.state.max_attempts}
+        found = fetch_all(connection, self._queries("free"), asked, prepare=False)
+        if not found:
+            return []
+        ids = {**own, "ids": [event for event, _ in found]}
+        lockable = {event for (event,) in fetch_all(connection, self._queries("lock_free"), ids, prepare=False)}
+
+        keys: dict[int, int | None] = {}
+        waiting: set[int] = set()
+        for event, key in found:
+            if event in lockable and key not in waiting:
+                keys[event] = key
+            elif key is not None:
+                # The acknowledgement that is under way may still fail: nothing of its key may overtake it.
+                waiting.add(key)
+
+        taken = fetch_all(connection, self._queries("take"), {**own, "ids": list(keys)}, prepare=False)
+        attempts: dict[int, int] = dict(taken)
+        events = self._log.read_ids(connection, self._topic, sorted(attempts), partition=locked.key.partition)
+        chosen = matching(locked.state.filter, events)
+        if gone := attempts.keys() - {event.id for event in chosen}:
+            logger.warning("%s: %d events left the log, or its filter, before they were handled", locked.key, len(gone))
+            connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
+        return [(event, keys[event.id], attempts[event.id]) for event in chosen]
+
+    def _read(self, connection: Connection, locked: LockedPartition, cursor: _Cursor, room: int) -> Sequence[Event]:
+        """The next events that were never handed out."""
+        if room <= 0:
+            return ()
+        return self._log.read(
+            connection, self._topic,
+            partition=locked.key.partition, after=cursor.claimed_upto, upto=locked.upto, limit=room,
+        )  # fmt: skip
+
+    def _held_keys(self, connection: Connection, own: dict[str, int]) -> set[int | None]:
+        """The keys of events that this process does not hold."""
+        return {key for (key,) in fetch_all(connection, self._queries("held_keys"), own, prepare=False)}
+
+    def _keyed(self, locked: LockedPartition, events: Sequence[Event]) -> Iterator[tuple[Event, int | None]]:
+        for event in matching(locked.state.filter, events):
+            yield event, number_of_key(event.key) if self._by_key and event.key is not None else None
+
+    def _deliver(self, connection: Connection, fresh: Sequence[_Fresh], own: dict[str, int]) -> None:
+        """Note new events as handed out."""
+        if fresh:
+            rows = {
+                "topic": self._topic, "ids": [each.event.id for each in fresh], "keys": [each.key for each in fresh],
+                "workers": [own["worker"] if each.own else None for each in fresh],
+            }  # fmt: skip
+            connection.execute(self._queries("deliver"), {**own, **rows}, prepare=False)
+
+    def _settle(
+        self, connection: Connection, locked: LockedPartition, cursor: _Cursor, standing: _Standing,
+        settled: dict[str, int | None],
+    ) -> None:  # fmt: skip
+        """Note how far the partition is handed out and acknowledged."""
+        own = {"cursor": cursor.number}
+        moved = {**own, **settled, "by_key": self._by_key}
+        connection.execute(self._queries("move_cursor"), moved, prepare=False)
+
+        held = settled["unacknowledged"] != 0
+        if held and locked.state.lease_owner != OWNER:
+            connection.execute(self._consumers("release_live_claim"), locked.key.parameters(), prepare=False)
+        failure: Sequence[object] = (0, None, None)
+        if standing.failed is not None:
+            failed = {**own, "id": standing.failed}
+            failure = fetch_first(connection, self._queries("failed"), failed, prepare=False) or failure
+        noted = dict(zip(("attempts", "failure", "due_at"), failure, strict=True))
+        noted["failed"] = standing.failed if noted["attempts"] else None
+        lease = {"held": held, "owner": OWNER, "forever": NEVER}
+        connection.execute(
+            self._queries("settle"), {**locked.key.parameters(), **settled, **noted, **lease}, prepare=False
+        )
+
+    def give_back_others(self, worker: int, partition: int, known: Collection[int]) -> None:
+        """Give back what this process has of a partition, except the `known` ids."""
+        key = ConsumerPartition(self._topic, self._consumer, partition)
+        values = {**key.parameters(), "worker": worker, "known": list(known)}
+        with self._database.connection() as connection:
+            connection.execute(self._queries("give_back_others"), values, prepare=False)
+
+    # The end of a delivery
+
+    def handle(self, delivery: Delivery, handler: BatchHandler, cancellation: Cancellation) -> None:
+        """Hand an event to a handler whose effects commit together with the acknowledgement.
+
+        Raises `ClaimLostError` if another process has the event now, and the handler's error.
+        """
+        with self._database.transaction() as connection, cancellation.connection(connection):
+            # First: nobody takes the event while the handler runs, and a handler that commits commits this too.
+            self._acknowledge_in(connection, delivery)
+            call_handler(connection, [delivery.event], handler)
+
+    def _acknowledge_in(self, connection: Connection, delivery: Delivery) -> None:
+        values = {"cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker}
+        if connection.execute(self._queries("acknowledge_one"), values, prepare=False).rowcount != 1:
+            raise self._lost(delivery)
+
+    def _lost(self, delivery: Delivery) -> ClaimLostError:
+        return ClaimLostError(
+            f"event {delivery.event.id} of topic {self._topic!r} is not this process's any more: its lease ended, or "
+            f"consumer {self._consumer!r} was moved"
+        )
+
+    def acknowledge(self, deliveries: Sequence[Delivery]) -> set[int]:
+        """Acknowledge events in one transaction; gives the ids of those that were still this process's."""
+        with self._database.connection() as connection:
+            rows = fetch_all(connection, self._queries("acknowledge"), _arrays(deliveries), prepare=False)
+        return {row[0] for row in rows}
+
+    def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
+        """Note that an event's handler failed, and give the events `behind` it back.
+
+        Gives the seconds until the event is due again, 0 if it became a dead letter. Unless it `counts`, the event
+        keeps its attempts. Raises `ClaimLostError` if another process has the event now.
+        """
+        attempts = delivery.attempts + (1 if counts else 0)
+        failure, delay = describe(error), min(FIRST_BACKOFF * 2.0 ** min(max(0, attempts - 1), 30), MAX_BACKOFF)
+        where = f"consumer {self._consumer!r} of topic {self._topic!r}"
+        spent = counts and attempts >= delivery.max_attempts
+        if spent and self._dead_letters.accepts(self._topic):
+            cause = DeadLetterCause.of(self._consumer, error, attempts)
+            try:
+                buried = self._bury(delivery, cause)
+            except ClaimLostError:
+                raise
+            except Exception as problem:
+                logger.exception("%s cannot give event %d up", where, delivery.event.id)
+                failure = describe(RuntimeError(f"{failure[:900]} (its dead letter could not be made: {problem})"))
+            else:
+                if buried:
+                    logger.error(
+                        "%s gave event %d up after %d attempts, as a dead letter: %s",
+                        where, delivery.event.id, attempts, failure,
+                    )  # fmt: skip
+                    return 0.0
+                delay = NEVER
+        if spent:
+            logger.error(
+                "%s keeps event %d back, which failed %s (%s); mend the handler and resume the consumer, or create "
+                "topic %s_dlt to take such events",
+                where, delivery.event.id, how_often(attempts), failure, self._topic,
+            )  # fmt: skip
+        else:
+            logger.warning(
+                "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
+                where, delivery.event.id, delay, attempts, delivery.max_attempts, failure,
+            )  # fmt: skip
+        values = {
+            "cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker, "attempts": attempts,
+            "failure": failure, "delay": delay,
+        }  # fmt: skip
+        with self._database.transaction() as connection:
+            if connection.execute(self._queries("fail"), values, prepare=False).rowcount != 1:
+                raise self._lost(delivery)
+            if behind:
+                connection.execute(self._queries("give_back"), _arrays(behind), prepare=False)
+        return delay
+
+    def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
+        """Publish an event's dead letter and acknowledge the event; gives whether one was made."""
+        key = ConsumerPartition(self._topic, self._consumer, delivery.partition)
+        with self._database.transaction() as connection:
+            # First: whoever moves the consumer locks its row before its deliveries.
+            connection.execute(self._consumers("count_given_up"), key.parameters())
+            self._acknowledge_in(connection, delivery)
+            buried = self._dead_letters.bury(connection, delivery.event, cause)
+            if not buried:
+                raise psycopg.Rollback
+        return buried
+
+
+def _arrays(deliveries: Collection[Delivery]) -> dict[str, list[int]]:
+    return {
+        "cursors": [each.cursor for each in deliveries],
+        "ids": [each.event.id for each in deliveries],
+        "workers": [each.worker for each in deliveries],
+    }

@@ -1,0 +1,506 @@
+"""A topic consumed as a queue in this process: one thread fetches events, workers handle them, one settles them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.batch import EventHandler, check_handler, check_returned, one_by_one
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.commit_retry import is_transient
+from eventsql_orchestration.consuming.deliveries import Deliveries, Delivery, WorkerLostError
+from eventsql_orchestration.consuming.leases import owner_name
+from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, Running
+from eventsql_orchestration.database.notifications import LOG, Listener
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    DatabaseBusyError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    EventSQLError,
+)
+from eventsql_orchestration.model import Event
+from eventsql_orchestration.threads import join_all, start_thread
+
+logger = logging.getLogger(__name__)
+
+QUEUE_WORKERS: Final = 16
+"""Default number of worker threads. A handler that takes the connection keeps one of the pool, which has up to 30."""
+
+MOST_UNACKNOWLEDGED: Final = 10_000
+"""Default bound of a partition's events that are handed out and not acknowledged. Each is a row."""
+
+MOST_AHEAD: Final = 1_000
+"""The most events that wait in a process for its workers."""
+
+AHEAD_SECONDS: Final = 1.0
+"""A process that needs longer for the events that wait in it fetches fewer: others may be idle."""
+
+HEARTBEATS: Final = 3
+"""Renewals of a lease within its time."""
+
+SETTLE_RETRY: Final = 0.5
+"""Seconds between two attempts to settle events while the database cannot be reached."""
+
+Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
+"""Takes partitions. Returns those that may have events, None for a paused one. May return further partitions."""
+
+PlainHandler: TypeAlias = Callable[[Event], object]
+"""Takes one event, which is acknowledged after it returns."""
+
+QueueHandler: TypeAlias = EventHandler | PlainHandler
+
+
+def takes_connection(handler: QueueHandler) -> bool:
+    """Whether a handler takes the connection of the acknowledgement beside the event. Raises `ValidationError`."""
+    try:
+        inspect.signature(handler, follow_wrapped=False).bind("event")
+    except (TypeError, ValueError):
+        check_handler(handler, "event", "connection")
+        return True
+    check_handler(handler, "event")
+    return False
+
+
+class _Backlog:
+    """The events of a process that are not settled. Call its methods with the lock of the consumption.
+
+    An event whose key is with a worker, or waits for one, stands behind that one.
+    """
+
+    def __init__(self) -> None:
+        self.ready: deque[Delivery] = deque()
+        self._unsettled: dict[int, set[tuple[int, int]]] = {}
+        """The events of each partition, as the number of the lease and the id."""
+        self._behind: dict[int, deque[Delivery]] = {}
+
+    def add(self, deliveries: Iterable[Delivery]) -> None:
+        for each in deliveries:
+            self._unsettled.setdefault(each.partition, set()).add((each.worker, each.event.id))
+            if each.key is None:
+                self.ready.append(each)
+            elif (behind := self._behind.get(each.key)) is not None:
+                behind.append(each)
+            else:
+                self._behind[each.key] = deque()
+                self.ready.append(each)
+
+    def settled(self, done: Delivery) -> None:
+        """Let the next event of its key go."""
+        self._forget(done)
+        if done.key is None:
+            return
+        behind = self._behind[done.key]
+        if behind:
+            self.ready.append(behind.popleft())
+        else:
+            del self._behind[done.key]
+
+    def behind(self, delivery: Delivery) -> list[Delivery]:
+        return [] if delivery.key is None else list(self._behind[delivery.key])
+
+    def drop_behind(self, delivery: Delivery) -> None:
+        """Forget the events that stand behind one, which another call has given back."""
+        if delivery.key is not None:
+            behind = self._behind[delivery.key]
+            for each in behind:
+                self._forget(each)
+            behind.clear()
+
+    def clear(self) -> None:
+        """Forget all events that no worker has."""
+        for each in self.ready:
+            self._forget(each)
+            if each.key is not None:
+                for later in self._behind.pop(each.key):
+                    self._forget(later)
+        self.ready.clear()
+        for behind in self._behind.values():
+            for each in behind:
+                self._forget(each)
+            behind.clear()
+
+    def unsettled(self, partition: int, worker: int) -> list[int]:
+        """The ids of a lease's events of a partition."""
+        return [event for lease, event in self._unsettled.get(partition, ()) if lease == worker]
+
+    def idle(self, partition: int) -> bool:
+        """Whether there is no event of a partition."""
+        return partition not in self._unsettled
+
+    def _forget(self, gone: Delivery) -> None:
+        unsettled = self._unsettled[gone.partition]
+        unsettled.discard((gone.worker, gone.event.id))
+        if not unsettled:
+            del self._unsettled[gone.partition]
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """A handled event. `acknowledged` with its effects, or to be acknowledged, or failed with an error."""
+
+    delivery: Delivery
+    error: BaseException | None = None
+    counts: bool = True
+
+
+@checked
+class QueueConsumption(Running):
+    """A consumer whose events are acknowledged one by one, on one database."""
+
+    def __init__(
+        self, deliveries: Deliveries, handler: QueueHandler, *, name: str, topic: str, partitions: Sequence[int],
+        look: Look, workers: int, lease: float, polling_delay: float, listener: Listener | None = None,
+    ) -> None:  # fmt: skip
+        self._deliveries = deliveries
+        self._name = name
+        self._in_transaction = takes_connection(handler)
+        self._handler: Callable[..., object] = handler
+        self._look = look
+        self._workers = workers
+        self._lease = lease
+        self._polling_delay = polling_delay
+        self._listener = listener
+        self._stop = threading.Event()
+        self._cancellation = Cancellation(self._stop)
+        lock = threading.Lock()
+        self._fetching = threading.Condition(lock)
+        self._working = threading.Condition(lock)
+        self._settling = threading.Condition(lock)
+        self._exchange = threading.Lock()
+        """Held while events are handed out to this process, and while it gives events back: otherwise a later event of
+        a key could come while the one before it is given back."""
+        self._backlog = _Backlog()
+        self._uncertain: set[int] = set()
+        """The partitions of which events were perhaps handed out, by a call that failed."""
+        self._outcomes: deque[_Outcome] = deque()
+        self._due: dict[int, float] = dict.fromkeys(partitions, 0.0)
+        self._woken = False
+        self._ahead = 2 * workers
+        self._fetched_at = time.monotonic()
+        self._working_threads = workers
+        self._worked_off = threading.Event()
+        """Set when no worker has an event any more, or is waited for."""
+        self._faults: dict[str, str] = {}
+        began = time.monotonic()
+        self._worker = deliveries.register(owner_name())
+        self._lease_until = began + lease
+        self._unsubscribe = listener.subscribe(LOG, topic, self._wake) if listener is not None else None
+        self._threads = [start_thread(f"{name}-{number}", self._work) for number in range(workers)]
+        self._services = [
+            start_thread(f"{name}-{each.__name__.strip('_')}", each) for each in (self._fetch, self._settle, self._beat)
+        ]
+
+    # Stopping
+
+    def stop_soon(self) -> None:
+        with self._fetching:
+            self._stop.set()
+            for condition in (self._fetching, self._working, self._settling):
+                condition.notify_all()
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+
+    def await_end(self, deadline: float) -> bool:
+        current = threading.current_thread()
+        if current in self._threads:
+            return not any(thread.is_alive() for thread in self._threads if thread is not current)
+        join_all(self._threads, deadline)
+        ended = not any(thread.is_alive() for thread in self._threads)
+        if not ended:
+            logger.warning("%s does not end in time: its running handlers cannot acknowledge any more", self._name)
+            self._cancellation.cancel()
+        self._worked_off.set()
+        with self._settling:
+            self._settling.notify_all()
+        # What was handled in time is acknowledged before the events are given up.
+        join_all(self._services, max(deadline, time.monotonic() + SETTLE_RETRY))
+        return ended
+
+    # Fetching
+
+    def _wake(self) -> None:
+        with self._fetching:
+            self._woken = True
+            self._fetching.notify()
+
+    def _fetch(self) -> None:
+        while (partitions := self._await_due()) is not None:
+            try:
+                found = self._look(dict.fromkeys(partitions, 1))
+                self._adapt()
+                for partition in self._to_fetch(partitions, found):
+                    self._fetch_partition(partition, found[partition] or 0.0)
+                self._faults.clear()
+            except BaseException as error:  # noqa: BLE001 - reported; the consumer would stop silently
+                self._report(error)
+                with self._fetching:
+                    self._due.update(dict.fromkeys(partitions, time.monotonic() + FAULT_DELAY))
+                self._stop.wait(min(FAULT_DELAY, self._polling_delay))
+
+    def _await_due(self) -> list[int] | None:
+        """Wait until the process may take events and partitions are due. None to stop."""
+        with self._fetching:
+            while not self._stop.is_set():
+                now = time.monotonic()
+                if len(self._backlog.ready) <= self._ahead // 2:
+                    woken, self._woken = self._woken, False
+                    due = [partition for partition, at in self._due.items() if woken or at <= now]
+                    if due:
+                        return due
+                    self._fetching.wait(max(0.0, min(self._due.values()) - now))
+                else:
+                    self._fetching.wait()
+        return None
+
+    def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
+        """The partitions that have events; those of before, which the last round fetched, come last."""
+        with self._fetching:
+            now = time.monotonic()
+            for partition in asked:
+                if found.get(partition) is None:
+                    delay = self._polling_delay if partition in found else self._idle_delay()
+                    self._due[partition] = now + delay
+            known = [partition for partition in self._due if found.get(partition) is not None]
+            return known + [partition for partition in found if partition not in self._due]
+
+    def _idle_delay(self) -> float:
+        notified = self._listener is not None and self._listener.listening
+        return max(self._polling_delay, IDLE_POLLING) if notified else self._polling_delay
+
+    def _fetch_partition(self, partition: int, ready_in: float) -> None:
+        with self._fetching:
+            room = self._ahead - len(self._backlog.ready)
+            worker = self._worker
+        if room <= 0 or self._stop.is_set():
+            return
+        with self._exchange:
+            began = time.monotonic()
+            try:
+                if partition in self._uncertain:
+                    with self._working:
+                        known = self._backlog.unsettled(partition, worker)
+                    self._deliveries.give_back_others(worker, partition, known)
+                    self._uncertain.remove(partition)
+                handed = self._deliveries.hand_out(worker, partition, room)
+            except WorkerLostError:
+                self._lost(worker)
+                return
+            except BaseException:
+                # The server may have committed it.
+                self._uncertain.add(partition)
+                raise
+            with self._working:
+                if self._worker == worker:
+                    self._lease_until = max(self._lease_until, began + self._lease)
+                self._backlog.add(handed.deliveries)
+                self._working.notify(len(handed.deliveries))
+                # A partition that was handed out goes behind the others.
+                self._due.pop(partition, None)
+                delay = 0.0 if handed.more else min(self._idle_delay(), ready_in or IDLE_POLLING)
+                if handed.others or not handed.taken:
+                    delay = min(delay, self._polling_delay)
+                elif handed.held and self._backlog.idle(partition):
+                    # The last event was settled meanwhile: the offset can move.
+                    delay = 0.0
+                self._due[partition] = time.monotonic() + delay
+
+    def _adapt(self) -> None:
+        """Fetch as many events at once as the workers handle in about a second, by the last round."""
+        with self._fetching:
+            now = time.monotonic()
+            took, self._fetched_at = now - self._fetched_at, now
+            if took > AHEAD_SECONDS:
+                self._ahead = max(self._workers, self._ahead // 2)
+            elif not self._backlog.ready and took < AHEAD_SECONDS / 2:
+                self._ahead = min(MOST_AHEAD, 2 * self._ahead)
+
+    # Working
+
+    def _work(self) -> None:
+        while (delivery := self._next()) is not None:
+            outcome = self._handle(delivery)
+            with self._working:
+                if outcome is None:
+                    self._finish(delivery)
+                else:
+                    self._outcomes.append(outcome)
+                    self._settling.notify()
+        with self._settling:
+            self._working_threads -= 1
+            if not self._working_threads:
+                self._worked_off.set()
+                self._settling.notify()
+
+    def _next(self) -> Delivery | None:
+        """Wait for an event of a lease that holds. None to stop."""
+        with self._working:
+            while not self._stop.is_set():
+                if self._backlog.ready and time.monotonic() < self._lease_until:
+                    delivery = self._backlog.ready.popleft()
+                    if len(self._backlog.ready) <= self._ahead // 2:
+                        self._fetching.notify()
+                    return delivery
+                self._working.wait()
+        return None
+
+    def _handle(self, delivery: Delivery) -> _Outcome | None:
+        """Handle an event; None if it is acknowledged, or is another process's now."""
+        try:
+            if not self._in_transaction:
+                check_returned(self._handler(delivery.event))
+                return _Outcome(delivery)
+            self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
+        except ClaimLostError as error:
+            logger.warning("the effects of an event were rolled back: %s", error)
+        except (DatabaseUnavailableError, DatabaseFullError) as error:
+            return _Outcome(delivery, error, counts=False)
+        except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
+            if self._cancellation.cancelled:
+                logger.info("%s was stopped in the middle of event %d: %s", self._name, delivery.event.id, error)
+                return None
+            return _Outcome(delivery, error, counts=not is_transient(error))
+        return None
+
+    def _finish(self, delivery: Delivery) -> None:
+        """Let the next event of the key go. Call with the lock."""
+        self._backlog.settled(delivery)
+        self._working.notify()
+        if self._backlog.idle(delivery.partition):
+            # The offset can move, and a layout may end there.
+            self._due[delivery.partition] = 0.0
+            self._fetching.notify()
+
+    # Settling
+
+    def _settle(self) -> None:
+        while (outcomes := self._await_outcomes()) is not None:
+            for outcome in [each for each in outcomes if each.error is not None]:
+                self._until_done(self._give_back, outcome)
+            if done := [each.delivery for each in outcomes if each.error is None]:
+                self._until_done(self._acknowledge, done)
+        self._leave()
+
+    def _await_outcomes(self) -> list[_Outcome] | None:
+        with self._settling:
+            while not self._outcomes:
+                if self._worked_off.is_set():
+                    return None
+                self._settling.wait()
+            outcomes = list(self._outcomes)
+            self._outcomes.clear()
+            return outcomes
+
+    def _until_done(self, settle: Callable[..., None], what: object) -> None:
+        """Settle, again and again while the database cannot: the events stay this process's, and wait here."""
+        while True:
+            try:
+                settle(what)
+            except EventSQLError as error:
+                self._report(error)
+            except Exception as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
+                self._report(error)
+            else:
+                return
+            if self._worked_off.wait(SETTLE_RETRY):
+                return
+
+    def _acknowledge(self, done: list[Delivery]) -> None:
+        kept = self._deliveries.acknowledge(done)
+        with self._working:
+            for each in done:
+                self._finish(each)
+        for each in done:
+            if each.event.id not in kept:
+                logger.warning(
+                    "%s handled event %d, which is another process's now: its lease ended, or the consumer was moved",
+                    self._name, each.event.id,
+                )  # fmt: skip
+
+    def _give_back(self, outcome: _Outcome) -> None:
+        delivery = outcome.delivery
+        assert outcome.error is not None
+        with self._exchange:
+            with self._working:
+                behind = self._backlog.behind(delivery)
+            delay = 0.0
+            try:
+                delay = self._deliveries.fail(delivery, outcome.error, counts=outcome.counts, behind=behind)
+            except ClaimLostError as error:
+                logger.warning("%s", error)
+            with self._working:
+                if delay:
+                    self._backlog.drop_behind(delivery)
+                self._finish(delivery)
+                if delay:
+                    at = time.monotonic() + delay
+                    self._due[delivery.partition] = min(self._due[delivery.partition], at)
+                    self._fetching.notify()
+
+    # The lease
+
+    def _beat(self) -> None:
+        every = self._lease / HEARTBEATS
+        while not self._worked_off.wait(every):
+            try:
+                self._renew()
+            except BaseException as error:  # noqa: BLE001 - reported; the lease would end
+                self._report(error)
+
+    def _renew(self) -> None:
+        with self._working:
+            worker = self._worker
+        began = time.monotonic()
+        if not self._deliveries.renew(worker):
+            with self._exchange:
+                self._lost(worker)
+            return
+        with self._working:
+            if self._worker == worker:
+                self._lease_until = max(self._lease_until, began + self._lease)
+                self._working.notify_all()
+
+    def _lost(self, worker: int) -> None:
+        """Forget the events of a lease that has ended, and begin a new one. Call with `_exchange`."""
+        with self._working:
+            if self._worker != worker or self._stop.is_set():
+                return
+            self._backlog.clear()
+        logger.warning("%s lost its lease: its events are handed out again", self._name)
+        began = time.monotonic()
+        worker = self._deliveries.register(owner_name())
+        with self._working:
+            self._worker, self._lease_until = worker, began + self._lease
+            self._due = dict.fromkeys(self._due, 0.0)
+            self._working.notify_all()
+            self._fetching.notify()
+
+    def _leave(self) -> None:
+        """Give up what is left, and note how far the consumer came."""
+        try:
+            for partition in list(self._due):
+                self._deliveries.hand_out(self._worker, partition, 0)
+        except EventSQLError as error:
+            self._report(error)
+        try:
+            self._deliveries.leave(self._worker)
+        except EventSQLError as error:
+            self._report(error)
+
+    def _report(self, error: BaseException) -> None:
+        if isinstance(error, DatabaseUnavailableError | DatabaseBusyError):
+            logger.warning("%s waits for the database: %s", self._name, error)
+        elif isinstance(error, EventSQLError):
+            # The error says what to do, so a traceback adds nothing. A lasting error is logged once.
+            level = logging.DEBUG if self._faults.get(self._name) == str(error) else logging.ERROR
+            self._faults[self._name] = str(error)
+            logger.log(level, "%s could not be consumed; trying again: %s", self._name, error)
+        else:
+            logger.error("%s met an unexpected error; trying again", self._name, exc_info=error)

@@ -1,0 +1,167 @@
+-- register -- A process that works a topic off as a queue; gives its number.
+INSERT INTO {schema}.consumer_worker (eql_topic, eql_consumer, eql_name, eql_expires_at)
+VALUES (%(topic)s, %(consumer)s, %(name)s, clock_timestamp() + make_interval(secs => %(lease)s))
+RETURNING eql_id;
+
+-- renew -- Prolong a process's lease, unless another process has ended it.
+UPDATE {schema}.consumer_worker SET eql_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
+WHERE eql_id = %(worker)s
+RETURNING eql_id;
+
+-- leave -- End a process's lease: what it holds is free at once.
+DELETE FROM {schema}.consumer_worker WHERE eql_id = %(worker)s;
+
+-- expire -- End the leases that were not renewed in time. One that is being renewed now is left alone.
+DELETE FROM {schema}.consumer_worker
+WHERE eql_id = ANY (ARRAY(
+    SELECT eql_id FROM {schema}.consumer_worker
+    WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_expires_at < clock_timestamp()
+    FOR UPDATE SKIP LOCKED
+));
+
+-- open -- The cursor of a locked consumer partition that has none.
+INSERT INTO {schema}.consumer_cursor (eql_topic, eql_consumer, eql_partition, eql_offset, eql_claimed_upto, eql_by_key)
+VALUES (%(topic)s, %(consumer)s, %(partition)s, %(offset)s, %(offset)s, %(by_key)s)
+RETURNING eql_id, eql_offset, eql_claimed_upto, eql_unacknowledged, eql_by_key;
+
+-- cursor -- The cursor of a locked consumer partition.
+SELECT eql_id, eql_offset, eql_claimed_upto, eql_unacknowledged, eql_by_key
+FROM {schema}.consumer_cursor
+WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s;
+
+-- begin_anew -- Forget what is not acknowledged of a partition whose offset was moved by others.
+DELETE FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s;
+
+-- standing -- What is not acknowledged of a partition: the number, the lowest id, how many no live process holds and how
+-- many this one does not hold; and the first that failed, with its attempts, failure and due time.
+SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
+       count(*) FILTER (WHERE d.eql_worker = %(worker)s IS NOT TRUE), min(d.eql_id) FILTER (WHERE d.eql_attempts > 0)
+FROM {schema}.consumer_delivery d LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
+WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s;
+
+-- failed -- The attempts, the failure and the due time of a delivery.
+SELECT eql_attempts, eql_failure, eql_due_at
+FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s;
+
+-- free -- The first events that no live process holds, which are due, and before which no event of the same key waits for
+-- another process or for its retry. Events whose attempts are spent wait until somebody takes dead letters.
+SELECT eql_id, eql_key FROM (
+    SELECT d.eql_id, d.eql_key, ready.free,
+           bool_and(ready.free OR d.eql_worker = %(worker)s AND w.eql_id IS NOT NULL) OVER (
+               PARTITION BY d.eql_key, CASE WHEN d.eql_key IS NULL THEN d.eql_id END ORDER BY d.eql_id
+           ) AS clear
+    FROM {schema}.consumer_delivery d
+    LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
+    CROSS JOIN LATERAL (
+        SELECT w.eql_id IS NULL AND coalesce(d.eql_due_at <= clock_timestamp(), true)
+               AND (%(accepts)s OR d.eql_attempts < %(max_attempts)s) AS free
+    ) ready
+    WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s
+) waiting
+WHERE free AND clear
+ORDER BY eql_id
+LIMIT %(limit)s;
+
+-- lock_free -- Those of the free events whose acknowledgement is not under way.
+SELECT eql_id FROM {schema}.consumer_delivery
+WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[])
+FOR UPDATE SKIP LOCKED;
+
+-- take -- Hand locked events to a process.
+UPDATE {schema}.consumer_delivery SET eql_worker = %(worker)s, eql_due_at = NULL
+WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[])
+RETURNING eql_id, eql_attempts;
+
+-- held_keys -- The keys of events that this process does not hold.
+SELECT DISTINCT eql_key FROM {schema}.consumer_delivery
+WHERE eql_cursor = %(cursor)s AND eql_id > %(offset)s AND eql_key IS NOT NULL AND eql_worker = %(worker)s IS NOT TRUE;
+
+-- deliver -- Note new events as not acknowledged. Those that wait for another process's event of their key have no worker.
+INSERT INTO {schema}.consumer_delivery (eql_cursor, eql_id, eql_topic, eql_key, eql_worker)
+SELECT %(cursor)s, new.id, %(topic)s, new.key, new.worker
+FROM unnest(%(ids)s::bigint[], %(keys)s::bigint[], %(workers)s::bigint[]) AS new (id, key, worker);
+
+-- move_cursor -- Note where a partition's cursor stands, and what its consumer's offset is.
+UPDATE {schema}.consumer_cursor
+SET eql_offset = %(upto)s, eql_claimed_upto = %(claimed_upto)s, eql_unacknowledged = %(unacknowledged)s,
+    eql_by_key = %(by_key)s
+WHERE eql_id = %(cursor)s;
+
+-- settle -- Move the offset of a locked consumer partition to the last id before which everything is acknowledged. While
+-- something after it is not, a lease without end keeps other ways of consuming away.
+UPDATE {schema}.consumer
+SET eql_last_event_id = %(upto)s,
+    eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
+    eql_consumed_events = eql_consumed_events + %(consumed)s,
+    eql_last_consumption_at = CASE WHEN %(consumed)s > 0 THEN clock_timestamp() ELSE eql_last_consumption_at END,
+    eql_failed_event_id = %(failed)s, eql_attempts = %(attempts)s, eql_failure = %(failure)s, eql_retry_at = %(due_at)s,
+    eql_epoch = eql_epoch + CASE WHEN %(held)s AND eql_lease_owner = %(owner)s IS NOT TRUE THEN 1 ELSE 0 END,
+    eql_lease_owner = CASE WHEN %(held)s THEN %(owner)s END,
+    eql_lease_expires_at = CASE WHEN %(held)s THEN clock_timestamp() + make_interval(secs => %(forever)s) END
+WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
+
+-- acknowledge -- Acknowledge events that a process holds; gives those.
+DELETE FROM {schema}.consumer_delivery d
+USING unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS done (cursor, id, worker)
+WHERE d.eql_cursor = done.cursor AND d.eql_id = done.id AND d.eql_worker = done.worker
+RETURNING d.eql_id;
+
+-- acknowledge_one -- Acknowledge one event that a process holds.
+DELETE FROM {schema}.consumer_delivery
+WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s AND eql_worker = %(worker)s;
+
+-- fail -- Give back an event whose handler failed; it is due again after a delay.
+UPDATE {schema}.consumer_delivery
+SET eql_worker = NULL, eql_attempts = %(attempts)s, eql_failure = %(failure)s,
+    eql_due_at = clock_timestamp() + make_interval(secs => %(delay)s)
+WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s AND eql_worker = %(worker)s;
+
+-- give_back -- Give back events that a process holds and whose handlers have not run.
+UPDATE {schema}.consumer_delivery d
+SET eql_worker = NULL
+FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS held (cursor, id, worker)
+WHERE d.eql_cursor = held.cursor AND d.eql_id = held.id AND d.eql_worker = held.worker;
+
+-- give_back_others -- Give back what a process has of a partition, except the known ids.
+UPDATE {schema}.consumer_delivery d
+SET eql_worker = NULL
+FROM {schema}.consumer_cursor k
+WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = %(partition)s
+  AND d.eql_cursor = k.eql_id AND d.eql_worker = %(worker)s AND d.eql_id <> ALL (%(known)s::bigint[]);
+
+-- drop -- Forget events that are not in the log any more.
+DELETE FROM {schema}.consumer_delivery
+WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[]) AND eql_worker = %(worker)s;
+
+-- other_order -- Whether something of a consumer is not acknowledged that was handed out in the other order.
+SELECT EXISTS (
+    SELECT FROM {schema}.consumer_cursor k
+    WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_by_key <> %(by_key)s
+      AND EXISTS (SELECT FROM {schema}.consumer_delivery d WHERE d.eql_cursor = k.eql_id)
+);
+
+-- resume -- Let the failed events of a consumer be due at once, with all their attempts; those that are being handled now
+-- are left alone.
+WITH failed AS MATERIALIZED (
+    SELECT d.eql_cursor, d.eql_id
+    FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
+    WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND d.eql_attempts > 0
+    FOR UPDATE OF d SKIP LOCKED
+)
+UPDATE {schema}.consumer_delivery d
+SET eql_attempts = 0, eql_failure = NULL, eql_due_at = NULL
+FROM failed
+WHERE d.eql_cursor = failed.eql_cursor AND d.eql_id = failed.eql_id;
+
+-- hold -- Wait for the handlers that have events of partitions, and keep others from taking them.
+SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
+WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = ANY (%(partitions)s)
+FOR UPDATE OF d;
+
+-- forget -- Forget what partitions of a consumer have handed out: their offsets are moved.
+WITH cursors AS (
+    UPDATE {schema}.consumer_cursor SET eql_offset = -1
+    WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = ANY (%(partitions)s)
+    RETURNING eql_id
+)
+DELETE FROM {schema}.consumer_delivery d USING cursors WHERE d.eql_cursor = cursors.eql_id;

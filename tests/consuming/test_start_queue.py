@@ -1,0 +1,481 @@
+"""A topic consumed as a queue: every event is acknowledged by itself, in the order of its key where that is asked."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming import deliveries, queue_consumption
+from eventsql_orchestration.consuming.deliveries import OWNER
+from eventsql_orchestration.consuming.lag_values import LagCause
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    DatabaseUnavailableError,
+    PartitionLeasedError,
+    RedefinitionError,
+    ValidationError,
+)
+from eventsql_orchestration.model import STORAGES, Storage
+from eventsql_orchestration.topics.offsets import AtOffset
+from tests.effects import effects, make_table, write
+
+if TYPE_CHECKING:
+    from tests.fixtures import Spawn, Until
+
+POLLING = 0.02
+
+
+@pytest.fixture(autouse=True)
+def _topics_and_consumers(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_table(platform)
+    monkeypatch.setattr(deliveries, "FIRST_BACKOFF", 0.01)
+    platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
+
+
+@pytest.fixture
+def gates() -> Iterator[Callable[[], threading.Event]]:
+    """Events that are set at the end of the test at the latest, so that no handler waits for ever."""
+    opened: list[threading.Event] = []
+
+    def gate() -> threading.Event:
+        opened.append(threading.Event())
+        return opened[-1]
+
+    yield gate
+    for each in opened:
+        each.set()
+
+
+def fill(platform: EventSQL, keys: str | int, topic: str = "payments") -> list[int]:
+    """Publish an event for each key, or so many with keys of their own; gives their ids."""
+    before = platform.reader.end(topic)
+    names = [str(n) for n in range(keys)] if isinstance(keys, int) else list(keys)
+    platform.publisher.publish_all(Publication(topic, name.encode(), key=name) for name in names)
+    platform.announce(platform.transfer.run_once())
+    return [event.id for event in platform.reader.read(topic, after=before)]
+
+
+def states(platform: EventSQL, topic: str = "payments") -> list[ConsumerState]:
+    return platform.registry.consumer(topic, "mailer")
+
+
+def kept(platform: EventSQL) -> list[int]:
+    """The events that are handed out and not acknowledged."""
+    with platform.database.connection() as connection:
+        return [row[0] for row in connection.execute("SELECT eql_id FROM eventsql.consumer_delivery ORDER BY eql_id")]
+
+
+def at_rest(platform: EventSQL, topic: str = "payments") -> bool:
+    """Whether everything is acknowledged and the offsets say so."""
+    return not kept(platform) and all(lag.events == 0 for lag in platform.lag(topic)) and not leased(platform, topic)
+
+
+def leased(platform: EventSQL, topic: str = "payments") -> bool:
+    return any(state.lease_owner is not None for state in states(platform, topic))
+
+
+def workers(platform: EventSQL) -> int:
+    """The processes whose lease holds."""
+    with platform.database.connection() as connection:
+        return connection.execute("SELECT FROM eventsql.consumer_worker").rowcount
+
+
+def handed_out(platform: EventSQL) -> int:
+    """The events that a process holds whose lease holds."""
+    held = "SELECT FROM eventsql.consumer_delivery d JOIN eventsql.consumer_worker w ON w.eql_id = d.eql_worker"
+    with platform.database.connection() as connection:
+        return connection.execute(held).rowcount
+
+
+class Seen:
+    """A handler that notes the events that it was handed, and waits or fails as it is told to."""
+
+    def __init__(self, then: Callable[[Event], object] = lambda _event: None) -> None:
+        self.ids: list[int] = []
+        self._then = then
+
+    def __call__(self, event: Event) -> None:
+        self.ids.append(event.id)
+        self._then(event)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("by_key", [True, False])
+def test_every_event_is_handled_once(platform: EventSQL, until: Until, storage: Storage, *, by_key: bool) -> None:
+    platform.registry.register_topic(Topic("clicks", 3, storage=storage))
+    platform.registry.register_consumer(Consumer("clicks", "mailer", partitioned=True))
+    ids = fill(platform, "abcdefghij" * 30, "clicks")
+    seen = Seen()
+    with platform.consumers.start_queue("clicks", "mailer", seen, by_key=by_key, polling_delay=POLLING):
+        until(lambda: at_rest(platform, "clicks"))
+        ids += fill(platform, "abcdefghij" * 30, "clicks")
+        until(lambda: at_rest(platform, "clicks"))
+    assert sorted(seen.ids) == ids
+    assert sum(state.consumed_events for state in states(platform, "clicks")) == len(ids)
+
+
+def test_effects_and_acknowledgement_are_one_transaction(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 50)
+    refused: set[int] = set()
+
+    def handle(event: Event, connection: Connection) -> None:
+        write([event], connection)
+        if event.id not in refused and event.id % 5 == 0:
+            refused.add(event.id)
+            raise ValueError("not yet")
+
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(effects(platform)) == ids
+    assert len(refused) == 10
+
+
+def test_a_handler_that_commits_has_acknowledged_its_event(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 3)
+
+    def handle(event: Event, connection: Connection) -> None:
+        write([event], connection)
+        connection.execute("COMMIT")
+
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(effects(platform)) == ids
+
+
+def test_a_slow_event_holds_up_its_key_alone(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "abcabcabc")
+    gate = gates()
+    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    with platform.consumers.start_queue("payments", "mailer", seen, workers=4, polling_delay=POLLING):
+        until(lambda: len(seen.ids) == 7 and kept(platform) == [ids[0], ids[3], ids[6]])
+        assert states(platform)[0].last_event_id < ids[0]
+        assert leased(platform)
+        gate.set()
+        until(lambda: at_rest(platform))
+    assert [each for each in seen.ids if each in ids[::3]] == ids[::3]
+    assert states(platform)[0].last_event_id == ids[-1]
+
+
+def test_without_order_a_slow_event_holds_up_none(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "aaaa")
+    gate = gates()
+    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    with platform.consumers.start_queue("payments", "mailer", seen, by_key=False, workers=2, polling_delay=POLLING):
+        until(lambda: kept(platform) == ids[:1])
+        gate.set()
+
+
+def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "abaab")
+    failures = iter([ValueError("one"), ValueError("two")])
+
+    def fail(event: Event) -> None:
+        if event.id == ids[0] and (error := next(failures, None)):
+            raise error
+
+    seen = Seen(fail)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert [each for each in seen.ids if each in {ids[0], ids[2], ids[3]}] == [ids[0]] * 3 + ids[2:4]
+
+
+def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQL, until: Until) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    ids = fill(platform, "aba")
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0]:
+            raise ValueError("never")
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert seen.ids.count(ids[0]) == 3
+    platform.transfer.run_once()
+    (letter,) = platform.dead_letters.list("payments")
+    assert (letter.consumer, letter.key, letter.value) == ("mailer", "a", b"a")
+
+
+def test_without_dead_letters_a_spent_event_holds_up_its_key_until_the_consumer_is_resumed(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, "aba")
+    mended = threading.Event()
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0] and not mended.is_set():
+            raise ValueError("not mended")
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: [lag.cause for lag in platform.lag("payments")] == [LagCause.BLOCKED])
+        assert seen.ids.count(ids[0]) == 3
+        assert kept(platform) == [ids[0], ids[2]]
+        mended.set()
+        platform.registry.resume("payments", "mailer")
+        until(lambda: at_rest(platform))
+    assert seen.ids.count(ids[2]) == 1
+
+
+def test_a_topic_for_dead_letters_takes_a_spent_event_later(platform: EventSQL, until: Until) -> None:
+    fill(platform, "a")
+
+    def handle(_event: Event) -> None:
+        raise ValueError("never")
+
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: [lag.cause for lag in platform.lag("payments")] == [LagCause.BLOCKED])
+        platform.registry.register_topic(Topic("payments_dlt"))
+        until(lambda: at_rest(platform))
+    platform.transfer.run_once()
+    assert len(platform.dead_letters.list("payments")) == 1
+
+
+def test_events_that_a_filter_leaves_out_are_passed(platform: EventSQL, until: Until) -> None:
+    platform.registry.register_consumer(Consumer("payments", "mailer"), filter=EventFilter(keys=frozenset({"a"})))
+    ids = fill(platform, "abab")
+    seen = Seen()
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == ids[::2]
+    assert states(platform)[0].last_event_id == ids[-1]
+
+
+def test_nobody_consumes_in_another_way_what_is_partly_acknowledged(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "ab")
+    gate = gates()
+    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: kept(platform) == ids[:1])
+        assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 0
+        (lag,) = platform.lag("payments")
+        assert (lag.cause, lag.detail) == (LagCause.LEASED, f"by {OWNER}")
+        gate.set()
+        until(lambda: at_rest(platform))
+    ids += fill(platform, "a")
+    assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 1
+
+
+def test_an_offset_that_others_moved_is_taken_up(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "ab")
+    seen = Seen()
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    ids += fill(platform, "cd")
+    assert platform.consumers.consume_once("payments", "mailer", lambda *_: None, max_events=1) == 1
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == [*ids[:2], ids[3]]
+
+
+def test_a_seek_needs_force_while_events_are_not_acknowledged(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "abcd")
+    mended = threading.Event()
+
+    def handle(event: Event) -> None:
+        if event.id == ids[1] and not mended.is_set():
+            raise ValueError("not yet")
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: kept(platform) == [ids[1]] and seen.ids.count(ids[1]) == 3)
+    with pytest.raises(PartitionLeasedError):
+        platform.seeker.execute("payments", "mailer", AtOffset(ids[0]))
+    platform.seeker.execute("payments", "mailer", AtOffset(ids[0]), force=True)
+    assert not kept(platform)
+    assert not leased(platform)
+    mended.set()
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert [seen.ids.count(each) for each in ids] == [2, 4, 2, 2]
+
+
+def test_so_many_events_at_most_are_not_acknowledged(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 30)
+    gate = gates()
+    with platform.consumers.start_queue(
+        "payments", "mailer", lambda _event: gate.wait(), workers=8, polling_delay=POLLING, max_unacknowledged=5
+    ):
+        until(lambda: kept(platform) == ids[:5])
+        gate.set()
+        until(lambda: at_rest(platform))
+
+
+def test_a_stopped_consumption_gives_back_what_it_has(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, 20)
+    gate = gates()
+    seen = Seen(lambda _event: gate.wait())
+    first = platform.consumers.start_queue("payments", "mailer", seen, workers=1, polling_delay=POLLING)
+    until(lambda: kept(platform) and seen.ids)
+    ending = threading.Thread(target=first.stop)
+    ending.start()
+    gate.set()
+    ending.join()
+    assert len(seen.ids) == 1
+    later = Seen()
+    with platform.consumers.start_queue("payments", "mailer", later, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids + later.ids) == ids
+
+
+def test_a_handler_may_stop_its_consumption(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, 5)
+    begun = threading.Event()
+    seen = Seen(lambda _event: begun.wait() and started.stop())
+    started = platform.consumers.start_queue("payments", "mailer", seen, workers=1, polling_delay=POLLING)
+    begun.set()
+    until(lambda: not workers(platform))
+    later = Seen()
+    with platform.consumers.start_queue("payments", "mailer", later, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert seen.ids == ids[:1]
+    assert sorted(later.ids) == ids[1:]
+
+
+def test_both_orders_are_not_mixed(platform: EventSQL, until: Until, gates: Callable[[], threading.Event]) -> None:
+    fill(platform, "aa")
+    gate = gates()
+    with platform.consumers.start_queue("payments", "mailer", lambda _event: gate.wait(), polling_delay=POLLING):
+        until(lambda: kept(platform))
+        with pytest.raises(RedefinitionError):
+            platform.consumers.start_queue("payments", "mailer", lambda _event: None, by_key=False)
+        gate.set()
+        until(lambda: at_rest(platform))
+    fill(platform, "aa")
+    with platform.consumers.start_queue("payments", "mailer", lambda _event: None, by_key=False, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+
+
+def test_a_repartitioned_topic_is_worked_off_layout_by_layout(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "abcdefgh" * 5, "orders")
+    platform.repartitioner.repartition("orders", 5)
+    ids += fill(platform, "abcdefgh" * 5, "orders")
+    seen = Seen()
+    with platform.consumers.start_queue("orders", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform, "orders"))
+        platform.repartitioner.repartition("orders", 2)
+        ids += fill(platform, "abcdefgh" * 5, "orders")
+        until(lambda: at_rest(platform, "orders"))
+    assert sorted(seen.ids) == ids
+    events = {event.id: event.key for event in platform.reader.read("orders")}
+    for key in "abcdefgh":
+        of_key = [each for each in seen.ids if events[each] == key]
+        assert of_key == sorted(of_key)
+
+
+def test_a_deleted_consumer_leaves_nothing(platform: EventSQL, until: Until) -> None:
+    fill(platform, "ab")
+    mended = threading.Event()
+
+    def handle(_event: Event) -> None:
+        if not mended.is_set():
+            raise ValueError("never")
+
+    with platform.consumers.start_queue("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: kept(platform))
+    platform.registry.unregister_consumer("payments", "mailer")
+    with platform.database.connection() as connection:
+        for table in ("consumer_delivery", "consumer_cursor", "consumer_worker"):
+            assert connection.execute(f"SELECT FROM eventsql.{table}").rowcount == 0
+
+
+def test_the_events_of_a_killed_process_are_taken_over(platform: EventSQL, until: Until, spawn: Spawn) -> None:
+    ids = fill(platform, "abcabc")
+    dying = spawn("hold_delivery", "payments", "mailer", 30.0)
+    assert dying.line() == "at work"
+    dying.kill()
+    seen = Seen()
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        # Nothing is taken over while the lease lasts.
+        until(lambda: platform.lag("payments")[0].cause is LagCause.LEASED)
+        fill(platform, "x")
+        until(lambda: len(seen.ids) == 1)
+        assert seen.ids[0] not in ids
+        with platform.database.connection() as connection:
+            connection.execute(
+                "UPDATE eventsql.consumer_worker SET eql_expires_at = now() - interval '1 s' "
+                "WHERE eql_id = (SELECT min(eql_id) FROM eventsql.consumer_worker)"
+            )
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids[1:]) == ids
+
+
+def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "aab")
+    gate, second = gates(), gates()
+    first = iter([gate])
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0]:
+            next(first, second).wait()
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, lease=0.3, polling_delay=POLLING):
+        until(lambda: kept(platform) == ids[:2])
+        with platform.database.connection() as connection:
+            connection.execute("DELETE FROM eventsql.consumer_worker")
+        until(lambda: handed_out(platform) == 2)
+        gate.set()
+        until(lambda: seen.ids.count(ids[0]) == 2)
+        # What the lost handler did is not acknowledged: the event is handled again, before the next of its key.
+        assert kept(platform) == ids[:2]
+        second.set()
+        until(lambda: at_rest(platform))
+    assert [seen.ids.count(each) for each in ids] == [2, 1, 1]
+
+
+def test_what_a_call_that_failed_has_handed_out_is_handed_out_again(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand_out = deliveries.Deliveries.hand_out
+    failures = [True]
+
+    def fail_after_the_commit(own: deliveries.Deliveries, worker: int, partition: int, limit: int) -> Any:
+        handed = hand_out(own, worker, partition, limit)
+        if handed.deliveries and failures:
+            failures.pop()
+            raise DatabaseUnavailableError("the answer was lost")
+        return handed
+
+    monkeypatch.setattr(deliveries.Deliveries, "hand_out", fail_after_the_commit)
+    monkeypatch.setattr(queue_consumption, "FAULT_DELAY", 0.01)
+    ids = fill(platform, "aab")
+    seen = Seen()
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == ids
+
+
+def test_wrong_arguments_are_refused_before_anything_runs(platform: EventSQL) -> None:
+    async def later(_event: Event) -> None: ...
+
+    handlers: list[Any] = [later, lambda: None, lambda _a, _b, _c: None]
+    for handler in handlers:
+        with pytest.raises(ValidationError):
+            platform.consumers.start_queue("payments", "mailer", handler)
+    wrongs: list[dict[str, Any]] = [{"lease": 0}, {"workers": 0}, {"max_unacknowledged": 0}, {"polling_delay": -1}]
+    for wrong in wrongs:
+        with pytest.raises(ValidationError):
+            platform.consumers.start_queue("payments", "mailer", lambda _event: None, **wrong)
+    with pytest.raises(ConsumerNotFoundError):
+        platform.consumers.start_queue("payments", "nobody", lambda _event: None)
