@@ -147,7 +147,8 @@ class Deliveries:
         if other:
             raise RedefinitionError(
                 f"consumer {self._consumer!r} of topic {self._topic!r} has events that are not acknowledged and were "
-                f"handed out with by_key={not self._by_key}: use that until they are, or seek the consumer by force"
+                f"handed out with by_key={not self._by_key}: use that until they are, or move the consumer with "
+                "`eventsql seek --force`"
             )
 
     # Handing out

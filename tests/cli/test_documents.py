@@ -121,7 +121,7 @@ def test_the_example_of_a_topic_consumed_as_a_queue_handles_its_event(
 
 
 def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, platform: EventSQL) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
+    names = play(examples(BESIDE_THE_TOPICS)[2], localhost=dsn)
     assert [names[each].balance for each in ("mine", "other", "earlier")] == [30, 30, 100]
     assert names["other"].version == 2
     platform.transfer.run_once()
@@ -129,13 +129,13 @@ def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, p
 
 
 def test_the_example_of_typed_events_reads_what_it_stored(dsn: str) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[2], localhost=dsn)
+    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
     assert names["stored"] == [names["Deposited"](cents=250, currency="EUR")]
     assert names["wallets"].load("7").cents == 250
 
 
 def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platform: EventSQL) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
+    names = play(examples(BESIDE_THE_TOPICS)[4], localhost=dsn)
     # The example ends as soon as it has begun; whoever subscribes next goes on.
     platform.store.subscribe("mailer", names["write_letter"], background=False).run_once()
     with psycopg.connect(dsn) as connection:
@@ -143,7 +143,7 @@ def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platfor
 
 
 def test_the_example_of_a_projection_counts_what_is_stored(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[4], localhost=dsn)["applied"] == 2
+    assert play(examples(BESIDE_THE_TOPICS)[5], localhost=dsn)["applied"] == 2
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM public.payment").fetchall() == [("44", 2)]
 
@@ -155,10 +155,10 @@ def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
 
 
 def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[5], localhost=dsn)["prices"] == {"tea": 4}
+    assert play(examples(BESIDE_THE_TOPICS)[6], localhost=dsn)["prices"] == {"tea": 4}
     with psycopg.connect(dsn) as connection:
         connection.execute("INSERT INTO public.price_change (item, price) VALUES ('rice', 2)")
-    again = play(examples(BESIDE_THE_TOPICS)[5].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
+    again = play(examples(BESIDE_THE_TOPICS)[6].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
     assert again["prices"] == {"rice": 2, "salt": 1}
 
 
