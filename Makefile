@@ -20,7 +20,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo airflow browser jdbc pgbouncer tls promtool java test nightly pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
+.PHONY: help setup demo airflow browser jdbc pgbouncer tls promtool java test nightly blocks pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -105,6 +105,10 @@ test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=test
 
 nightly: setup browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
+
+blocks: setup ## Run the tests of logs with every topic in blocks (ARGS=tests/…: some)
+	$(BIN)/python -m pytest --storage blocks --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \
+		$(addprefix tests/,log publishing consuming topics maintenance queue views capture shards spark dagster storage client cli))
 
 THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 

@@ -130,6 +130,19 @@ def direct_dsn(server: EmbeddedPostgres) -> Iterator[str]:
     server.drop_database(name)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run tests that are marked so with logs in rows and in blocks."""
+    if metafunc.definition.get_closest_marker("both_forms") is not None:
+        metafunc.parametrize("form", STORAGES, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form of topics that name none: that of the run, or the one that a test with both forms is run for."""
+    if hasattr(request, "param"):
+        monkeypatch.setattr(registry, "DEFAULT_STORAGE", request.param)
+
+
 @pytest.fixture(scope="session")
 def pooler(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[PgBouncer | None]:
     """The pooler through which this run goes, with `--through-pooler`."""

@@ -6,7 +6,9 @@ elements, each behind its length. Measured: 1.2 µs an event of 150 bytes, of wh
 
 from __future__ import annotations
 
+import json
 import struct
+import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,15 +25,25 @@ MOST_EVENTS: Final = 10_000
 MOST_BYTES: Final = 1024 * 1024
 """Events of a block, and its bytes unless a single event is larger. Reading one event of a block reads the block."""
 
+STAGED_COLUMNS: Final = (
+    "eql_attempt", "eql_position", "eql_topic", "eql_partition", "eql_value", "eql_metadata",
+    "eql_keys", "eql_values", "eql_event_metadata",
+)  # fmt: skip
+"""The columns of a staged block. `eql_value` is empty, `eql_metadata` describes the block."""
+
 _COLUMNS: Final = 9
-_BYTEA: Final = 17
-_TEXT: Final = 25
-_JSON: Final = 114
+BYTEA: Final = 17
+TEXT: Final = 25
+JSON: Final = 114
+"""The types of the elements of arrays: values, keys and metadata."""
 
 _length = struct.Struct(">i").pack
 _array = struct.Struct(">iiiiii")
 _begin = struct.Struct(">hiqihiiiqiqi")
-_NULL: Final = _length(-1)
+_staged = struct.Struct(">hi16siqi")
+_partition = struct.Struct(">ih")
+NULL: Final = _length(-1)
+"""An array, or an element of one, that is missing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,18 @@ class EncodedBlock:
             _COLUMNS, 8, first + self.events - 1, 2, self.partition, 4, self.events, 8, published, 8, now, -1
         )
         return begin + self.arrays
+
+    def staged_row(self, attempt: uuid.UUID, position: int, topic: str) -> bytes:
+        """The row of a block that an attempt has staged, with the columns `STAGED_COLUMNS`.
+
+        `position` is the number of the events that the attempt has staged before.
+        """
+        name = topic.encode()
+        described = json.dumps({"events": self.events, "partitions": {str(self.partition): self.events}}).encode()
+        return b"".join((
+            _staged.pack(len(STAGED_COLUMNS), 16, attempt.bytes, 8, position, len(name)), name,
+            _partition.pack(2, self.partition), _length(0), _length(len(described)), described, self.arrays,
+        ))  # fmt: skip
 
 
 def encode_blocks(publications: Iterable[Publication], partitions: Iterable[int]) -> Iterator[EncodedBlock]:
@@ -87,9 +111,9 @@ def _blocks(
     for start, end in _cuts(keys, values, metadata):
         own = keys[start:end]
         arrays = (
-            _encoded(_TEXT, own) if any(key is not None for key in own) else _NULL,
-            _encoded(_BYTEA, values[start:end]),
-            _NULL if metadata is None else _encoded(_JSON, metadata[start:end]),
+            _encoded(TEXT, own) if any(key is not None for key in own) else NULL,
+            _encoded(BYTEA, values[start:end]),
+            NULL if metadata is None else _encoded(JSON, metadata[start:end]),
         )
         yield EncodedBlock(partition, end - start, b"".join(arrays))
 
@@ -113,12 +137,14 @@ def _cuts(
     yield start, len(values)
 
 
+def array_field(of_type: int, elements: int, body: bytes, *, nulls: bool) -> bytes:
+    """An array of so many elements, each encoded in `body` behind its length. `nulls`: some are NULL."""
+    return _array.pack(len(body) + 20, 1, nulls, of_type, elements, 1) + body
+
+
 def _encoded(of_type: int, elements: Sequence[bytes | None]) -> bytes:
     if None in elements:
-        nulls = 1
-        body = b"".join(_NULL if each is None else _length(len(each)) + each for each in elements)
-    else:
-        nulls = 0
-        body = b"".join(chain.from_iterable(zip(map(_length, map(len, elements)), elements, strict=True)))  # type: ignore[arg-type]  # without None
-    header = _array.pack(len(body) + 20, 1, nulls, of_type, len(elements), 1)
-    return header + body
+        body = b"".join(NULL if each is None else _length(len(each)) + each for each in elements)
+        return array_field(of_type, len(elements), body, nulls=True)
+    body = b"".join(chain.from_iterable(zip(map(_length, map(len, elements)), elements, strict=True)))  # type: ignore[arg-type]  # without None
+    return array_field(of_type, len(elements), body, nulls=False)

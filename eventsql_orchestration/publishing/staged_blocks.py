@@ -1,4 +1,13 @@
-"""Staged blocks (`publishing/blocks.py`): publishing them, and moving published blocks into the log of their topic."""
+"""Staged blocks: publishing them, and moving published blocks into the log of their topic.
+
+Events that are published in bulk do not pass through the buffer one by one. They are in `spark_staged_event`, as the
+arrays of a log's blocks (`publishing/block_format.py`), and a row of the buffer with the partition `REFERENCE` stands
+for each block. The row's buffer id gives the block its place in the order. At that place the transfer moves the arrays
+into the log, and deletes the block and the row. The server takes the events of a log in rows out of the arrays.
+
+A transfer that knows no blocks, as the one of EventSQL's Java library, cannot pass one by: a trigger refuses to delete
+the row before its block.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +24,20 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import encode_rows
-from eventsql_orchestration.publishing.blocks import REFERENCE, replaced, unpack
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
-from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
+from eventsql_orchestration.publishing.packed_blocks import replaced, unpack
+from eventsql_orchestration.storage.appending import LogAppender, MovedBlocks
+
+REFERENCE: Final = -3
+"""The partition of a row of the buffer that stands for a block. No event has it."""
 
 LEAST_BY_BLOCKS: Final = 10_000
 """The least events of a publication that is published as blocks. The events of a smaller one go to the buffer, where
-the transfer moves those of many publications together; each block takes a transaction of its own."""
+the transfer makes large blocks of those of many publications."""
 
 MOST_COPIED: Final = 16 * 1024 * 1024
-"""The most bytes of blocks that are copied to the buffer instead. They are held in memory."""
+"""The most bytes of blocks whose events go to the buffer instead."""
 
 ORPHANED_AFTER_HOURS: Final = 24
 """How long a staged block waits for its publication before a sweep deletes it."""
@@ -35,13 +48,17 @@ Erased: TypeAlias = Callable[[EncodedEvent], EncodedEvent]
 
 @dataclass(frozen=True, slots=True)
 class StagedBlock:
-    """A staged block: its attempt and position, its topic, its number of events, its size in bytes."""
+    """A staged block: its attempt and position, its topic, its number of events, its size in bytes.
+
+    `packed`: a version before revision 0023 has staged it.
+    """
 
     attempt: uuid.UUID
     position: int
     topic: str
     events: int
     size: int
+    packed: bool
 
 
 class StagedBlocks:
@@ -49,7 +66,6 @@ class StagedBlocks:
 
     def __init__(self, schema: str) -> None:
         self._queries = Queries("spark", schema)
-        self._log = Queries("log", schema)
         self._blocks = Queries("blocks", schema)
         self._appender = LogAppender(schema)
 
@@ -73,35 +89,38 @@ class StagedBlocks:
             return
 
         events, size = sum(block.events for block in staged), sum(block.size for block in staged)
-        if events < LEAST_BY_BLOCKS and size < MOST_COPIED:
-            self._copy(connection, staged, attempts)
-            return
-        values = {"attempts": list(attempts), "reference": REFERENCE}
-        if connection.execute(self._blocks("place"), values).rowcount != len(staged):
+        small = events < LEAST_BY_BLOCKS and size < MOST_COPIED
+        if small and not any(block.packed for block in staged):
+            written = connection.execute(self._blocks("to_buffer"), {"attempts": list(attempts)}).rowcount
+            complete = written == events
+        else:
+            values = {"attempts": list(attempts), "reference": REFERENCE, "packed": PACKED}
+            complete = connection.execute(self._blocks("place"), values).rowcount == len(staged)
+        if not complete:
             raise missing_blocks()
 
-    def _copy(self, connection: Connection, staged: Sequence[StagedBlock], attempts: Sequence[uuid.UUID]) -> None:
-        """Write the events of blocks to the buffer."""
-        rows = connection.execute(self._queries("staged_content"), {"attempts": list(attempts)}, binary=True)
-        contents = {(attempt, position): packed for attempt, position, packed in rows}
-        if len(contents) != len(staged):
-            raise missing_blocks()
+    def move(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
+        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
-        with connection.cursor().copy(self._log("publish_all")) as copy:
-            copy.write(copy_format.HEADER)
-            for block in staged:
-                packed = contents[block.attempt, block.position]
-                for piece in unpack(packed, copy_format.buffer_prefix(block.topic)):
-                    copy.write(piece)
-            copy.write(copy_format.TRAILER)
+        The caller's transaction holds the topic. Raises `psycopg.DataError` if a block is missing or damaged.
+        """
+        moved = self._appender.move_blocks(connection, topic, low_water=low_water, upto=upto, most=most)
+        if not moved.whole:
+            raise psycopg.DataError(
+                f"{moved.rows} blocks up to row {moved.upto} of the buffer should have {moved.events} events: "
+                f"{moved.rows - moved.blocks} blocks are missing, and {moved.entered} events were found"
+            )
+        return moved
 
-    def move(self, connection: Connection, topic: str, reference: int, *, zoned: bool, blocks: bool = False) -> int:
-        """Copy the block that the buffer's row `reference` stands for to the end of the log. Gives its events.
+    def move_packed(
+        self, connection: Connection, topic: str, reference: int, *, zoned: bool, blocks: bool = False
+    ) -> int:
+        """Copy the packed block that the buffer's row `reference` stands for to the end of the log. Gives its events.
 
         The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `blocks`: the log is in
         blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
-        row = connection.execute(self._blocks("take"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
+        row = connection.execute(self._blocks("take_packed"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
         if row is None:
             raise _damaged(reference, "is gone")
         packed, events, published, now = row
@@ -164,13 +183,13 @@ class StagedBlocks:
         """
         content, found = self._change(connection, "hold", attempt, position, erased)
         if found:
-            values = {"attempt": attempt, "position": position, "content": content}
+            values = {"attempt": attempt, "position": position, **content}
             connection.execute(self._blocks("replace"), values, binary=True)
         return found
 
     def _change(
         self, connection: Connection, read: str, attempt: uuid.UUID, position: int, erased: Erased
-    ) -> tuple[bytes, Counter[str]]:
+    ) -> tuple[dict[str, object], Counter[str]]:
         found: Counter[str] = Counter()
 
         def change(event: EncodedEvent) -> EncodedEvent:
@@ -182,11 +201,23 @@ class StagedBlocks:
         values = {"attempt": attempt, "position": position}
         row = connection.execute(self._blocks(read), values, binary=True).fetchone()
         if row is None:
-            return b"", found
-        try:
-            return replaced(row[0], change), found
-        except (zlib.error, ValueError) as error:
-            raise psycopg.DataError(f"block {position} of attempt {attempt} cannot be unpacked ({error})") from error
+            return {}, found
+
+        packed, partition, keys, contents, metadata = row
+        if contents is None:
+            try:
+                return {"packed": replaced(packed, change), "values": None, "metadata": None}, found
+            except (zlib.error, ValueError) as error:
+                raise psycopg.DataError(
+                    f"block {position} of attempt {attempt} cannot be unpacked ({error})"
+                ) from error
+        none = [None] * len(contents)
+        changed = [
+            change(EncodedEvent(partition, None if key is None else key.encode(), value, (text or "{}").encode()))
+            for key, value, text in zip(keys or none, contents, metadata or none, strict=True)
+        ]
+        texts = [event.metadata.decode() for event in changed]
+        return {"packed": packed, "values": [event.value for event in changed], "metadata": texts}, found
 
     def delete(self, connection: Connection, attempts: Sequence[uuid.UUID]) -> None:
         """Delete the blocks of attempts, except published blocks and blocks of a prepared part."""

@@ -31,6 +31,7 @@ from eventsql_orchestration.errors import ConfigurationError, DatabaseError, Dat
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
+from eventsql_orchestration.spark.blocks import flatten
 from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import ReadShard, naming
@@ -265,9 +266,7 @@ def _read_piece(
             shard=piece.shard,
         )
     same = {"topic": topic, "shard": None if piece.shard is None else piece.shard.name}
-    # filters.py has written the values of `rows` as literals.
-    events = copy_out.range_query(source.schema, piece.table, piece.offsets, fetched, rows=piece.rows)
-    for batch in connection.batches(events):
+    for batch in _events(connection, source, piece, fetched):
         if batch.num_rows:
             found = dict(zip(fetched, batch.columns, strict=True))
             if wanted.decoder is not None and "value" in found:
@@ -279,6 +278,20 @@ def _read_piece(
                 found["headers"] = _maps(found["headers"])
             arrays = [found[field.name].cast(field.type) for field in schema]
             yield pa.RecordBatch.from_arrays(arrays, schema=schema)
+
+
+def _events(
+    connection: CopyConnection, source: Source, piece: Piece, columns: Sequence[str]
+) -> Iterator[pa.RecordBatch]:
+    if copy_out.in_blocks(piece.table) and not piece.rows:
+        blocks = copy_out.blocks_query(source.schema, piece.table, piece.offsets, columns)
+        for batch in connection.batches(blocks):
+            if batch.num_rows:
+                yield flatten(batch, piece.offsets, columns)
+        return
+    # filters.py has written the values of `rows` as literals.
+    query = copy_out.range_query(source.schema, piece.table, piece.offsets, columns, rows=piece.rows)
+    yield from connection.batches(query)
 
 
 def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:

@@ -1,4 +1,4 @@
-"""Encodes rows of Arrow batches as blocks of events (`publishing/blocks.py`), a column at a time.
+"""Encodes rows of Arrow batches as blocks of a log (`publishing/block_format.py`), a column at a time.
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -9,7 +9,7 @@ import json
 import random
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from sys import byteorder
@@ -20,19 +20,28 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 
 from eventsql_orchestration.errors import InvalidPublicationError, PartitionOutOfRangeError, TopicNotFoundError
 from eventsql_orchestration.model import MAX_KEY_BYTES, NOT_PARTITIONED, check_partition
-from eventsql_orchestration.publishing.blocks import Block, prefix
+from eventsql_orchestration.publishing.block_format import (
+    BYTEA,
+    JSON,
+    MOST_BYTES,
+    MOST_EVENTS,
+    NULL,
+    TEXT,
+    EncodedBlock,
+    array_field,
+)
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from eventsql_orchestration.validation import MAX_VALUE_BYTES
 
-BLOCK_BYTES: Final = 4 * 1024 * 1024
-"""The size of an uncompressed block. It bounds the transfer's memory, and the time that moving a block takes."""
+BATCH_BYTES: Final = 4 * 1024 * 1024
+"""The size of the rows that are encoded at once. They become blocks of each of their partitions."""
 
-_NO_METADATA: Final = "{}"
+_NO_METADATA: Final = b"{}"
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """Makes blocks of a batch. `partitions` has the number of partitions of every topic.
+    """Makes blocks of rows. `partitions` has the number of partitions of every topic.
 
     `topic` and `headers` are the options of those names.
     """
@@ -41,19 +50,19 @@ class Encoder:
     topic: str | None
     headers: Mapping[str, str]
 
-    def blocks(self, batch: pa.RecordBatch, mark: bytes) -> Iterator[Block]:
-        """The rows of `batch` in blocks of about `BLOCK_BYTES`, in order within each topic.
+    def blocks(self, topic: str, batch: pa.RecordBatch) -> Iterator[EncodedBlock]:
+        """The rows of a topic as blocks, those of each partition in their order.
 
-        Raises `InvalidPublicationError`, `TopicNotFoundError` or `PartitionOutOfRangeError`, which name the column.
+        Raises `InvalidPublicationError` or `PartitionOutOfRangeError`, which name the column.
         """
-        for topic, rows in self._by_topic(batch):
-            count = max(1, min(rows.num_rows, -(-rows.nbytes // BLOCK_BYTES)))
-            ends = [rows.num_rows * number // count for number in range(count + 1)]
-            for start, end in pairwise(ends):
-                if end > start:
-                    yield self._encode(topic, rows.slice(start, end - start), mark)
+        count = max(1, min(batch.num_rows, -(-batch.nbytes // BATCH_BYTES)))
+        ends = [batch.num_rows * number // count for number in range(count + 1)]
+        for start, end in pairwise(ends):
+            if end > start:
+                yield from self._encode(topic, batch.slice(start, end - start))
 
-    def _by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+    def by_topic(self, batch: pa.RecordBatch) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """The rows of each topic. Raises `InvalidPublicationError` or `TopicNotFoundError`, which name the column."""
         if self.topic is not None:
             yield self.topic, batch
             return
@@ -71,29 +80,33 @@ class Encoder:
         for topic, rows in numbers.items():
             yield topic, batch if len(numbers) == 1 else batch.take(pa.array(rows, pa.int64()))
 
-    def _encode(self, topic: str, batch: pa.RecordBatch, mark: bytes) -> Block:
+    def _encode(self, topic: str, batch: pa.RecordBatch) -> Iterator[EncodedBlock]:
         given = dict(zip(batch.schema.names, batch.columns, strict=True))
         rows = batch.num_rows
         value = _values(given["value"])
         key = keys_of(given.get("key"), rows)
         partitions = self._partitions(topic, key, given.get("partition"))
-        metadata = self._metadata(given.get("headers"), rows)
-        # The columns in the order of `copy_format.LOG_COLUMNS`. A field is its length and its bytes.
-        encoded = pc.binary_join_element_wise(
-            pa.scalar(prefix(mark), pa.binary()),
-            _lengths(key, null=-1),
-            key.cast(pa.binary()).fill_null(b""),
-            _lengths(value),
-            value,
-            _lengths(metadata),
-            metadata,
-            pa.scalar(struct.pack(">i", 2), pa.binary()),
-            _big_endian(_numbers("h", partitions)),
-            b"",
-        )
+        columns = [key, value, self._metadata(given.get("headers"), rows)]
+
         counts = pc.value_counts(partitions)
-        per_partition = zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True)
-        return Block(topic, mark, _content(encoded), dict(per_partition))
+        if len(counts) > 1:
+            # Sorting is stable: the rows of a partition keep their order.
+            order = pc.array_sort_indices(partitions)
+            columns = [None if column is None else column.take(order) for column in columns]
+            counts = pc.value_counts(partitions.take(order))
+        encoded = [None if column is None else _elements(column) for column in columns]
+
+        start = 0
+        for partition, events in zip(
+            counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True
+        ):
+            for cut, length in _cuts(encoded, start, events):
+                arrays = (
+                    _array(of_type, column, elements, cut, length)
+                    for of_type, column, elements in zip((TEXT, BYTEA, JSON), columns, encoded, strict=True)
+                )
+                yield EncodedBlock(partition, length, b"".join(arrays))
+            start += events
 
     def _partitions(self, topic: str, keys: Any, column: Any) -> Any:
         """The partition of each row, as 16-bit numbers."""
@@ -127,9 +140,11 @@ class Encoder:
         return pa.array(partitions, pa.int16())
 
     def _metadata(self, column: Any, rows: int) -> Any:
+        """The metadata of each row as JSON; None where no row has any."""
         if column is None:
-            text = _json(self.headers) if self.headers else _NO_METADATA
-            return pa.repeat(pa.scalar(text.encode(), pa.binary()), rows)
+            if not self.headers:
+                return None
+            return pa.repeat(pa.scalar(_json(self.headers).encode(), pa.binary()), rows)
         texts: dict[tuple[tuple[str, str], ...], bytes] = {}
         encoded: list[bytes] = []
         for entries in _text("headers", column).to_pylist():
@@ -145,36 +160,54 @@ class Encoder:
                         )
                 known = texts[headers] = _json({**dict(headers), **self.headers}).encode()
             encoded.append(known)
-        return pa.array(encoded, pa.binary())
+        return pa.array(encoded, pa.binary()) if any(text != _NO_METADATA for text in texts.values()) else None
 
 
 def _json(metadata: Mapping[str, str]) -> str:
     return json.dumps(dict(metadata), ensure_ascii=False, separators=(",", ":"))
 
 
-def _lengths(column: Any, *, null: int = 0) -> Any:
-    return _big_endian(_numbers("i", pc.binary_length(column).fill_null(null).cast(pa.int32())))
+def _cuts(encoded: Sequence[Any], start: int, length: int) -> Iterator[tuple[int, int]]:
+    """Where blocks of some rows begin, and how many events they have, by `MOST_EVENTS` and `MOST_BYTES`."""
+    size = sum(_end(column, start + length) - _end(column, start) for column in encoded if column is not None)
+    if length == 1 or (length <= MOST_EVENTS and size <= MOST_BYTES):
+        yield start, length
+        return
+    half = length // 2
+    yield from _cuts(encoded, start, half)
+    yield from _cuts(encoded, start + half, length - half)
 
 
-def _numbers(code: str, column: Any) -> array[int]:
-    numbers = array(code)
-    width = numbers.itemsize
-    numbers.frombytes(memoryview(column.buffers()[1])[column.offset * width : (column.offset + len(column)) * width])
-    return numbers
+def _array(of_type: int, column: Any, encoded: Any, start: int, length: int) -> bytes:
+    """An array of the elements `start` to `start + length` of a column; NULL if it has none of them."""
+    if column is None:
+        return NULL
+    nulls = column.slice(start, length).null_count
+    if nulls == length:
+        return NULL
+    body = memoryview(encoded.buffers()[2])[_end(encoded, start) : _end(encoded, start + length)]
+    return array_field(of_type, length, body.tobytes(), nulls=nulls > 0)
 
 
-def _big_endian(numbers: array[int]) -> Any:
+def _end(column: Any, rows: int) -> int:
+    """Where the first rows of a binary column end in its bytes."""
+    (end,) = struct.unpack_from("=i", column.buffers()[1], 4 * (column.offset + rows))
+    return int(end)
+
+
+def _elements(column: Any) -> Any:
+    """The values of a column, each behind its length; the length of a missing one is -1."""
+    lengths = pc.binary_length(column).fill_null(-1).cast(pa.int32())
+    return pc.binary_join_element_wise(_big_endian(lengths), column.cast(pa.binary()).fill_null(b""), b"")
+
+
+def _big_endian(column: Any) -> Any:
+    """The bytes of each number of a column of 32-bit numbers."""
+    numbers = array("i")
+    numbers.frombytes(memoryview(column.buffers()[1])[column.offset * 4 : (column.offset + len(column)) * 4])
     if byteorder == "little":
         numbers.byteswap()
-    width = pa.binary(numbers.itemsize)
-    return pa.Array.from_buffers(width, len(numbers), [None, pa.py_buffer(numbers.tobytes())]).cast(pa.binary())
-
-
-def _content(column: Any) -> bytes:
-    """The bytes of all rows of a binary column."""
-    _, offsets, content = column.buffers()
-    (first, last) = (struct.unpack_from("=i", offsets, 4 * (column.offset + row))[0] for row in (0, len(column)))
-    return memoryview(content)[first:last].tobytes()
+    return pa.Array.from_buffers(pa.binary(4), len(numbers), [None, pa.py_buffer(numbers.tobytes())]).cast(pa.binary())
 
 
 def _values(column: Any) -> Any:

@@ -1,8 +1,8 @@
 """Staging: a task's rows become blocks in `spark_staged_event`, under an attempt that nobody reads before its
 publication.
 
-Many tasks encode and compress rows here at once. Over shards, each row goes to the shard of its key. The publication
-only marks the blocks as published, and the transfer copies them into the log (`publishing/blocks.py`).
+Many tasks encode rows here at once. Over shards, each row goes to the shard of its key. The publication only marks the
+blocks as published, and the transfer moves them into the log (`publishing/staged_blocks.py`).
 
 Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 """
@@ -21,22 +21,20 @@ import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from psycopg import sql
-from psycopg.types.json import Json
 
-from eventsql_orchestration.publishing.blocks import Block, join, new_mark
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.sharding import owner_among
 from eventsql_orchestration.spark.adbc import translate
-from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder, keys_of
+from eventsql_orchestration.spark.encoder import BATCH_BYTES, Encoder, keys_of
 from eventsql_orchestration.spark.options import Source
 
 TABLE: Final = "spark_staged_event"
 
-_LEAST_EVENTS: Final = 1_000
-"""The least events of a block, if a batch has few events for each of many topics."""
-
-_MOST_KEPT: Final = 4 * BLOCK_BYTES
-"""The bytes that an attempt collects for that before it stages smaller blocks."""
+_MOST_KEPT: Final = 4 * BATCH_BYTES
+"""The bytes of rows for several topics that an attempt collects until a topic has `BATCH_BYTES`: blocks should be
+large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +109,8 @@ class _Staging:
         self._target = target
         self._attempt = attempt
         self._table = sql.Identifier(target.source.schema, TABLE)
+        columns = sql.SQL(", ").join(map(sql.Identifier, STAGED_COLUMNS))
+        self._copy = sql.SQL("COPY {} ({}) FROM STDIN (FORMAT binary)").format(self._table, columns)
         self._events: Counter[str] = Counter()
         with self._errors(), hiding(target.source.dsn):
             # A pooler may share the session, so nothing is prepared. Planning costs little beside a block.
@@ -125,19 +125,20 @@ class _Staging:
         except psycopg.Error as error:
             raise translate(error, self._target.source, "the events could not be staged") from error
 
-    def add(self, block: Block) -> None:
-        packed = block.pack()
+    def add(self, topic: str, rows: pa.RecordBatch) -> None:
+        """Stage the rows of a topic. Raises as `Encoder.blocks`."""
+        staged, position = [copy_format.HEADER], self._events.total()
+        for block in self._target.encoder.blocks(topic, rows):
+            staged.append(block.staged_row(self._attempt, position, topic))
+            position += block.events
+
         with self._errors(), self._connection.transaction():
             # The publication's commit waits for the disk, and for earlier commits with it. It checks for lost blocks.
             self._connection.execute("SET LOCAL synchronous_commit TO off")
-            self._connection.execute(
-                sql.SQL(
-                    "INSERT INTO {} (eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
-                    "VALUES (%s, %s, %s, -1, %b, %s)"
-                ).format(self._table),
-                (self._attempt, self._events.total(), block.topic, packed, Json(block.metadata())),
-            )
-        self._events[block.topic] += block.events
+            with self._connection.cursor().copy(self._copy) as copy:
+                copy.write(b"".join(staged))
+                copy.write(copy_format.TRAILER)
+        self._events[topic] += rows.num_rows
 
     def share(self) -> Share:
         target, topics = self._target, self._events
@@ -162,17 +163,18 @@ class _Staging:
 def stage(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -> Attempt:
     """Stage the rows of one attempt, each row in the target of its key.
 
-    Raises as `Encoder.blocks`, and `DatabaseUnavailableError` or `DatabaseError`. Nothing stays staged then.
+    Raises as `Encoder.by_topic` and `Encoder.blocks`, and `DatabaseUnavailableError` or `DatabaseError`. Nothing stays
+    staged then.
     """
     attempt = uuid.uuid4()
     stagings: dict[int, _Staging] = {}
     with ExitStack() as stack:
         try:
-            for number, block in _joined(targets, batches):
+            for number, topic, rows in _joined(targets, batches):
                 if number not in stagings:
                     stagings[number] = _Staging(targets[number], attempt)
                     stack.callback(stagings[number].close)
-                stagings[number].add(block)
+                stagings[number].add(topic, rows)
         except BaseException:
             for staging in stagings.values():
                 staging.give_up()
@@ -180,28 +182,41 @@ def stage(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -> 
     return Attempt(attempt, tuple(staging.share() for staging in stagings.values()))
 
 
-def _joined(targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, Block]]:
-    """The blocks of all batches with the numbers of their targets. Small blocks of a topic are joined."""
-    mark = new_mark()
+def _joined(
+    targets: Sequence[WriteTarget], batches: Iterable[pa.RecordBatch]
+) -> Iterator[tuple[int, str, pa.RecordBatch]]:
+    """The rows of all batches, in order within each topic, with the numbers of their targets and their topics.
+
+    Rows of a topic come about `BATCH_BYTES` at a time.
+    """
     # Each attempt chooses a target at random, so that all targets get rows without keys.
     keyless = random.randrange(len(targets))  # noqa: S311 - spreads load, guards nothing
-    kept: dict[tuple[int, str], Block] = {}
-    size = 0
+    kept: dict[tuple[int, str], list[pa.RecordBatch]] = {}
     for batch in batches:
         for number, rows in _by_target(targets, batch, keyless):
-            for block in targets[number].encoder.blocks(rows, mark):
-                before = kept.pop((number, block.topic), None)
-                size -= 0 if before is None else len(before.rows)
-                whole = block if before is None else join(before, block)
-                if whole.events >= _LEAST_EVENTS or len(whole.rows) >= BLOCK_BYTES // 2:
-                    yield number, whole
-                else:
-                    kept[number, whole.topic] = whole
-                    size += len(whole.rows)
-        if size > _MOST_KEPT:
-            yield from ((number, block) for (number, _), block in kept.items())
-            kept, size = {}, 0
-    yield from ((number, block) for (number, _), block in kept.items())
+            for topic, of_topic in targets[number].encoder.by_topic(rows):
+                if not of_topic.num_rows:
+                    continue
+                kept.setdefault((number, topic), []).append(of_topic)
+                if _size(kept[number, topic]) >= BATCH_BYTES:
+                    yield number, topic, _one(kept.pop((number, topic)))
+        if sum(map(_size, kept.values())) > _MOST_KEPT:
+            yield from ((*place, _one(parts)) for place, parts in kept.items())
+            kept = {}
+    yield from ((*place, _one(parts)) for place, parts in kept.items())
+
+
+def _size(parts: Sequence[pa.RecordBatch]) -> int:
+    return sum(part.nbytes for part in parts)
+
+
+def _one(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if len(parts) == 1:
+        return parts[0]
+    # A part may lack a column that another has.
+    tables = [pa.Table.from_batches([part]) for part in parts]
+    (whole,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
+    return whole
 
 
 def _by_target(

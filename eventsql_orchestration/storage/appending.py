@@ -32,17 +32,38 @@ class TopicState(NamedTuple):
 
 
 class BufferedBatch(NamedTuple):
-    """The next events of a topic in the buffer: the last buffer id, 0 without events, and the number.
+    """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
-    `block` is the first buffer id that stands for a block. The other fields are as in `TopicState`.
+    A row is an event, or stands for a block, or for a packed block: `event`, `block` and `packed` are the first buffer
+    ids of each kind. The other fields are as in `TopicState`.
     """
 
     upto: int
-    events: int
+    rows: int
     definition: list[int]
+    event: int | None
     block: int | None
+    packed: int | None
     last_id: int | None
     blocks: bool
+
+
+class MovedBlocks(NamedTuple):
+    """Blocks that left the buffer: how many rows stood for them, and the last of these rows' ids.
+
+    `blocks` and `events` are the blocks that there were, and the events that these should have; `entered` is the number
+    of events that entered the log.
+    """
+
+    rows: int
+    upto: int
+    blocks: int
+    events: int
+    entered: int
+
+    @property
+    def whole(self) -> bool:
+        return self.rows == self.blocks and self.events == self.entered
 
 
 class LogAppender:
@@ -60,7 +81,7 @@ class LogAppender:
         return state
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
-        """The next events of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
+        """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
         values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
         batch = BufferedBatch(*fetch_one(connection, self._queries("batch_end"), values, prepare=False))
         log_form.learn(connection, self._schema, topic, blocks=batch.blocks)
@@ -79,6 +100,15 @@ class LogAppender:
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions}
         moved = connection.execute(self._queries(name, topic=topic, blocks=blocks), values, prepare=False)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
+
+    def move_blocks(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
+        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
+
+        All rows of the buffer between these ids stand for blocks.
+        """
+        values = {"topic": topic, "low_water": low_water, "upto": upto, "most": most}
+        query = self._queries.on(connection, "move_blocks", topic)
+        return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 
     def draw(self, connection: Connection, topic: str, events: int) -> int | None:
         """Take ids for `events` events of a log in blocks. Gives the first; None if others took ids, too."""

@@ -55,7 +55,7 @@ def range_query(
     conditions += [sql.SQL(f"({row})") for row in rows]
     selected = sql.SQL(", ").join(_EXPRESSIONS[name] for name in columns)
     where = sql.SQL(" AND ").join(conditions)
-    if not table.endswith(_OF_BLOCKS):
+    if not in_blocks(table):
         query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
         return qualified(query.format(selected, sql.Identifier(schema, table), where).as_string())
 
@@ -63,6 +63,34 @@ def range_query(
     needed = sql.SQL(", ").join([selected, where]).as_string()
     log = _events_of_blocks(schema, table, offsets, needed)
     return qualified(sql.SQL("SELECT {} FROM {} WHERE {}").format(selected, log, where).as_string())
+
+
+ARRAYS: Final = {
+    "key": "eql_keys",
+    "value": "eql_values",
+    "timestamp": "eql_times",
+    # An array of JSON would come as one of an extension type.
+    "headers": "eql_metadata::text[]",
+}
+"""The columns of events that are arrays in blocks, by their names in Spark."""
+
+
+def in_blocks(table: str) -> bool:
+    """Whether this table holds a log in blocks."""
+    return table.endswith(_OF_BLOCKS)
+
+
+def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Iterable[str]) -> str:
+    """The blocks that have events of a range, in order: last offset, number of events, partition, time, and arrays.
+
+    The arrays are those of `columns` that are in `ARRAYS`, in that order. The first and the last block may have events
+    outside the range.
+    """
+    arrays = [sql.SQL(ARRAYS[name]) for name in columns if name in ARRAYS]
+    selected = [sql.SQL("eql_id, eql_events, eql_partition, eql_buffered_at"), *arrays]
+    query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
+    where = _near(offsets)
+    return qualified(query.format(sql.SQL(", ").join(selected), sql.Identifier(schema, table), where).as_string())
 
 
 def event_query(schema: str, table: str, offset: int) -> str:
@@ -75,6 +103,15 @@ _SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metada
 
 _NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - eql_events < {upto}")
 """The blocks that a range has events of: a block has at most 20,000."""
+
+
+def _near(offsets: OffsetRange) -> sql.Composed:
+    """The condition on the blocks that a range has events of."""
+    near = min(offsets.upto, _MAX_OFFSET - MOST_EVENTS) + MOST_EVENTS
+    condition = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
+    if offsets.partition != NOT_PARTITIONED:
+        condition += sql.SQL(" AND eql_partition = {}").format(offsets.partition)
+    return condition
 
 
 def _events_of_blocks(schema: str, table: str, offsets: OffsetRange, needed: str) -> sql.Composed:
@@ -95,14 +132,10 @@ def _events_of_blocks(schema: str, table: str, offsets: OffsetRange, needed: str
     ]
     if "eql_buffered_at" in needed:
         columns.append(sql.SQL("coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at"))
-    near = min(offsets.upto, _MAX_OFFSET - MOST_EVENTS) + MOST_EVENTS
-    conditions = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
-    if offsets.partition != NOT_PARTITIONED:
-        conditions += sql.SQL(" AND eql_partition = {}").format(offsets.partition)
     return sql.SQL(
         "(SELECT {columns} FROM (SELECT * FROM {blocks} WHERE {conditions} ORDER BY eql_id) b "
         "CROSS JOIN LATERAL {unnested} WITH ORDINALITY AS e ({names})) log"
     ).format(
-        columns=sql.SQL(", ").join(columns), blocks=sql.Identifier(schema, table), conditions=conditions,
+        columns=sql.SQL(", ").join(columns), blocks=sql.Identifier(schema, table), conditions=_near(offsets),
         unnested=sql.SQL("unnest({})").format(sql.SQL(", ").join(arrays)), names=sql.SQL(", ").join(names),
     )  # fmt: skip

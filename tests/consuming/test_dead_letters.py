@@ -250,9 +250,9 @@ def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(
     platform.transfer.run_once()
     give_up(platform)
     platform.dead_letters.redrive("orders", LetterFilter(after=7))
-    assert [(event.key, event.partition) for event in redriven(platform)[-4:]] == [
+    assert {(event.key, event.partition) for event in redriven(platform)[-4:]} == {
         ("k0", 0), ("k0", 1), (None, 0), (None, 1),
-    ]  # fmt: skip
+    }  # fmt: skip
 
 
 def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL, letters: list[DeadLetter]) -> None:
@@ -261,8 +261,9 @@ def test_in_a_topic_that_was_made_anew_the_key_decides(platform: EventSQL, lette
     platform.dead_letters.redrive("orders", LetterFilter(consumer="mailer"))
     platform.publisher.publish_all(Publication("orders", b"", key=f"k{number % 3}") for number in range(6))
     platform.transfer.run_once()
-    partitions = [event.partition for event in platform.reader.read("orders")]
-    assert partitions[:6] == partitions[6:]
+    events = platform.reader.read("orders")
+    assert len(events) == 12
+    assert len({(event.key, event.partition) for event in events}) == 3
 
 
 def test_letters_of_several_batches_keep_their_order(

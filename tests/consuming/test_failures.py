@@ -31,6 +31,7 @@ from eventsql_orchestration.errors import (
 )
 from tests.effects import effects, make_table, write
 from tests.fixtures import Until
+from tests.forms import in_blocks, stored
 
 
 @pytest.fixture(autouse=True)
@@ -599,7 +600,10 @@ def test_metadata_of_other_publishers_does_not_keep_an_event_from_being_buried(p
     platform.registry.register_topic(Topic("orders_dlt"))
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
-        connection.execute("""UPDATE eventsql.orders_event SET eql_metadata = '{"tries": 2, "tags": ["a"]}'""")
+        metadata = """'{"tries": 2, "tags": ["a"]}'::json"""
+        if in_blocks():
+            metadata = f"array_fill({metadata}, ARRAY[eql_events])"
+        connection.execute(f"UPDATE eventsql.{stored('orders')} SET eql_metadata = {metadata}".encode())
     assert consume(platform, Broken(1)) == 1
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")

@@ -11,6 +11,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import TopicNotFoundError
+from tests.forms import stored
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,7 @@ def test_events_in_the_buffer_count_and_are_told_apart(platform: EventSQL) -> No
 def test_seconds_are_those_of_the_oldest_event_wherever_it_lies(platform: EventSQL) -> None:
     publish(platform, 1, 1, 0)
     platform.transfer.run_once()
-    age(platform, "orders_event", "eql_buffered_at", 100)
+    age(platform, stored("orders"), "eql_buffered_at", 100)
     assert lag_of(platform, "mailer", 0).seconds == pytest.approx(100, abs=30)
     assert lag_of(platform, "mailer", 2).seconds == 0.0
     platform.consumers.consume_once("orders", "mailer", nothing, partition=0)

@@ -16,6 +16,7 @@ from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
 from tests.effects import effects, make_table, write
+from tests.forms import ids_in
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Spawn, Until
@@ -96,11 +97,12 @@ def test_effects_of_the_leases_transaction_commit_with_the_offset(platform: Even
 
 
 def test_every_partition_is_consumed_in_its_order(platform: EventSQL, until: Until) -> None:
-    ids = fill(platform, 60, "orders")
+    fill(platform, 60, "orders")
     with platform.consumers.start_leased("orders", "mailer", write_leased, max_events=7, polling_delay=POLLING):
         until(lambda: len(effects(platform)) == 60)
     for partition in range(3):
-        assert [event_id for event_id in effects(platform) if event_id in ids[partition::3]] == ids[partition::3]
+        ids = ids_in(platform, "orders", partition)
+        assert [event_id for event_id in effects(platform) if event_id in ids] == ids
 
 
 def test_the_handler_works_outside_of_any_transaction(

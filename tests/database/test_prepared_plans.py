@@ -23,12 +23,14 @@ from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.database.everything import NOON
 
+pytestmark = pytest.mark.both_forms
+
 ROUNDS = 12
 """psycopg prepares a statement after 5 executions, and PostgreSQL settles on a plan after 5 more."""
 
 GROWS = re.compile(
     r'(?:FROM|JOIN|UPDATE) "?eventsql"?\."?'
-    r"(?:\w+_event|event_buffer|consumer_claim|consumer_delivery|queue_message|aggregate\w*|view_(?:entries|amounts|runs)|notes|redriven_dead_letter)\b"
+    r"(?:\w+_event|\w+_block|event_buffer|consumer_claim|consumer_delivery|queue_message|aggregate\w*|view_(?:entries|amounts|runs)|notes|redriven_dead_letter)\b"
 )
 
 

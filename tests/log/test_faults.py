@@ -12,7 +12,7 @@ from tests.log import faults, plan, verdict
 from tests.log.plan import Settings
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=150.0)
-IN_BLOCKS = replace(SMALL, storage="blocks")
+IN_BLOCKS = replace(SMALL, events=6_000, kills=8, restarts=1, repartitionings=2, storage="blocks")
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2
@@ -24,7 +24,8 @@ SHARDED = replace(
     [
         pytest.param(SMALL, id="one database"),
         pytest.param(SHARDED, id="shards that are added"),
-        pytest.param(IN_BLOCKS, id="blocks", marks=pytest.mark.nightly),
+        pytest.param(IN_BLOCKS, id="blocks"),
+        pytest.param(replace(SMALL, storage="blocks"), id="more in blocks", marks=pytest.mark.nightly),
     ],
 )
 def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_servers_restart(

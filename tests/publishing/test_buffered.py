@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.publishing.lanes import BufferLimits, Lanes
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from tests.forms import none_is, stored
 from tests.publishing.conftest import published
 
 if TYPE_CHECKING:
@@ -216,8 +217,9 @@ def test_exactly_the_events_that_the_database_refuses_fail(
     with sessions() as session:
         session.execute("ALTER TABLE eventsql.event_buffer DROP CONSTRAINT IF EXISTS no_bad")
         session.execute("ALTER TABLE eventsql.event_buffer ADD CONSTRAINT no_bad CHECK (eql_key <> 'bad')")
-        session.execute("ALTER TABLE eventsql.orders_event DROP CONSTRAINT IF EXISTS no_bad")
-        session.execute("ALTER TABLE eventsql.orders_event ADD CONSTRAINT no_bad CHECK (eql_key <> 'bad')")
+        log_table = f"eventsql.{stored('orders')}"
+        session.execute(f"ALTER TABLE {log_table} DROP CONSTRAINT IF EXISTS no_bad")
+        session.execute(f"ALTER TABLE {log_table} ADD CONSTRAINT no_bad CHECK ({none_is('key', 'bad')})")
     before = len(log(platform))
     with platform.buffered_publisher(max_age=NEVER, flushes=flushes, max_events=max_events) as publisher:
         futures = [

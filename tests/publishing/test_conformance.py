@@ -19,10 +19,13 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.publishing import publisher
+from tests.forms import none_is, stored
 from tests.publishing.ways import WAYS, Way
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
+
+pytestmark = pytest.mark.both_forms
 
 TABLES = ("event_buffer", "orders_event")
 
@@ -123,8 +126,8 @@ def test_an_event_that_the_server_refuses_fails_and_a_batch_with_it(
     platform: EventSQL, way: Way, sessions: Sessions
 ) -> None:
     with sessions() as session:
-        for table in TABLES:
-            session.execute(f"ALTER TABLE eventsql.{table} ADD CONSTRAINT no_bad CHECK (eql_value <> 'bad')".encode())
+        for table, condition in (("event_buffer", "eql_value <> 'bad'"), (stored("orders"), none_is("value", "bad"))):
+            session.execute(f"ALTER TABLE eventsql.{table} ADD CONSTRAINT no_bad CHECK ({condition})".encode())
     given = [order(value, key="k") for value in ("1", "bad", "2", "bad", "3")]
     failed = [isinstance(outcome, DatabaseError) for outcome in way.publish(platform, given)]
     assert failed == ([True] * 5 if way.whole else [False, True, False, True, False])
@@ -154,7 +157,7 @@ def test_a_publisher_that_remembers_a_deleted_topic_publishes_nothing(
 def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
     platform: EventSQL, way: Way, server: EmbeddedPostgres, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    sessions().execute("LOCK TABLE eventsql.event_buffer, eventsql.orders_event IN SHARE MODE")
+    sessions().execute(f"LOCK TABLE eventsql.event_buffer, eventsql.{stored('orders')} IN SHARE MODE")
     with ThreadPoolExecutor(1) as executor:
         publishing = executor.submit(way.publish, platform, [order("lost")] * 5)
         until_blocked()

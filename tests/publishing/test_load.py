@@ -17,6 +17,7 @@ from eventsql_orchestration.maintenance import repartitioning
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage.reading import LogReader
+from tests.forms import in_blocks, stored
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,15 +45,18 @@ def session(session: Connection) -> psycopg.Connection[Any]:
 def refuse(session: Connection) -> Callable[..., None]:
     """Has the server refuse each statement that inserts too many rows, or a certain one; notes the sizes of others."""
 
-    def refusing(most: int, *, table: str = "orders_event", value: str = "", state: str = CANCELED) -> None:
+    def refusing(most: int, *, table: str = stored("orders"), value: str = "", state: str = CANCELED) -> None:
+        events, own = "count(*)", f"eql_value = '{value}'"
+        if table.endswith("_block"):
+            events, own = "coalesce(sum(eql_events), 0)", f"'{value}' = ANY (eql_values)"
         session.execute(
             f"""
             CREATE OR REPLACE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$
             BEGIN
-                IF (SELECT count(*) > {most} OR bool_or(eql_value = '{value}') FROM added) THEN
+                IF (SELECT {events} > {most} OR bool_or({own}) FROM added) THEN
                     RAISE EXCEPTION 'too much' USING ERRCODE = '{state}';
                 END IF;
-                INSERT INTO public.statements (rows) SELECT count(*) FROM added HAVING count(*) > 0;
+                INSERT INTO public.statements (rows) SELECT {events} FROM added HAVING count(*) > 0;
                 RETURN NULL;
             END
             $$;
@@ -194,16 +198,16 @@ def test_a_lost_connection_makes_the_next_batch_smaller(platform: EventSQL, sess
         """
         CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$
         BEGIN
-            IF (SELECT count(*) > 3 FROM added) THEN
+            IF (SELECT {events} > 3 FROM added) THEN
                 PERFORM pg_terminate_backend(pg_backend_pid());
                 PERFORM pg_sleep(60);
             END IF;
             RETURN NULL;
         END
         $$;
-        CREATE TRIGGER die AFTER INSERT ON eventsql.orders_event
+        CREATE TRIGGER die AFTER INSERT ON eventsql.{log}
             REFERENCING NEW TABLE AS added FOR EACH STATEMENT EXECUTE FUNCTION die();
-        """
+        """.replace("{log}", stored("orders")).replace("{events}", "sum(eql_events)" if in_blocks() else "count(*)")
     )
     failures = 0
     while platform.buffered():

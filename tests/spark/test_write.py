@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 import threading
 import time
 import uuid
@@ -41,18 +42,18 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.blocks import new_mark, unpack
+from eventsql_orchestration.publishing.block_format import MOST_BYTES, MOST_EVENTS, EncodedBlock, encode_blocks
 from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
 from eventsql_orchestration.spark import FORMAT, eventsql_error, range_options
 from eventsql_orchestration.spark.commit_log import CommitLog, Portion
 from eventsql_orchestration.spark.commit_protocol import Publications
-from eventsql_orchestration.spark.encoder import BLOCK_BYTES, Encoder
+from eventsql_orchestration.spark.encoder import BATCH_BYTES, Encoder
 from eventsql_orchestration.spark.options import Source, WriteOptions
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.staging import Attempt, Share, WriteTarget, stage
 from eventsql_orchestration.spark.writer import StreamWriter
 from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
+from tests.forms import check_order
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -135,10 +136,13 @@ def test_a_topic_is_copied_by_reading_and_writing_it(platform: EventSQL, read: R
     assert copied == [(event.key, event.value, event.metadata) for event in platform.reader.read("orders")]
 
 
-def test_events_keep_the_order_of_their_rows(spark: SparkSession, platform: EventSQL, write: Write) -> None:
+def test_events_of_a_partition_keep_the_order_of_their_rows(
+    spark: SparkSession, platform: EventSQL, write: Write
+) -> None:
     # More than one Arrow batch for each task, so that positions go on from batch to batch.
     write(numbers(spark, 25_000), topic="orders")
-    assert values_in(platform, "orders") == [str(number) for number in range(25_000)]
+    platform.transfer.run_once()
+    check_order(platform.reader.read("orders"), [str(number) for number in range(25_000)], staged=True)
     assert staged_in(platform) == 0
 
 
@@ -195,25 +199,43 @@ def test_a_block_is_encoded_as_the_publisher_encodes_events(
         "key": pa.array([key for _, _, key, _ in rows], pa.string()),
         "headers": pa.array([list(headers.items()) for *_, headers in rows], pa.map_(pa.string(), pa.string())),
     }
-    blocks = Encoder(partitions, None, {"run": "7"}).blocks(pa.record_batch(columns).slice(skipped), new_mark())
-    expected: dict[str, bytes] = {}
-    counts: dict[str, Counter[int]] = {}
+    encoder = Encoder(partitions, None, {"run": "7"})
+    given: dict[str, tuple[list[Publication], list[int]]] = {}
     for topic, value, key, headers in rows[skipped:]:
         event = Publication(topic, value, key=key, metadata={**headers, "run": "7"})
-        partition = 1 if key is None and topic == "orders" else default_partition(event, partitions[topic])
-        expected[topic] = expected.get(topic, b"") + b"prefix" + copy_format.encode(event, partition)
-        counts.setdefault(topic, Counter())[partition] += 1
-    found = {block.topic: block for block in blocks}
-    assert {topic: b"".join(unpack(block.pack(), b"prefix")) for topic, block in found.items()} == expected
-    assert {topic: block.partitions for topic, block in found.items()} == counts
+        events, numbers = given.setdefault(topic, ([], []))
+        events.append(event)
+        numbers.append(1 if key is None and topic == "orders" else default_partition(event, partitions[topic]))
+    found = {
+        topic: sorted(encoder.blocks(topic, own), key=lambda block: block.partition)
+        for topic, own in encoder.by_topic(pa.record_batch(columns).slice(skipped))
+    }
+    assert found == {
+        topic: sorted(encode_blocks(*events), key=lambda block: block.partition) for topic, events in given.items()
+    }
 
 
-def test_a_batch_that_is_large_becomes_several_blocks() -> None:
-    value = random.randbytes(BLOCK_BYTES // 10)
-    blocks = list(Encoder({"plain": -1}, "plain", {}).blocks(pa.record_batch({"value": [value] * 25}), new_mark()))
-    assert len(blocks) == 3
-    assert sum(block.events for block in blocks) == 25
-    assert all(len(block.rows) < BLOCK_BYTES * 1.2 for block in blocks)
+def test_rows_that_are_many_or_large_become_several_blocks() -> None:
+    encoder = Encoder({"plain": -1}, "plain", {})
+    for rows, size in ((2 * MOST_EVENTS + 1, 1), (9, MOST_BYTES // 2), (3, 2 * MOST_BYTES), (100, BATCH_BYTES // 20)):
+        values = [random.randbytes(size) for _ in range(rows)]
+        blocks = list(encoder.blocks("plain", pa.record_batch({"value": values})))
+        assert sum(block.events for block in blocks) == rows
+        for block in blocks:
+            assert block.events <= MOST_EVENTS
+            assert block.events == 1 or len(block.arrays) < MOST_BYTES * 1.1
+        assert [value for block in blocks for value in elements(block)] == values
+
+
+def elements(block: EncodedBlock) -> list[bytes]:
+    """The values of a block without keys and metadata."""
+    # No keys, the length of the array, and its header.
+    body, found, at = block.arrays[4 + 4 + 20 : -4], [], 0
+    while at < len(body):
+        (length,) = struct.unpack_from(">i", body, at)
+        found.append(body[at + 4 : at + 4 + length])
+        at += 4 + length
+    return found
 
 
 # Once

@@ -21,6 +21,8 @@ from eventsql_orchestration.storage.ranges import LogRanges, Sample
 from eventsql_orchestration.storage.reading import MAX_OFFSET, Extent, LogReader, Waiting
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
 
+pytestmark = pytest.mark.both_forms
+
 SCHEMA = "eventsql"
 TOPIC = "orders"
 NOON = datetime(2024, 3, 1, 12, tzinfo=UTC)
@@ -128,7 +130,7 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
         log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=number % 2))
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
-        assert (batch.events, batch.definition, batch.block, batch.last_id) == (3, [3, 1], None, 1)
+        assert (batch.rows, batch.definition, batch.block, batch.last_id) == (3, [3, 1], None, 1)
         moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1)
         state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10)
     assert moved == 3
@@ -150,7 +152,7 @@ def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log)
 
 def test_a_topic_without_events_in_the_buffer_has_an_empty_batch(log: Log) -> None:
     batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
-    assert (batch.upto, batch.events, batch.block) == (0, 0, None)
+    assert (batch.upto, batch.rows, batch.block) == (0, 0, None)
 
 
 # Reading

@@ -11,6 +11,9 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
+from tests.forms import in_blocks, stored
+
+pytestmark = pytest.mark.both_forms
 
 EVENTS = 20_000
 
@@ -23,9 +26,12 @@ def _topic(platform: EventSQL) -> None:
 
 
 def fill(session: Connection, events: int) -> None:
+    columns, values = ("eql_metadata, eql_value", "'{}', 'x'")
+    if in_blocks():
+        columns, values = "eql_created_at, eql_events, eql_values", "now(), 1, ARRAY['x'::bytea]"
     session.execute(
-        "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
-        "SELECT n %% 3, 'x', now(), '{}' FROM generate_series(1, %s) n",
+        f"INSERT INTO eventsql.{stored('orders')} (eql_partition, eql_buffered_at, {columns}) "
+        f"SELECT n %% 3, now(), {values} FROM generate_series(1, %s) n".encode(),
         [events],
     )
 
@@ -64,7 +70,7 @@ def test_a_bound_that_is_left_out_is_that_of_the_log(session: Connection, argume
 
 def test_the_order_is_that_of_offsets_over_all_segments(platform: EventSQL, session: Connection) -> None:
     fill(session, 3)
-    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 5000001)")
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5000001)")
     fill(session, 3)
     rows = session.execute("SELECT eql_id FROM eventsql.events('orders')").fetchall()
     assert [number for (number,) in rows] == [1, 2, 3, 5_000_002, 5_000_003, 5_000_004]
@@ -91,7 +97,9 @@ def test_a_name_with_capitals_has_the_log_of_its_topic(platform: EventSQL, sessi
     assert session.execute("SELECT count(*) FROM eventsql.events('Orders')").fetchone() == (2,)
 
 
-def test_times_without_a_zone_are_in_utc(session: Connection) -> None:
+def test_times_without_a_zone_are_in_utc(platform: EventSQL, session: Connection) -> None:
+    platform.registry.unregister_topic("orders")
+    platform.registry.register_topic(Topic("orders", 3, storage="rows"))
     session.execute("ALTER TABLE eventsql.orders_event ALTER COLUMN eql_buffered_at TYPE timestamp")
     session.execute(
         "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
@@ -127,7 +135,7 @@ def test_a_range_is_read_by_the_index_on_ids_in_a_log_that_filled_after_the_firs
         assert session.execute(RANGE, ["orders", 0, 10]).fetchall() == []
     fill(session, EVENTS)
     if analyzed:
-        session.execute("ANALYZE eventsql.orders_event")
+        session.execute(f"ANALYZE eventsql.{stored('orders')}")
     with reads(session) as read:
         assert len(session.execute(RANGE, ["orders", EVENTS - 200, EVENTS - 100]).fetchall()) == 100
     assert read["sequential"] == 0
@@ -137,7 +145,7 @@ def test_a_range_is_read_by_the_index_on_ids_in_a_log_that_filled_after_the_firs
 
 def test_segments_outside_of_a_range_are_not_even_locked(session: Connection) -> None:
     fill(session, 100)
-    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 5000000)")
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5000000)")
     fill(session, 100)
     with session.transaction():
         assert len(session.execute(RANGE, ["orders", 5_000_000, 5_000_010]).fetchall()) == 10

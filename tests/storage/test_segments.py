@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.segments import Segment, ensure_ahead, segment_name
+from tests.forms import check_order, stored
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
@@ -68,7 +69,7 @@ def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_i
     assert platform.buffered() == {"orders": 200}
     platform.shards[0].transfer._writer._fixed_batch = 15
     assert platform.transfer.run_once() == {"orders": 200}
-    assert [event.value for event in platform.reader.read("orders")] == [b"%d" % number for number in range(200)]
+    check_order(platform.reader.read("orders"), [str(number) for number in range(200)])
 
 
 def test_names_of_segments_fit_and_differ_for_any_topic() -> None:
@@ -252,11 +253,11 @@ def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
     orders(platform, 1)
     monkeypatch.setattr(log_writer, "ROOM_CHECK", 1_000_000)
     orders(platform, 1)
-    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 200)")
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 200)")
     orders(platform, 1)
     assert [event.id for event in platform.reader.read("orders")][-1] > 200
     straight = [Publication("orders", b"") for _ in range(60)]
-    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 500)")
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 500)")
     platform.publisher.publish_all(straight)
     platform.shards[0].transfer._writer._fixed_batch = 15
     platform.transfer.run_once()
@@ -266,7 +267,7 @@ def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
 @pytest.mark.usefixtures("small")
 def test_retention_makes_room_for_topics_that_other_programs_write(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))
-    session.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 25)")
+    session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 25)")
     platform.retention.run_once()
     assert ranges(session)[-1] == (40, 50)
 

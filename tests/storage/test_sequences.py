@@ -12,13 +12,14 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Reten
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import SequenceError
 from eventsql_orchestration.storage import sequences
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from tests.fixtures import Sessions
 
-LOG = '"eventsql"."orders_event_eql_id_seq"'
+LOG = f'"eventsql"."{stored("orders")}_eql_id_seq"'
 BUFFER = '"eventsql"."event_buffer_eql_id_seq"'
 
 settings = pytest.mark.parametrize("setting", ["CACHE 50", "INCREMENT BY -1", "CYCLE"])
@@ -98,7 +99,7 @@ def test_the_remedy_makes_other_sessions_drop_the_ids_that_they_hold(
     other = sessions()
     other.autocommit = True
     assert other.execute(f"SELECT nextval('{LOG}')").fetchone() == (1,)
-    (state,) = sequences.states(session, "eventsql", ["orders_event"])
+    (state,) = sequences.states(session, "eventsql", [stored("orders")])
     error = state.error()
     assert error is not None
     session.execute(error.remedy)
@@ -118,11 +119,12 @@ def test_registering_a_topic_again_mends_the_sequence_of_its_log(platform: Event
 
 
 def test_a_log_that_gets_a_retention_has_its_sequence_mended(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("rows", storage="rows"))
     session.execute(
         """
         INSERT INTO eventsql.topic (eql_name, eql_partitions) VALUES ('plain', -1);
         INSERT INTO eventsql.event_buffer_lock (eql_topic) VALUES ('plain');
-        CREATE TABLE eventsql.plain_event (LIKE eventsql.orders_event INCLUDING ALL);
+        CREATE TABLE eventsql.plain_event (LIKE eventsql.rows_event INCLUDING ALL);
         CREATE SEQUENCE eventsql.theirs CACHE 20 OWNED BY eventsql.plain_event.eql_id;
         ALTER TABLE eventsql.plain_event ALTER COLUMN eql_id SET DEFAULT nextval('eventsql.theirs');
         """
@@ -138,7 +140,7 @@ def test_a_migration_mends_every_sequence_that_the_platform_had_then(
 ) -> None:
     session.execute("CREATE SEQUENCE eventsql.of_somebody CACHE 7")
     names = ["event_buffer", "consumer_claim", "queue_message", "timeline_entry", "log_line"]
-    names += ["orders_event", "payments_event"]
+    names += [stored("orders"), stored("payments")]
     before = sequences.states(session, "eventsql", names)
     assert len(before) == 7
     for state in before:
@@ -181,7 +183,7 @@ def test_a_log_whose_sequence_was_set_back_loses_no_event(
     platform.transfer.run_once()
     assert consume(platform) == list(range(10))
     # As after retention: nothing collides, and consumers are past the ids that come next.
-    session.execute("DELETE FROM eventsql.orders_event")
+    session.execute(f"DELETE FROM eventsql.{stored('orders')}")
     session.execute(reset.format(LOG))
     if straight:
         platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(100, 200))

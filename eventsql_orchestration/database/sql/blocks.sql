@@ -1,12 +1,24 @@
+-- part published -- The unpublished blocks of attempts, in the order of the array.
+unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
+    JOIN {schema}.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
+
+-- to_buffer -- Write the events of the blocks of attempts to the buffer.
+INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+SELECT block.eql_topic, block.eql_partition, event.key, event.value, coalesce(event.metadata, '{{}}')
+FROM {published}
+    CROSS JOIN LATERAL unnest(block.eql_keys, block.eql_values, block.eql_event_metadata)
+        WITH ORDINALITY AS event (key, value, metadata, number)
+ORDER BY published.number, block.eql_position, event.number;
+
 -- place -- Publish the blocks of attempts, in the order of the array: a row of the buffer for each, in its place.
 WITH ordered AS MATERIALIZED (
     SELECT block.eql_attempt, block.eql_position, block.eql_topic,
+           CASE WHEN block.eql_values IS NULL THEN %(packed)s::smallint ELSE %(reference)s::smallint END AS reference,
            row_number() OVER (ORDER BY published.number, block.eql_position) AS number
-    FROM unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
-    JOIN {schema}.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
+    FROM {published}
 ), referenced AS (
     INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
-    SELECT eql_topic, %(reference)s, '', '{{}}' FROM ordered ORDER BY number
+    SELECT eql_topic, reference, '', '{{}}' FROM ordered ORDER BY number
     RETURNING eql_id
 ), placed AS (
     SELECT eql_id, row_number() OVER (ORDER BY eql_id) AS number FROM referenced
@@ -16,7 +28,7 @@ SET eql_buffer_id = placed.eql_id
 FROM ordered JOIN placed ON placed.number = ordered.number
 WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
 
--- take -- Take a block and its row out of the buffer: content, number of events, publication time, and now. If not
+-- take_packed -- Take a packed block and its row out of the buffer: content, number of events, publication time, and now. If not
 -- `zoned`, both times are the session's clock readings, as in the topic's log.
 WITH block AS (
     DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s
@@ -46,11 +58,14 @@ SELECT eql_attempt, eql_position FROM {schema}.spark_staged_event
 WHERE eql_topic = %(topic)s ORDER BY eql_attempt, eql_position;
 
 -- content -- The content of a staged block.
-SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
+SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
+FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
 
 -- hold -- The same, held until the transaction ends.
-SELECT eql_value FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s FOR UPDATE;
+SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
+FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s FOR UPDATE;
 
 -- replace -- Give a staged block another content.
-UPDATE {schema}.spark_staged_event SET eql_value = %(content)s
+UPDATE {schema}.spark_staged_event
+SET eql_value = %(packed)s, eql_values = %(values)s::bytea[], eql_event_metadata = %(metadata)s::text[]::json[]
 WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;

@@ -97,7 +97,8 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
 -- buffered_size -- The size of an event in the buffer in bytes; or that of a block, and how many events it has.
-SELECT CASE WHEN b.eql_partition < -1 THEN octet_length(block.eql_value)
+SELECT CASE WHEN b.eql_partition < -1
+                THEN octet_length(block.eql_value) + coalesce(pg_column_size(block.eql_values), 0)
             ELSE octet_length(b.eql_value) + coalesce(octet_length(b.eql_key), 0) + octet_length(b.eql_metadata::text)
        END,
        (block.eql_metadata ->> 'events')::bigint

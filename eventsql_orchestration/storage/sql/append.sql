@@ -34,12 +34,13 @@ FROM (
 COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- A batch of at most `limit` events: its last buffer id, its size, the topic's partitions and layout, the
--- first id of a block of events in it; the last id of the log, and whether it is in blocks. Every read of a topic's part of the buffer compares
--- rows: the buffer fills and empties faster than its statistics change, and the server might step over all other topics
--- otherwise.
+-- batch_end -- A batch of at most `limit` rows of the buffer: its last id, its size, the topic's partitions and layout,
+-- the first ids of events, of blocks and of packed blocks in it, the last id of the log, and whether it is in blocks.
+-- Every read of a topic's part of the buffer compares rows: the buffer fills and empties faster than its statistics
+-- change, and the server might step over all other topics otherwise.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       min(eql_id) FILTER (WHERE eql_partition < -1),
+       min(eql_id) FILTER (WHERE eql_partition >= -1), min(eql_id) FILTER (WHERE eql_partition = -3),
+       min(eql_id) FILTER (WHERE eql_partition = -2),
        {last_id}, {in_blocks}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
@@ -74,3 +75,39 @@ SELECT CASE
        eql_key, eql_value, eql_created_at, statement_timestamp(), eql_metadata
 FROM moved
 ORDER BY eql_id;
+
+-- part taken -- Take the next blocks of the buffer, at most `most`, and the rows that stand for them.
+WITH chosen AS MATERIALIZED (
+    SELECT eql_id FROM {schema}.event_buffer
+    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    ORDER BY eql_topic, eql_id
+    LIMIT %(most)s
+), block AS (
+    DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = ANY (ARRAY(SELECT eql_id FROM chosen))
+    RETURNING eql_buffer_id, eql_partition, (eql_metadata ->> 'events')::int AS events, eql_keys, eql_values,
+              eql_event_metadata
+), reference AS (
+    DELETE FROM {schema}.event_buffer WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
+    RETURNING eql_id, eql_created_at
+)
+
+-- part outcome -- How many rows stood for blocks, the id of the last; how many blocks there were, and their events.
+SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
+       (SELECT count(*) FROM block), (SELECT sum(events) FROM block)::bigint
+
+-- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, in their order: what `outcome` says,
+-- and how many events entered the log.
+{taken}, entered AS (
+    INSERT INTO {schema}.{event_table} (
+        eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
+    )
+    SELECT block.eql_partition, event.key, event.value, reference.eql_created_at, statement_timestamp(),
+           coalesce(event.metadata, '{{}}')
+    FROM reference
+    JOIN block ON block.eql_buffer_id = reference.eql_id
+    CROSS JOIN LATERAL unnest(block.eql_keys, block.eql_values, block.eql_event_metadata)
+        WITH ORDINALITY AS event (key, value, metadata, number)
+    ORDER BY reference.eql_id, event.number
+    RETURNING eql_id
+)
+{outcome}, (SELECT count(*) FROM entered);

@@ -1,16 +1,24 @@
+-- parts of append
+
 -- append -- Any number of encoded blocks to the end of the topic's log.
 COPY {schema}.{block_table} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 ) FROM STDIN (FORMAT binary);
 
--- draw -- Take so many ids of the log: the last one, and whether they are consecutive.
-WITH own AS MATERIALIZED (
+-- part drawn -- Take an id of the log for each of the `wanted` events: the id before them, the last one, and whether they
+-- are consecutive.
+own AS MATERIALIZED (
     SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence
+), ids AS MATERIALIZED (
+    SELECT min(id) - 1 AS before, max(id) AS last, max(id) - min(id) + 1 = count(*) AS consecutive
+    FROM (SELECT nextval(own.sequence) AS id FROM own, generate_series(1, (SELECT events FROM wanted))) drawn
 )
-SELECT max(id), max(id) - min(id) + 1 = count(*)
-FROM (SELECT nextval(own.sequence) AS id FROM own CROSS JOIN generate_series(1, %(events)s)) drawn;
 
--- part moved -- Take events out of the buffer.
+-- draw -- Take so many ids of the log: the last one, and whether they are consecutive.
+WITH wanted AS (SELECT %(events)s::bigint AS events), {drawn}
+SELECT last, consecutive FROM ids;
+
+-- part buffered -- Take events out of the buffer.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
@@ -33,14 +41,7 @@ numbered AS (
            CASE WHEN bool_or(eql_metadata::text <> '{{}}') THEN array_agg(eql_metadata ORDER BY eql_id) END AS metadata
     FROM numbered
     GROUP BY eql_partition, by_number, trunc(by_size)
-), own AS MATERIALIZED (
-    SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence
-), ids AS MATERIALIZED (
-    SELECT min(id) - 1 AS before, max(id) - min(id) + 1 = count(*) AS consecutive
-    FROM (
-        SELECT nextval(own.sequence) AS id FROM own CROSS JOIN generate_series(1, (SELECT count(*) FROM moved))
-    ) drawn
-)
+), wanted AS (SELECT count(*) AS events FROM moved), {drawn}
 INSERT INTO {schema}.{block_table} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 )
@@ -52,12 +53,12 @@ ORDER BY packed.first
 RETURNING eql_events
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids.
-{moved}
+{buffered}
 ), placed AS (SELECT * FROM moved), {packed};
 
 -- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
 -- new partition.
-{moved}
+{buffered}
 ), placed AS (
     SELECT eql_id,
            CASE
@@ -68,3 +69,19 @@ RETURNING eql_events
            eql_key, eql_value, eql_created_at, eql_metadata
     FROM moved
 ), {packed};
+
+-- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. Without consecutive ids
+-- they get none and are refused.
+{taken}, wanted AS (SELECT sum(events) AS events FROM block), {drawn}, entered AS (
+    INSERT INTO {schema}.{block_table} (
+        eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
+    )
+    SELECT CASE WHEN ids.consecutive
+               THEN ids.before + (sum(block.events) OVER (ORDER BY reference.eql_id))::bigint END,
+           block.eql_partition, block.events, reference.eql_created_at, statement_timestamp(), block.eql_keys,
+           block.eql_values, block.eql_event_metadata
+    FROM reference JOIN block ON block.eql_buffer_id = reference.eql_id CROSS JOIN ids
+    ORDER BY reference.eql_id
+    RETURNING eql_events
+)
+{outcome}, (SELECT sum(eql_events) FROM entered)::bigint;

@@ -1,0 +1,81 @@
+"""Blocks of a log as Arrow columns of their events: arrays come as lists, which are flattened.
+
+Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
+
+from eventsql_orchestration.errors import BrokenBlockError
+from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.storage.copy_out import ARRAYS
+
+
+def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str]) -> pa.RecordBatch:
+    """The events of a range that a batch of blocks has, with these columns.
+
+    The blocks are rows of `copy_out.blocks_query`. Raises `BrokenBlockError` for an array of another length than its
+    block's number of events.
+    """
+    last, events, partition, published, *lists = batch.columns
+    arrays = dict(zip((name for name in columns if name in ARRAYS), lists, strict=True))
+    for array in arrays.values():
+        _check_lengths(array, events, last, partition, offsets.topic)
+
+    ends = pc.cumulative_sum(events.cast(pa.int32()))
+    total = ends[-1].as_py()
+    starts = pc.subtract(ends, events)
+    bounds = pa.concat_arrays([pa.array([0], pa.int32()), ends])
+    block = pc.list_parent_indices(pa.ListArray.from_arrays(bounds, pa.nulls(total)))
+
+    # The place of an event in the batch, and how much more its offset is.
+    place = pc.cumulative_sum(pa.repeat(pa.scalar(1, pa.int64()), total))
+    further = pc.subtract(pc.subtract(last, events), starts).take(block)
+    found: dict[str, Any] = {}
+    for name in columns:
+        if name == "offset":
+            found[name] = pc.add(place, further)
+        elif name == "partition":
+            found[name] = partition.take(block)
+        elif name == "timestamp":
+            times = _elements(arrays[name], events)
+            found[name] = published.take(block) if times is None else pc.coalesce(times, published.take(block))
+        elif name == "headers":
+            texts = _elements(arrays[name], events)
+            none = pa.repeat(pa.scalar("{}"), total)
+            found[name] = none if texts is None else texts.fill_null("{}")
+        else:
+            elements = _elements(arrays[name], events)
+            found[name] = pa.nulls(total, arrays[name].type.value_type) if elements is None else elements
+
+    whole = pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
+    before = max(0, offsets.after - (last[0].as_py() - events[0].as_py()))
+    behind = max(0, last[-1].as_py() - offsets.upto)
+    return whole.slice(before, total - before - behind)
+
+
+def _check_lengths(array: Any, events: Any, last: Any, partition: Any, topic: str) -> None:
+    wrong = pc.fill_null(pc.not_equal(pc.list_value_length(array), events), fill_value=False)
+    row = pc.index(wrong, value=True).as_py()
+    if row >= 0:
+        first = last[row].as_py() - events[row].as_py() + 1
+        raise BrokenBlockError(topic=topic, partition=partition[row].as_py(), first=first)
+
+
+def _elements(array: Any, events: Any) -> Any:
+    """The elements of all arrays, those of a missing array as null; None if all are missing."""
+    if array.null_count == len(array):
+        return None
+    if not array.null_count:
+        return array.flatten()
+    kind = array.type.value_type
+    parts = [
+        pa.nulls(count, kind) if each.values is None else each.values
+        for each, count in zip(array, events.to_pylist(), strict=True)
+    ]
+    return pa.concat_arrays(parts)

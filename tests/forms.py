@@ -1,0 +1,47 @@
+"""The form of the log that topics have in this run of the tests (`--storage`), for tests that name tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration.model import BLOCKS
+from eventsql_orchestration.topics import registry
+
+
+def in_blocks() -> bool:
+    """Whether topics that name no form are in blocks."""
+    return registry.DEFAULT_STORAGE == BLOCKS
+
+
+def stored(topic: str) -> str:
+    """The table that holds the log of a topic."""
+    return f"{topic}_block" if in_blocks() else f"{topic}_event"
+
+
+def ids_in(platform: EventSQL, topic: str, partition: int) -> list[int]:
+    """The offsets of the events of a partition."""
+    return [event.id for event in platform.reader.read(topic, partition=partition)]
+
+
+def none_is(column: str, value: str) -> str:
+    """An SQL condition on a row of a log: none of its events has this `key` or `value`."""
+    return f"'{value}' <> ALL (eql_{column}s)" if in_blocks() else f"eql_{column} <> '{value}'"
+
+
+def check_order(events: Sequence[Event], expected: Sequence[str], *, staged: bool = False) -> None:
+    """Assert that a log has events of these values, each once, and has them in the order that its form promises.
+
+    That is their order within each partition; in rows, their order in the whole log, unless they were staged as blocks.
+    """
+    found = [event.value.decode() for event in events]
+    if not in_blocks() and not staged:
+        assert found == list(expected)
+        return
+    assert sorted(found) == sorted(expected)
+    places = {value: place for place, value in enumerate(expected)}
+    of_partition: dict[int, list[int]] = {}
+    for event in events:
+        of_partition.setdefault(event.partition, []).append(places[event.value.decode()])
+    for partition, own in of_partition.items():
+        assert own == sorted(own), f"partition {partition}"

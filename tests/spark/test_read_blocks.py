@@ -1,0 +1,85 @@
+"""Blocks that come as lists are read as the events that rows would have, and a cut one is refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
+import pytest
+
+from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import BrokenBlockError
+from eventsql_orchestration.model import OffsetRange, Storage
+from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
+from eventsql_orchestration.spark.options import Source
+
+COLUMNS = ["key", "value", "partition", "offset", "timestamp", "headers"]
+PARTITIONS = 3
+KEYS: list[list[str | None]] = [[None], ["k", None], ["k", "ä", ""]]
+
+Read = Callable[[Storage, OffsetRange, list[str]], pa.Table]
+
+
+@pytest.fixture
+def read(platform: EventSQL, dsn: str) -> Read:
+    """Reads events that both topics have, in blocks with and without keys, metadata and one time for all."""
+    rng = random.Random(20261123)
+    forms: tuple[Storage, ...] = ("rows", "blocks")
+    for form in forms:
+        platform.registry.register_topic(Topic(form, PARTITIONS, storage=form))
+    for _ in range(12):
+        partition, metadata = rng.randrange(PARTITIONS), {"a": "b"} if rng.random() < 0.3 else {}
+        keys: list[str | None] = rng.choice(KEYS)
+        count = rng.choice([1, 2, 60, 200])
+        for form in forms:
+            events = [
+                Publication(form, b"%d" % each, key=keys[each % len(keys)], metadata=metadata, partition=partition)
+                for each in range(count)
+            ]
+            if count == 2:
+                for event in events:
+                    platform.publisher.publish(event)
+                platform.transfer.run_once()
+            else:
+                platform.publisher.publish_all(events)
+                platform.transfer.run_once()
+
+    def reading(form: Storage, offsets: OffsetRange, columns: list[str]) -> pa.Table:
+        table = "blocks_block" if form == "blocks" else "rows_event"
+        wanted = Projection(columns, fail_on_data_loss=False)
+        named = OffsetRange(form, offsets.partition, offsets.after, offsets.upto)
+        batches = list(read_batches(Source(dsn, "eventsql", "the database"), [Piece(named, table, 1)], wanted))
+        return pa.Table.from_batches(batches, wanted.schema)
+
+    return reading
+
+
+def test_any_columns_of_any_range_are_those_of_rows(platform: EventSQL, read: Read) -> None:
+    rng, end = random.Random(7), platform.reader.end("rows")
+    assert platform.reader.end("blocks") == end > 200
+    for _ in range(25):
+        columns = rng.sample(COLUMNS, rng.randrange(1, len(COLUMNS) + 1))
+        after = rng.randrange(0, end)
+        upto = rng.choice([2**63 - 1, rng.randrange(after, end + 9)])
+        offsets = OffsetRange("either", rng.randrange(-1, PARTITIONS), after, upto)
+        rows, blocks = (read(form, offsets, columns) for form in ("rows", "blocks"))
+        # The same events were published to both, one after the other.
+        without_times = [name for name in columns if name != "timestamp"]
+        assert blocks.select(without_times).to_pylist() == rows.select(without_times).to_pylist()
+        if "timestamp" in columns:
+            partition = None if offsets.partition < 0 else offsets.partition
+            log = platform.reader.read("blocks", after=after, upto=upto, partition=partition)
+            assert blocks.column("timestamp").to_pylist() == [event.buffered_at for event in log]
+
+
+def test_a_cut_array_is_refused(session: Connection, read: Read) -> None:
+    session.execute("ALTER TABLE eventsql.blocks_block DROP CONSTRAINT eql_whole_values")
+    session.execute(
+        "UPDATE eventsql.blocks_block SET eql_values = eql_values[1:1] "
+        "WHERE eql_id = (SELECT min(eql_id) FROM eventsql.blocks_block WHERE eql_events > 1)"
+    )
+    with pytest.raises(BrokenBlockError) as caught:
+        read("blocks", OffsetRange("either", -1, 0, 2**63 - 1), ["value"])
+    assert caught.value.topic == "blocks"
