@@ -12,6 +12,7 @@ from eventsql_orchestration.bench.figure import Figure, rate
 from eventsql_orchestration.bench.session import Session, limit_of
 from eventsql_orchestration.bench.spark_process import read_and_write
 from eventsql_orchestration.errors import BenchmarkError, ConfigurationError
+from eventsql_orchestration.model import ROWS
 
 JDBC_JAR: Final = Path("/usr/share/java/postgresql.jar")
 """The path of PostgreSQL's JDBC driver in the package libpostgresql-jdbc-java of Debian and Ubuntu."""
@@ -22,7 +23,7 @@ class Spark(Benchmark):
     """Read all columns, read two, and write, with the data source `eventsql` and with Spark's own JDBC source.
 
     Both run in one session on two cores, warm, with the same columns and the same number of tasks. `eventsql` publishes
-    its events exactly once; JDBC appends rows to a plain table.
+    its events exactly once; JDBC appends rows to a plain table. JDBC always reads rows, as it cannot use blocks.
     """
 
     name = "spark"
@@ -45,16 +46,20 @@ class Spark(Benchmark):
     def _compare(self, session: Session) -> list[Figure]:
         with (
             session.topic("spark", partitions=self.partitions, storage=self.storage) as source,
+            session.topic("spark_jdbc", partitions=self.partitions) as rows,
             session.topic("spark_target", partitions=self.partitions, storage=self.storage) as target,
             session.raw_table() as raw,
         ):
             session.fill_log(source, events=self.events)
+            if self.storage != ROWS:
+                session.fill_log(rows, events=self.events)
             for statement in ("drop_raw", "create_plain"):
                 session.connection.execute(session.queries(statement, table=raw))
 
             with session.crew() as crew:
                 spark = crew.start(
-                    read_and_write, "Spark", source=source, target=target, table=raw,
+                    read_and_write, "Spark", source=source, rows=source if self.storage == ROWS else rows,
+                    target=target, table=raw,
                     events=self.events, tasks=self.tasks, rounds=self.rounds, jar=self.jdbc_jar,
                     home=str(session.home),
                 )  # fmt: skip

@@ -77,14 +77,15 @@ def _spark(jar: str) -> Iterator[SparkSession]:
 class _Ways:
     """The ways to read and to write. Each takes the part (0 to 1) of the events that it is to handle.
 
-    `source` is a topic with `events` events at the offsets 1 to `events`, `target` a topic to write to, and `table` an
-    empty table with the columns key, value, topic and partition.
+    `source` is a topic with `events` events at the offsets 1 to `events`, and `rows` is one in rows, for JDBC. `target`
+    is a topic to write to, and `table` an empty table with the columns key, value, topic and partition.
     """
 
     _spark: SparkSession
     _database: Database
     _worker: Worker
     source: str
+    rows: str
     target: str
     table: str
     events: int
@@ -154,14 +155,14 @@ class _Ways:
         expressions = {
             "key": "eql_key AS key",
             "value": "eql_value AS value",
-            "topic": f"'{self.source}' AS topic",
+            "topic": f"'{self.rows}' AS topic",
             "partition": "eql_partition::int AS partition",
             "offset": 'eql_id AS "offset"',
             "timestamp": 'eql_buffered_at AS "timestamp"',
         }
         end = int(self.events * part)
         selected = ", ".join(expressions[column.split()[0]] for column in columns.split(", "))
-        log = f'"{self._database.schema}"."{table_name(self.source)}"'
+        log = f'"{self._database.schema}"."{table_name(self.rows)}"'
         options = {
             **self._jdbc,
             "dbtable": f"(SELECT {selected} FROM {log} WHERE eql_id <= {end}) events",  # noqa: S608 - own names
