@@ -163,6 +163,8 @@ def test_times_of_a_log_without_time_zones_are_readings_of_the_session_s_clock(
     dsn: str, platform: EventSQL, publish_many: PublishMany
 ) -> None:
     # As EventSQL's Java library makes a log.
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders", 4, storage="rows"))
     with psycopg.connect(dsn, autocommit=True) as session:
         session.execute(
             "ALTER TABLE eventsql.orders_event "
@@ -203,6 +205,8 @@ def test_the_events_of_a_block_count_as_lag_of_their_partitions(platform: EventS
 def test_a_transfer_that_knows_nothing_of_blocks_takes_nothing_out_of_the_buffer(
     platform: EventSQL, dsn: str, publish_many: PublishMany
 ) -> None:
+    platform.registry.unregister_topic("orders", force=True)
+    platform.registry.register_topic(Topic("orders", 4, storage="rows"))
     platform.publisher.publish(Publication("orders", b"-1"))
     publish_many()
     # As `flushBuffer` of the Java library.
