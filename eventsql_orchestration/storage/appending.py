@@ -102,10 +102,7 @@ class LogAppender:
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
     def move_blocks(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
-        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
-
-        All rows of the buffer between these ids stand for blocks.
-        """
+        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`."""
         values = {"topic": topic, "low_water": low_water, "upto": upto, "most": most}
         query = self._queries.on(connection, "move_blocks", topic)
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))

@@ -24,6 +24,7 @@ from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
+from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.forms import check_order, in_blocks, stored
 from tests.spark.processes import wait_until
@@ -266,6 +267,25 @@ def test_blocks_are_moved_before_a_topic_gets_other_partitions(platform: EventSQ
     check_order(of_block, [str(number) for number in range(MANY)], staged=True)
     assert {event.partition for event in of_block} <= {0, 1, 2, 3}
     assert of_block[-1].id <= changed.after < last.id
+
+
+def test_an_event_that_is_committed_while_blocks_are_moved_is_moved_after_them(
+    platform: EventSQL, dsn: str, publish_many: PublishMany, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look = LogAppender.batch
+    with psycopg.connect(dsn) as late:
+        platform.publisher.publish(Publication("orders", b"-1"), connection=late)
+        publish_many()
+
+        def committed(*given: Any, **named: Any) -> BufferedBatch:
+            seen = look(*given, **named)
+            late.commit()
+            return seen
+
+        monkeypatch.setattr(LogAppender, "batch", committed)
+        assert platform.transfer.run_once() == {"orders": MANY + 1}
+    check(platform, [*range(MANY), -1])
+    assert rows_of(platform, "event_buffer") == []
 
 
 # What goes wrong

@@ -139,7 +139,7 @@ def test_a_range_is_read_by_the_index_on_ids_in_a_log_that_filled_after_the_firs
     with reads(session) as read:
         assert len(session.execute(RANGE, ["orders", EVENTS - 200, EVENTS - 100]).fetchall()) == 100
     assert read["sequential"] == 0
-    # The planner looks up the ends of the index, too. A block may end 20,000 offsets behind the range that begins in it.
+    # The planner looks up the ends of the index, too. A block with events of a range may end 20,000 offsets behind it.
     assert 100 <= read["index"] <= 110 + (100 if in_blocks() else 0)
 
 

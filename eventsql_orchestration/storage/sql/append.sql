@@ -76,10 +76,12 @@ SELECT CASE
 FROM moved
 ORDER BY eql_id;
 
--- part taken -- Take the next blocks of the buffer, at most `most`, and the rows that stand for them.
+-- part taken -- Take the next blocks of the buffer, at most `most`, and the rows that stand for them. Events that were
+-- committed since the batch was looked at stay.
 WITH chosen AS MATERIALIZED (
     SELECT eql_id FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+      AND eql_partition = -3
     ORDER BY eql_topic, eql_id
     LIMIT %(most)s
 ), block AS (
