@@ -36,7 +36,7 @@ from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
-from tests.plans import numbered
+from tests.plans import custom_plan, numbered
 
 if TYPE_CHECKING:
     from tests.fixtures import SaidBy
@@ -683,6 +683,19 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
     for plan in watch.of("batch_end", "append_state", "look"):
         # Those that the update deleted may be stepped over, the others are none of this topic's.
         check_buffer(plan, rows=BATCH, blocks=BUFFERED)
+
+
+def test_blocks_and_the_rows_that_stand_for_them_are_found_by_their_ids(buffered: EventSQL) -> None:
+    values = {"topic": "orders", "low_water": 0, "upto": 2**62, "most": 16}
+    with buffered.database.connection() as connection, connection.transaction(force_rollback=True):
+        connection.execute(
+            "INSERT INTO eventsql.spark_staged_event "
+            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata, eql_values, eql_buffer_id) "
+            "SELECT gen_random_uuid(), 0, 'orders', 0, '', '{}', ARRAY['x'::bytea], n FROM generate_series(1, 5000) n"
+        )
+        plan = custom_plan(connection, LogQueries("append", "eventsql")("move_blocks", topic="orders"), values)
+    assert "Seq Scan on event_buffer" not in plan
+    assert "Seq Scan on spark_staged_event" not in plan
 
 
 def test_a_publisher_finds_its_topic_and_what_lies_in_its_buffer(buffered: EventSQL, watch: Watch) -> None:
