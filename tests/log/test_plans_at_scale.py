@@ -271,7 +271,7 @@ def fill(dsn: str, number: int, storage: Storage) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("SET maintenance_work_mem TO '256MB'")
         for statement, first, last in (
-            ("CREATE UNLOGGED TABLE {segment} (LIKE {log} INCLUDING DEFAULTS)", 0, 0),
+            ("CREATE UNLOGGED TABLE {segment} (LIKE {log} INCLUDING DEFAULTS INCLUDING CONSTRAINTS)", 0, 0),
             (insert, start + 1, known),
             ("ALTER TABLE {segment} ADD PRIMARY KEY (eql_id)", 0, 0),
             ("CREATE INDEX ON {segment} (eql_partition, eql_id)", 0, 0),
