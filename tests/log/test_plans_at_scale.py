@@ -405,7 +405,11 @@ def test_reading_visits_what_it_gives(platform: EventSQL, watch: Watch, after: i
         read = platform.reader.read("orders", after=after, partition=partition, limit=BATCH)
     (plan,) = watch.of("read" if partition is None else "read_partition")
     last = read[-1].id if len(read) == BATCH else 2**63
-    check(plan, within(platform, after, last), rows=len(read), steps=len(names_of(platform)))
+    allowed = within(platform, after, last)
+    if plan.in_blocks and after == PLACES["without statistics"]:
+        # Few blocks are sorted instead of walked in order: the empty segments ahead are looked into, too.
+        allowed |= set(names_of(platform)[FILLED:])
+    check(plan, allowed, rows=len(read), steps=len(names_of(platform)))
 
 
 @pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
