@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import psycopg
 import pytest
 from psycopg import sql
 
@@ -19,7 +18,7 @@ from eventsql_orchestration.maintenance import erasure
 from eventsql_orchestration.maintenance.erasure import Erasure, digest_of
 from eventsql_orchestration.model import BLOCKS, ROWS, OffsetRange, Storage
 from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.blocks import Block, new_mark, prefix
+from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS, encode_blocks
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
@@ -67,16 +66,12 @@ def tables_with(platform: EventSQL, secret: bytes = SECRET) -> set[str]:
 
 def stage(platform: EventSQL, *keys: str) -> uuid.UUID:
     """Stage a block with an event of each key, as Spark's tasks do."""
-    mark, attempt = new_mark(), uuid.uuid4()
-    rows = b"".join(prefix(mark) + copy_format.encode(Publication("orders", SECRET, key=key), 0) for key in keys)
-    block = Block("orders", mark, rows, Counter({0: len(keys)}))
-    with platform.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.spark_staged_event "
-            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
-            "VALUES (%s, 0, 'orders', -1, %b, %s)",
-            [attempt, block.pack(), psycopg.types.json.Json(block.metadata())],
-        )
+    attempt = uuid.uuid4()
+    (block,) = encode_blocks([Publication("orders", SECRET, key=key) for key in keys], [0] * len(keys))
+    columns = sql.SQL(", ").join(map(sql.Identifier, STAGED_COLUMNS))
+    statement = sql.SQL("COPY eventsql.spark_staged_event ({}) FROM STDIN (FORMAT binary)").format(columns)
+    with platform.database.connection() as connection, connection.cursor().copy(statement) as copy:
+        copy.write(copy_format.HEADER + block.staged_row(attempt, 0, "orders") + copy_format.TRAILER)
     return attempt
 
 
@@ -124,7 +119,7 @@ def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: St
     with platform.database.transaction() as connection:
         staged = StagedBlocks("eventsql")
         found = staged.find(connection, [published])
-        connection.execute(staged._blocks("place"), {"attempts": [published], "reference": -2})
+        connection.execute(staged._blocks("place"), {"attempts": [published], "reference": -3, "packed": -2})
     assert len(found) == 1
     assert tables_with(platform) >= {"event_buffer"}
 
