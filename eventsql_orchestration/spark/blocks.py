@@ -12,7 +12,7 @@ import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 
 from eventsql_orchestration.errors import BrokenBlockError
-from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.model import ERASED, OffsetRange
 from eventsql_orchestration.storage.copy_out import ARRAYS
 
 
@@ -23,6 +23,7 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
     block's number of events.
     """
     last, events, partition, published, *lists = batch.columns
+    marks = lists.pop() if "value" in columns else None
     arrays = dict(zip((name for name in columns if name in ARRAYS), lists, strict=True))
     for array in arrays.values():
         _check_lengths(array, events, last, partition, offsets.topic)
@@ -52,6 +53,10 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
         else:
             elements = _elements(arrays[name], events)
             found[name] = pa.nulls(total, arrays[name].type.value_type) if elements is None else elements
+    if marks is not None and (texts := _elements(marks, events)) is not None:
+        # An erased event has no value.
+        erased = pc.and_(pc.equal(pc.binary_length(found["value"]), 0), pc.starts_with(texts, ERASED).fill_null(False))
+        found["value"] = pc.if_else(erased, None, found["value"])
 
     whole = pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
     before = max(0, offsets.after - (last[0].as_py() - events[0].as_py()))

@@ -75,18 +75,26 @@ ARRAYS: Final = {
 """The columns of events that are arrays in blocks, by their names in Spark."""
 
 
+_MARKS: Final = sql.SQL(
+    "CASE WHEN eql_metadata IS NOT NULL AND array_position(eql_values, ''::bytea) IS NOT NULL "
+    "THEN eql_metadata::text[] END"
+)
+
+
 def in_blocks(table: str) -> bool:
     """Whether this table holds a log in blocks."""
     return table.endswith(_OF_BLOCKS)
 
 
-def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Iterable[str]) -> str:
+def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequence[str]) -> str:
     """The blocks that have events of a range, in order: last offset, number of events, partition, time, and arrays.
 
-    The arrays are those of `columns` that are in `ARRAYS`, in that order. The first and the last block may have events
-    outside the range.
+    The arrays are those of `columns` that are in `ARRAYS`, in that order; with the values, then the metadata that may
+    mark an empty value as erased. The first and the last block may have events outside the range.
     """
     arrays = [sql.SQL(ARRAYS[name]) for name in columns if name in ARRAYS]
+    if "value" in columns:
+        arrays.append(_MARKS)
     selected = [sql.SQL("eql_id, eql_events, eql_partition, eql_buffered_at"), *arrays]
     query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
     where = _near(offsets)
