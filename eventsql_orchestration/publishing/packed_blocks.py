@@ -1,4 +1,4 @@
-"""Packed blocks: events that versions before revision 0025 have staged, as compressed rows of a log.
+"""Packed blocks: events that versions before revision 0026 have staged, as compressed rows of a log.
 
 Such a block is in the column `eql_value` of `spark_staged_event`: 16 random bytes, and the rows compressed with zlib.
 In the rows, these bytes stand in place of both times. A block that waits in the buffer during an upgrade is moved as it

@@ -50,7 +50,7 @@ Erased: TypeAlias = Callable[[EncodedEvent], EncodedEvent]
 class StagedBlock:
     """A staged block: its attempt and position, its topic, its number of events, its size in bytes.
 
-    `packed`: a version before revision 0025 has staged it.
+    `packed`: a version before revision 0026 has staged it.
     """
 
     attempt: uuid.UUID

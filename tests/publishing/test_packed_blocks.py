@@ -16,7 +16,7 @@ MEGABYTE = 1024 * 1024
 
 
 def packed(*rows: bytes) -> bytes:
-    """A block as versions before revision 0025 have packed it."""
+    """A block as versions before revision 0026 have packed it."""
     mark = os.urandom(16)
     begin = copy_format.log_prefix(*struct.unpack(">qq", mark))
     return mark + zlib.compress(b"".join(begin + row for row in rows), 1)

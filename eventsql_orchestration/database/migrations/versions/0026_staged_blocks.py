@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0025"
-down_revision = "0024"
+revision = "0026"
+down_revision = "0025"
 
 # Blocks of earlier versions are packed in eql_value and have no arrays. No default: no table is rewritten.
 _ARRAYS = """
