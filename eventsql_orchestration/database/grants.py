@@ -110,9 +110,9 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "eraser": (
         *_DEFINITIONS,
         "SELECT, UPDATE (eql_value, eql_metadata) ON {s}.event_buffer",
-        "SELECT, UPDATE (eql_value) ON {s}.spark_staged_event",
+        "SELECT, UPDATE (eql_value, eql_values, eql_event_metadata) ON {s}.spark_staged_event",
         "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
-        "SELECT, UPDATE (eql_failure) ON {s}.consumer",
+        "SELECT, UPDATE (eql_failure) ON {s}.consumer, {s}.consumer_delivery",
         "SELECT, INSERT, UPDATE (eql_finished_at, eql_events, eql_buffered, eql_dead_letters) ON {s}.erasure",
     ),
 }  # fmt: skip

@@ -45,6 +45,9 @@ RANGE_IDS: Final = 100_000
 BUFFERED_ROWS: Final = 20_000
 """Events of the buffer that one transaction looks at. The transfer of the topic waits meanwhile."""
 
+FAILURES: Final = 1_000
+"""Failed deliveries whose events are read at once."""
+
 LOCK_SECONDS: Final = 2
 """How long an attempt waits for others, who may wait behind it."""
 
@@ -305,6 +308,13 @@ class _Run:
 
     def _clear_failures(self, connection: Connection, name: str) -> None:
         eraser, log = self._erasers[name], LogReader(self._schema)
+        # First: a consumer's row gets its text from a delivery.
+        failed = eraser.failed_deliveries(connection)
+        for start in range(0, len(failed), FAILURES):
+            found = log.read_ids(connection, name, failed[start : start + FAILURES])
+            if erased := [event.id for event in found if event.erased]:
+                self._step(connection, partial(eraser.replace_failures_of_deliveries, events=erased))
+
         for consumer, partition, event in eraser.failures(connection):
             if any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
                 self._step(

@@ -96,6 +96,16 @@ class LogEraser:
         }  # fmt: skip
         connection.execute(self._queries("replace_failure"), values)
 
+    def failed_deliveries(self, connection: Connection) -> list[int]:
+        """The events whose failures as deliveries of a queue may quote them, in order."""
+        values = {"topic": self._topic, "failure": FAILURE}
+        return [event for (event,) in fetch_all(connection, self._queries("failed_deliveries"), values)]
+
+    def replace_failures_of_deliveries(self, connection: Connection, events: Sequence[int]) -> None:
+        """Replace the texts of these failures."""
+        values = {"topic": self._topic, "events": list(events), "failure": FAILURE}
+        connection.execute(self._queries("replace_failures_of_deliveries"), values)
+
     def leaving(self, connection: Connection) -> list[str]:
         """The segments that retention is dropping: readers do not see them, and erasing does not reach them."""
         existing = segments(connection, self._schema, self._topic) or []
@@ -116,7 +126,7 @@ class LogEraser:
                 if any(each.start <= upto and after < each.end for after, upto in ranges)
             ]
         vacuumed = True
-        for table in (*tables, "event_buffer", "spark_staged_event"):
+        for table in (*tables, "event_buffer", "spark_staged_event", "consumer", "consumer_delivery"):
             name = {"table": sql.Identifier(self._schema, table).as_string(connection)}
             if fetch_first(connection, self._queries("may_vacuum"), name) != (True,):
                 vacuumed = False

@@ -23,7 +23,7 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
-from tests.fixtures import Sessions, UntilBlocked
+from tests.fixtures import Sessions, Until, UntilBlocked
 
 SECRET = b"the secret of ann"
 
@@ -239,6 +239,23 @@ def test_the_failure_of_an_erased_event_is_not_shown_any_more(platform: EventSQL
     platform.eraser.execute("orders", ["ann"])
     assert FAILURE in {each.failure for each in platform.registry.consumer("orders", "mailer")}
     assert tables_with(platform) == set()
+
+
+def test_the_failures_of_a_topic_consumed_as_a_queue_are_not_shown_any_more(
+    platform: EventSQL, form: Storage, until: Until
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=5)
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+
+    def refuse(event: Event) -> None:
+        raise ValueError(event.value.decode())
+
+    with platform.consumers.start_queue("orders", "mailer", refuse, polling_delay=0.02):
+        until(lambda: "consumer_delivery" in tables_with(platform, b"the secret of ann 0"))
+    platform.eraser.execute("orders", ["ann"])
+    assert tables_with(platform, b"the secret of ann 0") == set()
+    assert "consumer_delivery" in tables_with(platform, b"the secret of ann 1")
 
 
 # Beside others

@@ -17,7 +17,9 @@ from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.erasing import FAILURE
 from eventsql_orchestration.topics.leftovers import Leftovers
+from tests.maintenance.test_erasure import stage
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -352,6 +354,22 @@ def test_an_eraser_erases_and_lists_what_was_erased(owner: EventSQL, as_: As, st
     with pytest.raises(psycopg.errors.InsufficientPrivilege), platform.database.connection() as connection:
         connection.execute("DELETE FROM eventsql.erasure")
     assert as_("reader").eraser.records() == [record]
+
+
+def test_an_eraser_reaches_staged_blocks_and_failed_deliveries(owner: EventSQL, as_: As) -> None:
+    stage(owner, "ann", "bob")
+    owner.publisher.publish(Publication("orders", b"v", key="ann"))
+    owner.transfer.run_once()
+    with owner.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.consumer_delivery (eql_cursor, eql_id, eql_topic, eql_attempts, eql_failure) "
+            "SELECT 1, eql_id, 'orders', 1, 'a quote' FROM eventsql.orders_event"
+        )
+    done = as_("eraser").eraser.execute("orders", ["ann"])
+    assert (done.events, done.buffered) == (1, 1)
+    with owner.database.connection() as connection:
+        (failure,) = connection.execute("SELECT eql_failure FROM eventsql.consumer_delivery").fetchone() or (None,)
+    assert failure == FAILURE
 
 
 @pytest.mark.parametrize("role", ["publisher", "transfer", "consumer", "reader", "stager"])

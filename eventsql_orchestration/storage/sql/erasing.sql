@@ -71,6 +71,15 @@ WHERE eql_topic = %(topic)s AND eql_failed_event_id IS NOT NULL AND eql_failure 
 UPDATE {schema}.consumer SET eql_failure = %(failure)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s AND eql_failed_event_id = %(event)s;
 
+-- failed_deliveries -- The failed events of a topic that is consumed as a queue: offsets.
+SELECT DISTINCT eql_id FROM {schema}.consumer_delivery
+WHERE eql_topic = %(topic)s AND eql_failure <> %(failure)s
+ORDER BY eql_id;
+
+-- replace_failures_of_deliveries -- Replace the texts of failures of events. A consumer's row gets its text from them.
+UPDATE {schema}.consumer_delivery SET eql_failure = %(failure)s
+WHERE eql_topic = %(topic)s AND eql_id = ANY (%(events)s::bigint[]) AND eql_failure <> %(failure)s;
+
 -- may_vacuum -- Whether the current role may vacuum a table.
 SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(%(table)s);
 
