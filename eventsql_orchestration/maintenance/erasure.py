@@ -1,7 +1,7 @@
 """Erasure: the values and metadata of a key's events go, for people who may demand it; their offsets stay.
 
 An erasure changes stored events a range at a time, each in a transaction of its own, while publishers, transfers and
-consumers go on. It looks where events are stored, in the order in which events move: the buffer, the staged blocks, the
+consumers go on. It looks where events are stored, in the order in which events move: the staged blocks, the buffer, the
 log, the dead letters. Copies move the other way, too: a consumer makes dead letters, and a redrive publishes them
 again. Both hold a lock while they copy, so an erasure waits for them and looks again until it finds nothing.
 """
@@ -224,21 +224,21 @@ class _Run:
             self._check_leaving(connection, name)
 
     def visit(self, connection: Connection, name: str, *, execute: bool) -> None:
-        """Count or erase the events in the buffer, in staged blocks, and in the log: they move in this order."""
+        """Count or erase the events in staged blocks, in the buffer, and in the log: they move in this order."""
         eraser = self._erasers[name]
         log_form.is_in_blocks(connection, self._schema, name)
         waiting, stored = ("buffered", "events") if name == self.names[0] else ("letters", "letters")
+
+        for attempt, position in self._staged.of_topic(connection, name):
+            repack = self._staged.erase if execute else self._staged.count
+            step = partial(repack, attempt=attempt, position=position, erased=self._erased)
+            self._apply(connection, name, waiting, step, execute=execute, hold=True)
 
         after = 0
         while (end := eraser.buffered_end(connection, after=after, limit=BUFFERED_ROWS)) is not None:
             change = eraser.erase_buffered if execute else eraser.count_buffered
             self._apply(connection, name, waiting, partial(change, after=after, upto=end), execute=execute, hold=True)
             after = end
-
-        for attempt, position in self._staged.of_topic(connection, name):
-            repack = self._staged.erase if execute else self._staged.count
-            step = partial(repack, attempt=attempt, position=position, erased=self._erased)
-            self._apply(connection, name, waiting, step, execute=execute, hold=True)
 
         for start, upto in self._ranges(connection, eraser, name):
             change = eraser.erase if execute else eraser.count

@@ -269,7 +269,8 @@ def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platfo
     def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
         if not events[0].erased:
             platform.eraser.execute("orders", ["ann"])
-        raise ValueError("too late")
+            raise ValueError(events[0].value.decode())
+        raise ValueError("no value")
 
     while platform.consumers.consume_once("orders", "mailer", erase_and_refuse):
         pass
@@ -332,6 +333,28 @@ def test_a_batch_of_the_transfer_under_way_is_erased_where_it_ends(
     erasing.join()
     assert done[0].events + done[0].buffered == 3
     assert all(each.erased for each in events(platform))
+
+
+def test_staged_events_that_are_published_meanwhile_are_erased(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = stage(platform, "ann", "bob")
+    buffered_end = LogEraser.buffered_end
+    published: list[bool] = []
+
+    def publish_then(self: LogEraser, connection: Connection, *, after: int, limit: int) -> int | None:
+        end = buffered_end(self, connection, after=after, limit=limit)
+        if end is None and not published:
+            # The buffer was looked at.
+            published.append(True)
+            with platform.database.transaction() as other:
+                StagedBlocks("eventsql").publish(other, [attempt])
+                StagedBlocks("eventsql").delete(other, [attempt])
+        return end
+
+    monkeypatch.setattr(LogEraser, "buffered_end", publish_then)
+    platform.eraser.execute("orders", ["ann"])
+    assert {each.key: each.erased for each in events(platform)} == {"ann": True, "bob": False}
 
 
 def test_two_erasures_of_a_topic_exclude_each_other(
