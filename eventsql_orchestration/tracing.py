@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, ParamSpec, Protocol, TypeVar
@@ -89,7 +90,8 @@ class Tracing:
         """A decorator that gives each call of a handler a span.
 
         The handler takes an event or a batch as its first argument or as `events`, in a process or as the function of a
-        `consumer_asset`. The function of a `range_asset` has its claim as `claim`. If all events come from one
+        `consumer_asset`. The function of a `range_asset` has its claim as `claim`. A span names Dagster's run if the
+        function takes `context`. If all events come from one
         publication, the span belongs to its trace. Otherwise it is linked to the publications, 128 at most; a claim has
         no links, for its events are not read here.
 
@@ -106,6 +108,9 @@ class Tracing:
                 with self._processing(topic, consumer, _work(given, named), named.get("context")):
                     return handler(*given, **named)
 
+            with suppress(TypeError, ValueError):
+                # A consumer refuses a handler by its parameters, before any event fails.
+                traced.__signature__ = inspect.signature(handler)  # type: ignore[attr-defined]  # functions take any
             return traced
 
         return decorate

@@ -7,6 +7,10 @@ from typing import Any
 import dagster as dg
 import pytest
 from dagster_pyspark import LazyPySparkResource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import format_span_id, format_trace_id
 from pyspark.sql import SparkSession
 
 from eventsql_orchestration import Topic
@@ -23,6 +27,7 @@ from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from eventsql_orchestration.tracing import Tracing
 from tests.dagster.conftest import Workbench
 
 RIDES = Topic("rides", 2)
@@ -76,6 +81,25 @@ def request(bench: Workbench) -> dg.RunRequest:
     assert isinstance(answer, list), answer
     found: dg.RunRequest = answer[0]
     return found
+
+
+def test_a_frame_that_is_published_in_a_span_carries_its_context(bench: Workbench, spark: LazyPySparkResource) -> None:
+    spans = InMemorySpanExporter()
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    traced = range_asset(
+        topic=RIDES, consumer="counts", publishes=COUNTS, name="counts",
+        limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
+    )(Tracing(provider).handler("rides", "counts")(count))  # fmt: skip
+    bench.publish("rides", 3, partition=0)
+    assert bench.run(traced, request(bench), spark=spark).success
+
+    [span] = spans.get_finished_spans()
+    assert span.context is not None
+    [event] = bench.platform.reader.read("counts")
+    assert event.metadata["traceparent"].split("-")[1:3] == [
+        format_trace_id(span.context.trace_id), format_span_id(span.context.span_id)
+    ]  # fmt: skip
 
 
 def test_a_range_is_read_summed_up_and_published_exactly_once(

@@ -15,7 +15,14 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.dagster import EventSQLResource, build_definitions, consumer_asset
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    EventSQLResource,
+    build_definitions,
+    consumer_asset,
+    range_asset,
+)
 from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
@@ -180,6 +187,21 @@ def test_what_would_not_run_is_refused(orders: EventSQL, traces: Traces) -> None
     assert stored(orders) == []
 
 
+def test_a_traced_handler_with_wrong_parameters_is_refused_before_an_event_fails(
+    orders: EventSQL, traces: Traces
+) -> None:
+    orders.publisher.publish(Publication("orders", b"tea"))
+    orders.transfer.run_once()
+
+    @traces.tracing.handler("orders", "mailer")
+    def wrong(events: Sequence[Event]) -> None: ...
+
+    handle: Any = wrong
+    with pytest.raises(ValidationError):
+        orders.consumers.consume_once("orders", "mailer", handle)
+    assert not orders.registry.consumer("orders", "mailer")[0].failing
+
+
 def test_a_run_of_dagster_belongs_to_the_trace_of_its_publication(orders: EventSQL, dsn: str, traces: Traces) -> None:
     published: list[dict[str, str]] = []
 
@@ -202,6 +224,49 @@ def test_a_run_of_dagster_belongs_to_the_trace_of_its_publication(orders: EventS
     # What the asset publishes goes on with its trace.
     [metadata] = published
     assert metadata["traceparent"].split("-")[2] == format_span_id(context(process).span_id)
+
+
+def test_the_span_of_a_range_asset_has_the_range_of_its_claim(orders: EventSQL, dsn: str, traces: Traces) -> None:
+    @range_asset(topic=Topic("orders"), consumer="sums", options=AssetOptions(kinds=()))
+    @traces.tracing.handler("orders", "sums")
+    def sums(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> None:
+        """Commits its ranges."""
+        with eventsql.platform.database.transaction() as connection:
+            eventsql.platform.claims.commit(connection, claim)
+
+    defs = build_definitions([sums], eventsql=EventSQLResource(dsn=dsn))
+    assert defs.resolve_job_def("register").execute_in_process().success
+    traces.tracing.publisher(orders.publisher).publish_all(Publication("orders", b"") for _ in range(3))
+    ids = [event.id for event in stored(orders)]
+    run = defs.resolve_job_def("consume_sums").execute_in_process()
+    assert run.success
+    [process] = traces.ended("process orders")
+    attributes = dict(process.attributes or {})
+    assert (attributes["eventsql.offset.after"], attributes["eventsql.offset.last"]) == (0, ids[-1])
+    assert attributes["messaging.batch.message_count"] == 3
+    assert attributes["dagster.run.id"] == run.run_id
+    assert (process.parent, list(process.links)) == (None, [])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux alone")
+@pytest.mark.parametrize(("processor", "forkable"), [("SimpleSpanProcessor", True), ("BatchSpanProcessor", False)])
+def test_a_location_with_a_provider_is_forked_unless_its_processor_has_a_thread(
+    processor: str, *, forkable: bool
+) -> None:
+    code = f"""
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter, {processor}
+from eventsql_orchestration.dagster.launcher.fork_safety import obstacle, open_sockets
+from eventsql_orchestration.tracing import Tracing
+
+given = open_sockets()
+provider = TracerProvider()
+provider.add_span_processor({processor}(ConsoleSpanExporter()))
+Tracing(provider)
+print(obstacle(given) is None)
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == [str(forkable)]
 
 
 def test_the_package_does_not_load_opentelemetry() -> None:
