@@ -21,6 +21,7 @@ from eventsql_orchestration.cli.parameters import (
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.topics.positions import Earliest, Place
+from eventsql_orchestration.topics.side_consumers import backfill_of
 
 _START: Final = (
     "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "
@@ -86,10 +87,18 @@ def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple
 
 
 @command(consumer, "list")
-def list_consumers(context: CliContext, topic: OptionalTopicName, as_json: AsJson) -> None:
+def list_consumers(
+    context: CliContext,
+    *,
+    topic: OptionalTopicName,
+    backfills: Annotated[bool, option("Also the side consumers, one for each window that a backfill replays.")],
+    as_json: AsJson,
+) -> None:
     """List the consumer partitions, of TOPIC or of all topics."""
     with context.platform() as platform:
         states = platform.registry.consumers(topic)
+    if not backfills:
+        states = [state for state in states if backfill_of(state.name) is None]
     table = {**same("topic"), "consumer": "name", **same("shard"), **_PROGRESS, **same("filter")}
     context.show_items(states, as_json=as_json, json=_JSON, table=table)
 

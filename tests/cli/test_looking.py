@@ -59,6 +59,14 @@ def test_lag_leaves_out_the_windows_of_backfills(run: Run, rides: EventSQL) -> N
     assert [row[1] for row in rows(run("lag", "--consumer", window))] == [window]
 
 
+def test_the_list_of_consumers_leaves_out_the_windows_of_backfills(run: Run, rides: EventSQL) -> None:
+    window = "payout__backfill_20260501-abc123_0_4"
+    rides.registry.register_consumer(Consumer("rides", window))
+    assert {row[1] for row in rows(run("consumer", "list", "rides"))} == {"ledger", "payout"}
+    assert window not in run("consumer", "list", "--json").stdout
+    assert {row[1] for row in rows(run("consumer", "list", "rides", "--backfills"))} == {"ledger", "payout", window}
+
+
 def test_times_are_in_the_zone_of_the_machine(run: Run, rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     created = rides.registry.topic("rides").created_at
     assert created is not None
