@@ -52,7 +52,13 @@ class EventType:
 
 def _encode(of: EventType, event: Any) -> dict[str, Any]:
     """The data of an event. Raises `ValidationError` for data that would not come back as the event."""
-    data: dict[str, Any] = asdict(event) if is_dataclass(of.form) else event.model_dump(mode="json", by_alias=True)
+    try:
+        data: dict[str, Any] = asdict(event) if is_dataclass(of.form) else event.model_dump(mode="json", by_alias=True)
+    except Exception as error:
+        raise ValidationError(
+            f"{shown(event)} cannot be written as data of change {of.kind!r} ({type(error).__name__}: {error}): use "
+            "fields that become JSON"
+        ) from error
     encode(f"data of change {of.kind!r}", data)
     try:
         returned = _decode(of, data)

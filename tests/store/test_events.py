@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from decimal import Decimal
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -190,14 +191,21 @@ class Computed:
     double: int = field(init=False, default=0)
 
 
+class Loose(BaseModel):
+    at: Any
+
+
 @pytest.mark.parametrize(
     "event",
-    [Dated(datetime(2026, 1, 5, tzinfo=UTC)), Dated((1, 2)), Nested(Opened("ann")), Computed(2), "text", None],
-    ids=["time", "tuple", "nested", "computed", "text", "nothing"],
-)
+    [
+        Dated(datetime(2026, 1, 5, tzinfo=UTC)), Dated((1, 2)), Dated(Lock()), Nested(Opened("ann")), Computed(2),
+        Loose(at=object()), "text", None,
+    ],
+    ids=["time", "tuple", "lock", "nested", "computed", "object in a model", "text", "nothing"],
+)  # fmt: skip
 def test_an_event_that_would_not_come_back_is_refused_and_not_applied(event: object) -> None:
     class Careless(Account):
-        events = Events([EventType(each.__name__.lower(), each) for each in (Dated, Nested, Computed)])
+        events = Events([EventType(each.__name__.lower(), each) for each in (Dated, Nested, Computed, Loose)])
 
         def when(self, event: Any) -> None:
             self.cents = 1
@@ -240,3 +248,13 @@ def test_a_snapshot_drops_those_of_earlier_schemas(store: Store) -> None:
     with store.database.connection() as connection:
         rows = connection.execute("SELECT eql_version, eql_schema_version FROM eventsql.aggregate_snapshot ORDER BY 1")
         assert rows.fetchall() == [(2, 2), (3, 2)]
+
+
+def test_a_snapshot_that_is_refused_drops_none(store: Store) -> None:
+    store.append("account", "1", [Change("opened", {"owner": "ann"})], expected_version=0)
+    store.save_snapshot("account", "1", 1, {"cents": 7})
+    with pytest.raises(ValidationError):
+        store.save_snapshot("account", "1", 2, {"cents": 8}, schema_version=2)
+    kept = store.snapshot("account", "1")
+    assert kept is not None
+    assert (kept.version, kept.state) == (1, {"cents": 7})

@@ -166,15 +166,17 @@ UPDATE {schema}.aggregate SET eql_transaction = NULL WHERE eql_transaction IS NO
 UPDATE {schema}.store_home SET eql_server = %(server)s, eql_era = left(gen_random_uuid()::text, 8);
 
 -- save_snapshot -- The state of an aggregate at a version that it has reached. Its snapshots of earlier schemas are dropped.
-WITH dropped AS (
+WITH reached AS (
+    SELECT eql_type, eql_id FROM {schema}.aggregate
+    WHERE eql_type = %(type)s AND eql_id = %(id)s AND eql_version >= %(version)s
+), dropped AS (
     DELETE FROM {schema}.aggregate_snapshot
     WHERE eql_type = %(type)s AND eql_aggregate_id = %(id)s AND eql_version <> %(version)s
-      AND eql_schema_version < %(schema_version)s
+      AND eql_schema_version < %(schema_version)s AND EXISTS (SELECT FROM reached)
 )
 INSERT INTO {schema}.aggregate_snapshot (eql_type, eql_aggregate_id, eql_version, eql_data, eql_schema_version)
 SELECT eql_type, eql_id, %(version)s, %(state)s::jsonb, %(schema_version)s
-FROM {schema}.aggregate
-WHERE eql_type = %(type)s AND eql_id = %(id)s AND eql_version >= %(version)s
+FROM reached
 ON CONFLICT (eql_type, eql_aggregate_id, eql_version) DO UPDATE
 SET eql_data = EXCLUDED.eql_data, eql_schema_version = EXCLUDED.eql_schema_version;
 
