@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg.sql import SQL
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.queue import Queue
 from tests.database import test_adoption
+from tests.fixtures import Until
 
 FIRST = "0001"
 
@@ -194,6 +198,28 @@ def test_events_go_on_where_they_were(old: str) -> None:
         assert [letter.redriven_at is None for letter in platform.dead_letters.list("plain")] == [False, False, True]
         queue = Queue(platform.database, "jobs")
         assert [message.body for message in queue.receive(max_messages=9)] == [b"job %d" % n for n in range(1, 5)]
+
+
+def test_a_transaction_that_has_read_the_event_store_may_append_while_an_upgrade_waits_for_it(
+    old: str, until: Until
+) -> None:
+    upgrade(old, "0022")
+    waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with (
+        psycopg.connect(old) as reader,
+        psycopg.connect(old, autocommit=True) as spy,
+        ThreadPoolExecutor(1) as upgrading,
+    ):
+        (before,) = fetch_one(reader, SQL("SELECT count(*) FROM eventsql.aggregate_change"))
+        upgraded = upgrading.submit(upgrade, old, "0023")
+        until(lambda: spy.execute(waiting).rowcount == 1)
+        reader.execute(
+            "INSERT INTO eventsql.aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data) "
+            "VALUES ('order', 'read first', 1, 'placed', '{}')"
+        )
+        reader.commit()
+        upgraded.result()
+        assert fetch_one(reader, SQL("SELECT count(*) FROM eventsql.aggregate_change")) == (before + 1,)
 
 
 def test_a_claim_of_a_run_that_goes_on_is_still_its_own(old: str) -> None:

@@ -14,7 +14,10 @@ revision = "0023"
 down_revision = "0022"
 
 # 0 marks an append by an older version. Newer versions name the transaction, so the trigger is never called for them.
+# The strongest lock comes first. With a weaker one before it, a transaction that reads, and appends while the revision
+# waits for it, would be in a deadlock with the revision.
 _ORDER = """
+ALTER TABLE aggregate_change ALTER COLUMN eql_transaction SET DEFAULT '0'::xid8;
 CREATE FUNCTION {schema}.order_change() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET enable_seqscan = off AS $$
 BEGIN
@@ -31,7 +34,6 @@ $$;
 REVOKE EXECUTE ON FUNCTION {schema}.order_change() FROM PUBLIC;
 CREATE TRIGGER order_change BEFORE INSERT ON aggregate_change
     FOR EACH ROW WHEN (NEW.eql_transaction = '0'::xid8) EXECUTE FUNCTION {schema}.order_change();
-ALTER TABLE aggregate_change ALTER COLUMN eql_transaction SET DEFAULT '0'::xid8;
 """
 
 
