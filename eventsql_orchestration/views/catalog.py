@@ -149,9 +149,10 @@ class Views:
 
     def overdue(self, *, by: timedelta = timedelta(days=1)) -> dict[str, int]:
         """How many partitions of each view `retain` should have dropped for so long; views without any are left out."""
+        views = self.definitions()
         with self._database.connection() as connection:
             (now,) = fetch_one(connection, self._queries("clock"))
-            due = {view.name: len(self._due(connection, view, now - by)) for view in self.definitions()}
+            due = {view.name: len(self._due(connection, view, now - by)) for view in views}
         return {name: count for name, count in due.items() if count}
 
     def _due(self, connection: Connection, view: Definition, now: datetime) -> list[str]:

@@ -26,6 +26,7 @@ from eventsql_orchestration.views import (
     Timeline,
     Views,
 )
+from eventsql_orchestration.views.definitions import start_of
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON
 
@@ -119,6 +120,18 @@ def test_the_servers_clock_says_what_a_retention_keeps(
         assert views.rollup(counts).add(connection, map(RollupEntry, times)) == 1
         assert views.logs(lines).write(connection, [LogEntry("1", "line", time) for time in times]) == 1
         assert views.timeline(steps).append(connection, [("1", {}, time) for time in times]) == 1
+
+
+def test_overdue_partitions_are_counted_with_one_connection(database: Database, views: Views) -> None:
+    views.declare(Timeline("steps", retention=DAY))
+    with database.transaction() as connection:
+        connection.execute(
+            "SELECT eventsql.make_view_periods('steps', ARRAY[%s]::timestamptz[])",
+            [start_of(Timeline("steps"), NOON - 365 * DAY)],
+        )
+    with Database(database.dsn, pool_size=1, max_overflow=0) as narrow:
+        narrow.engine.pool._timeout = 0.0  # type: ignore[attr-defined]  # a second connection fails at once
+        assert Views(narrow).overdue() == {"steps": 1}
 
 
 @pytest.mark.parametrize(
