@@ -21,7 +21,8 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letter_values import KEPT_WHEN_ERASED
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.rows import fetch_one, query_all
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ERASED, MAX_KEY_BYTES
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
@@ -29,7 +30,7 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.erasing import LogEraser, await_copies, try_change
-from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name, check_text
 
@@ -132,8 +133,10 @@ class Eraser:
                 run.hold(holder)
                 run.begin(connection, requested_by)
                 run.erase(connection)
+                # Before the record is finished: if it is interrupted here, the next run vacuums.
+                vacuumed = run.vacuum(connection)
                 run.finish(connection)
-            return replace(run.result(), vacuumed=run.vacuum(connection))
+            return replace(run.result(), vacuumed=vacuumed)
 
     def records(self, topic: str | None = None, *, key: str | None = None, limit: int = 100) -> list[ErasureRecord]:
         """See `ClusterEraser.records`."""
@@ -168,6 +171,8 @@ class _Run:
         self._records = Queries("erasures", self._schema)
         self._counts: Counter[str] = Counter()
         self._looked_at: dict[str, int] = {}
+        self._range_ids, self._buffered_rows = RANGE_IDS, BUFFERED_ROWS
+        self._resumed = False
         self._changed: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
 
     def result(self) -> Erasure:
@@ -187,7 +192,9 @@ class _Run:
 
     def begin(self, connection: Connection, requested_by: str | None) -> None:
         values = {"topic": self.names[0], "digests": sorted(self._digests.values()), "requested_by": requested_by}
-        connection.execute(self._records("begin"), values)
+        began = connection.execute(self._records("begin"), values).rowcount
+        # An interrupted erasure changed rows that this one will not find.
+        self._resumed = began < len(self._digests)
 
     def _note(self, connection: Connection, column: str, counts: Mapping[str, int]) -> None:
         """Add to the records, in the transaction that erases."""
@@ -234,17 +241,27 @@ class _Run:
             step = partial(repack, attempt=attempt, position=position, erased=self._erased)
             self._apply(connection, name, waiting, step, execute=execute, hold=True)
 
+        change_buffered = eraser.erase_buffered if execute else eraser.count_buffered
+        change_stored = eraser.erase if execute else eraser.count
+
+        def visit_buffered(after: int, upto: int) -> None:
+            step = partial(change_buffered, after=after, upto=upto)
+            self._apply(connection, name, waiting, step, execute=execute, hold=True)
+
+        def visit_stored(after: int, upto: int) -> None:
+            step = partial(change_stored, after=after, upto=upto)
+            if self._apply(connection, name, stored, step, execute=execute, hold=False):
+                self._changed[name].append((after, upto))
+
         after = 0
-        while (end := eraser.buffered_end(connection, after=after, limit=BUFFERED_ROWS)) is not None:
-            change = eraser.erase_buffered if execute else eraser.count_buffered
-            self._apply(connection, name, waiting, partial(change, after=after, upto=end), execute=execute, hold=True)
+        while (end := eraser.buffered_end(connection, after=after, limit=self._buffered_rows)) is not None:
+            if _in_parts(after, end, visit_buffered):
+                self._buffered_rows = max(1, self._buffered_rows // 2)
             after = end
 
         for start, upto in self._ranges(connection, eraser, name):
-            change = eraser.erase if execute else eraser.count
-            step = partial(change, after=start, upto=upto)
-            if self._apply(connection, name, stored, step, execute=execute, hold=False):
-                self._changed[name].append((start, upto))
+            if _in_parts(start, upto, visit_stored):
+                self._range_ids = max(1, self._range_ids // 2)
 
     def _ranges(self, connection: Connection, eraser: LogEraser, name: str) -> Iterator[tuple[int, int]]:
         """The ranges of ids to look at, up to the present end of the log. Events behind them are looked at later."""
@@ -256,7 +273,7 @@ class _Run:
         while ends is not None and ends[0] <= last:
             # Ids are left out where a segment was closed early.
             after = ends[0] - 1
-            upto = min(after + RANGE_IDS, last)
+            upto = min(after + self._range_ids, last)
             yield after, upto
             ends = eraser.ends(connection, after=upto)
         self._looked_at[name] = last
@@ -290,7 +307,8 @@ class _Run:
         while True:
             try:
                 with connection.transaction():
-                    connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+                    # The server's limit of a statement must not end a wait for others.
+                    fetch_one(connection, self._records("limit_waits"), {"most": LOCK_SECONDS * 1_000})
                     return step(connection)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
                 if not retry.lasts():
@@ -334,8 +352,29 @@ class _Run:
 
     def vacuum(self, connection: Connection) -> bool:
         """Remove the former versions of changed rows from the disk. False where the current role may not."""
-        vacuumed = [self._erasers[name].vacuum(connection, ranges) for name, ranges in self._changed.items()]
+        everything = [(0, MAX_OFFSET)]
+        vacuumed = [
+            self._erasers[name].vacuum(connection, everything if self._resumed else ranges)
+            for name, ranges in self._changed.items()
+        ]
         return all(vacuumed)
+
+
+def _in_parts(after: int, upto: int, visit: Callable[[int, int], None]) -> bool:
+    """Visit a range of ids, in halves where it is too much for the server, such as for its `statement_timeout`.
+
+    Gives whether it was too much.
+    """
+    try:
+        visit(after, upto)
+    except psycopg.Error as error:
+        if upto - after <= 1 or not too_much(error):
+            raise
+        middle = (after + upto) // 2
+        _in_parts(after, middle, visit)
+        _in_parts(middle, upto, visit)
+        return True
+    return False
 
 
 def prune_records(connection: Connection, schema: str) -> None:

@@ -8,8 +8,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
@@ -23,6 +25,7 @@ from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
+from eventsql_orchestration.storage.reading import MAX_OFFSET
 from tests.fixtures import Sessions, Until, UntilBlocked
 
 SECRET = b"the secret of ann"
@@ -370,6 +373,55 @@ def test_two_erasures_of_a_topic_exclude_each_other(
     assert platform.eraser.execute("orders", ["ann"]).buffered == 1
 
 
+def test_a_range_that_takes_too_long_is_erased_in_parts(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(platform, *["ann", "bob"] * 10)
+    platform.transfer.run_once()
+    publish(platform, *["ann", "bob"] * 10)
+    for name in ("erase", "erase_buffered"):
+        original = getattr(LogEraser, name)
+
+        def slow(self: LogEraser, connection: Connection, *, after: int, upto: int, change: Any = original) -> Any:
+            found = change(self, connection, after=after, upto=upto)
+            if upto - after > 3:
+                raise psycopg.errors.QueryCanceled("canceling statement due to statement timeout")
+            return found
+
+        monkeypatch.setattr(LogEraser, name, slow)
+    done = platform.eraser.execute("orders", ["ann"])
+    assert (done.events, done.buffered) == (10, 10)
+    assert [each.erased for each in events(platform)] == [each.key == "ann" for each in events(platform)]
+
+
+def test_waiting_for_others_ends_before_the_limit_of_a_statement(
+    platform: EventSQL, direct_dsn: str, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(platform, "ann")
+    monkeypatch.setattr(erasure, "RETRY_SECONDS", 0.0)
+    holder = sessions()
+    holder.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
+    dsn = make_url(direct_dsn).update_query_dict({"options": "-c statement_timeout=500"}).render_as_string(False)
+    with EventSQL(dsn, transfer=False) as other, pytest.raises(DatabaseBusyError):
+        other.eraser.execute("orders", ["ann"])
+
+
+def test_metadata_with_a_nul_character_goes(platform: EventSQL, form: Storage) -> None:
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+    with platform.database.connection() as connection:
+        for topic in ("orders", "orders_dlt"):
+            connection.execute(
+                "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
+                'VALUES (%s, 0, \'ann\', %s, \'{"note": "\\u0000", "dlt_consumer": "mailer"}\')',
+                [topic, SECRET],
+            )
+    assert platform.eraser.execute("orders", ["ann"]) == Erasure("orders", 1, 1, 1, 1, vacuumed=True)
+    assert [each.erased for each in events(platform)] == [each.key == "ann" for each in events(platform)]
+    (letter,) = events(platform, "orders_dlt")
+    assert letter.erased
+
+
 # Interruptions and records
 
 
@@ -403,6 +455,30 @@ def test_an_interrupted_erasure_goes_on_and_has_one_record(
     assert record.finished_at is not None
     assert (record.requested_by, record.key_digest) == ("ticket 7", digest_of("ann"))
     assert all(each.erased == (each.key == "ann") for each in events(platform))
+
+
+def test_an_erasure_that_was_killed_before_its_end_is_vacuumed_by_the_next(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vacuum = LogEraser.vacuum
+    ranges: list[Sequence[tuple[int, int]]] = []
+
+    def die(self: LogEraser, connection: Connection, changed: Sequence[tuple[int, int]]) -> bool:
+        ranges.append(changed)
+        if len(ranges) == 1:
+            raise KeyboardInterrupt
+        return vacuum(self, connection, changed)
+
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    monkeypatch.setattr(LogEraser, "vacuum", die)
+    with pytest.raises(KeyboardInterrupt):
+        platform.eraser.execute("orders", ["ann"])
+    assert platform.eraser.execute("orders", ["ann"]).vacuumed
+    assert ranges[1] == [(0, MAX_OFFSET)]
+    (record,) = platform.eraser.records("orders")
+    assert record.events == 1
+    assert record.finished_at is not None
 
 
 def test_a_record_has_no_key_and_outlives_the_topic(platform: EventSQL, form: Storage) -> None:

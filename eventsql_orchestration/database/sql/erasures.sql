@@ -16,6 +16,12 @@ WHERE e.eql_topic = %(topic)s AND e.eql_key_digest = added.digest AND e.eql_fini
 UPDATE {schema}.erasure SET eql_finished_at = clock_timestamp()
 WHERE eql_topic = %(topic)s AND eql_key_digest = ANY (%(digests)s::text[]) AND eql_finished_at IS NULL;
 
+-- limit_waits -- Let the transaction wait at most so many milliseconds for a lock, and half of what a statement may take.
+SELECT set_config('lock_timeout', CASE
+    WHEN setting::bigint > 0 THEN greatest(1, least(%(most)s::bigint, setting::bigint / 2)) ELSE %(most)s::bigint
+END::text, true)
+FROM pg_settings WHERE name = 'statement_timeout';
+
 -- list -- Records of erasures, the newest first.
 SELECT eql_topic, eql_key_digest, eql_started_at, eql_finished_at, eql_role, eql_requested_by, eql_events, eql_buffered,
        eql_dead_letters

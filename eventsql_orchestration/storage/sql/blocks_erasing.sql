@@ -1,7 +1,7 @@
 -- parts of erasing
 
 -- part chosen -- Whether an event is to be erased; with `copies` only events that were redriven.
-(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR eql_metadata ->> 'redriven_from' IS NOT NULL)
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0)
     AND {erased} IS NOT TRUE)
 
 -- part events -- The events of a block.

@@ -2,13 +2,15 @@
 (octet_length(eql_value) = 0 AND starts_with(eql_metadata::text, '{{"eventsql_erased":'))
 
 -- part marked -- The metadata of an event once it is erased: the mark, and the names of a dead letter that are `kept`.
-(%(mark)s::text || CASE WHEN json_typeof(eql_metadata) = 'object' THEN coalesce((
+-- PostgreSQL cannot read the names in metadata with a NUL character.
+(%(mark)s::text || CASE WHEN cardinality(%(kept)s::text[]) > 0 AND json_typeof(eql_metadata) = 'object'
+    AND strpos(eql_metadata::text, '\u0000') = 0 THEN coalesce((
     SELECT string_agg(',' || to_json(each.key)::text || ':' || each.value::text, '')
     FROM json_each(eql_metadata) AS each WHERE each.key = ANY (%(kept)s::text[])
 ), '') ELSE '' END || '}}')::json
 
 -- part wanted -- Whether an event is to be erased; with `copies` only events that were redriven.
-(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR eql_metadata ->> 'redriven_from' IS NOT NULL) AND NOT {erased})
+(eql_key = ANY (%(keys)s::text[]) AND (NOT %(copies)s OR strpos(eql_metadata::text, '"redriven_from"') > 0) AND NOT {erased})
 
 -- part window -- The events to erase in a range of ids.
 eql_id > %(after)s AND eql_id <= %(upto)s AND {wanted}
