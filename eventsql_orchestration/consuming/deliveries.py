@@ -44,9 +44,12 @@ class WorkerLostError(ClaimLostError):
     """Internal: this process did not renew its lease in time, and another process has ended it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Delivery:
-    """An event that `worker` has to acknowledge, as number `cursor` and the event's id. `key` is None without order."""
+    """An event that `worker` has to acknowledge, as number `cursor` and the event's id. `key` is None without order.
+
+    Two deliveries of one event are not equal: after a seek, a process may have the event twice.
+    """
 
     cursor: int
     worker: int

@@ -77,13 +77,13 @@ class _Backlog:
 
     def __init__(self) -> None:
         self.ready: deque[Delivery] = deque()
-        self._unsettled: dict[int, set[tuple[int, int]]] = {}
-        """The events of each partition, as the number of the lease and the id."""
+        self._unsettled: dict[int, set[Delivery]] = {}
+        """The deliveries of each partition."""
         self._behind: dict[int, deque[Delivery]] = {}
 
     def add(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
-            self._unsettled.setdefault(each.partition, set()).add((each.worker, each.event.id))
+            self._unsettled.setdefault(each.partition, set()).add(each)
             if each.key is None:
                 self.ready.append(each)
             elif (behind := self._behind.get(each.key)) is not None:
@@ -107,7 +107,7 @@ class _Backlog:
         return [] if delivery.key is None else list(self._behind[delivery.key])
 
     def drop_behind(self, delivery: Delivery) -> None:
-        """Forget the events that stand behind one, which another call has given back."""
+        """Forget the events that stand behind one. The caller sees to it that they are given back."""
         if delivery.key is not None:
             behind = self._behind[delivery.key]
             for each in behind:
@@ -129,7 +129,7 @@ class _Backlog:
 
     def unsettled(self, partition: int, worker: int) -> list[int]:
         """The ids of a lease's events of a partition."""
-        return [event for lease, event in self._unsettled.get(partition, ()) if lease == worker]
+        return [each.event.id for each in self._unsettled.get(partition, ()) if each.worker == worker]
 
     def idle(self, partition: int) -> bool:
         """Whether there is no event of a partition."""
@@ -137,7 +137,7 @@ class _Backlog:
 
     def _forget(self, gone: Delivery) -> None:
         unsettled = self._unsettled[gone.partition]
-        unsettled.discard((gone.worker, gone.event.id))
+        unsettled.remove(gone)
         if not unsettled:
             del self._unsettled[gone.partition]
 
@@ -179,7 +179,7 @@ class QueueConsumption(Running):
         a key could come while the one before it is given back."""
         self._backlog = _Backlog()
         self._uncertain: set[int] = set()
-        """The partitions of which events were perhaps handed out, by a call that failed."""
+        """The partitions of which this process perhaps has events that it does not know."""
         self._outcomes: deque[_Outcome] = deque()
         self._due: dict[int, float] = dict.fromkeys(partitions, 0.0)
         self._woken = False
@@ -286,9 +286,9 @@ class QueueConsumption(Running):
             try:
                 if partition in self._uncertain:
                     with self._working:
+                        self._uncertain.remove(partition)
                         known = self._backlog.unsettled(partition, worker)
                     self._deliveries.give_back_others(worker, partition, known)
-                    self._uncertain.remove(partition)
                 handed = self._deliveries.hand_out(worker, partition, room)
             except WorkerLostError:
                 self._lost(worker)
@@ -360,7 +360,7 @@ class QueueConsumption(Running):
             self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
         except ClaimLostError as error:
             logger.warning("the effects of an event were rolled back: %s", error)
-        except (DatabaseUnavailableError, DatabaseFullError) as error:
+        except (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError) as error:
             return _Outcome(delivery, error, counts=False)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             if self._cancellation.cancelled:
@@ -377,6 +377,16 @@ class QueueConsumption(Running):
             # The offset can move, and a layout may end there.
             self._due[delivery.partition] = 0.0
             self._fetching.notify()
+
+    def _give_up_key(self, delivery: Delivery) -> None:
+        """Forget the events behind one that is not this process's any more: their order is unknown.
+
+        The next call for the partition gives back those that the process still has. Call with `_exchange` and the lock.
+        """
+        self._backlog.drop_behind(delivery)
+        self._uncertain.add(delivery.partition)
+        self._due[delivery.partition] = 0.0
+        self._fetching.notify()
 
     # Settling
 
@@ -414,15 +424,19 @@ class QueueConsumption(Running):
 
     def _acknowledge(self, done: list[Delivery]) -> None:
         kept = self._deliveries.acknowledge(done)
+        lost = [each for each in done if each.event.id not in kept]
         with self._working:
             for each in done:
+                if each.event.id in kept:
+                    self._finish(each)
+        for each in lost:
+            logger.warning(
+                "%s handled event %d, which is another process's now: its lease ended, or the consumer was moved",
+                self._name, each.event.id,
+            )  # fmt: skip
+            with self._exchange, self._working:
+                self._give_up_key(each)
                 self._finish(each)
-        for each in done:
-            if each.event.id not in kept:
-                logger.warning(
-                    "%s handled event %d, which is another process's now: its lease ended, or the consumer was moved",
-                    self._name, each.event.id,
-                )  # fmt: skip
 
     def _give_back(self, outcome: _Outcome) -> None:
         delivery = outcome.delivery
@@ -431,11 +445,15 @@ class QueueConsumption(Running):
             with self._working:
                 behind = self._backlog.behind(delivery)
             delay = 0.0
+            lost = False
             try:
                 delay = self._deliveries.fail(delivery, outcome.error, counts=outcome.counts, behind=behind)
             except ClaimLostError as error:
+                lost = True
                 logger.warning("%s", error)
             with self._working:
+                if lost:
+                    self._give_up_key(delivery)
                 if delay:
                     self._backlog.drop_behind(delivery)
                 self._finish(delivery)

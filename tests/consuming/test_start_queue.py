@@ -16,6 +16,7 @@ from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
+    DatabaseBusyError,
     DatabaseUnavailableError,
     PartitionLeasedError,
     RedefinitionError,
@@ -189,6 +190,20 @@ def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platfor
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert [each for each in seen.ids if each in {ids[0], ids[2], ids[3]}] == [ids[0]] * 3 + ids[2:4]
+
+
+def test_a_busy_database_costs_an_event_no_attempt(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "a")
+    failures = [DatabaseBusyError("no connection is free") for _ in range(4)]
+
+    def handle(_event: Event) -> None:
+        if failures:
+            raise failures.pop()
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert seen.ids == ids * 5
 
 
 def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQL, until: Until) -> None:
@@ -464,6 +479,51 @@ def test_what_a_call_that_failed_has_handed_out_is_handed_out_again(
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert sorted(seen.ids) == ids
+
+
+def test_a_seek_under_a_running_handler_stops_no_settling(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event], caplog: pytest.LogCaptureFixture
+) -> None:
+    ids = fill(platform, "ab")
+    gate = gates()
+    seen = Seen(lambda event: gate.wait() if event.id == ids[0] else None)
+    with platform.consumers.start_queue("payments", "mailer", seen, by_key=False, polling_delay=POLLING):
+        until(lambda: kept(platform) == ids[:1])
+        platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
+        # This process has the same event twice now, once from before the seek.
+        until(lambda: [seen.ids.count(each) for each in ids] == [2, 2])
+        gate.set()
+        until(lambda: at_rest(platform))
+    assert not [record for record in caplog.records if record.exc_info], "an unexpected error"
+
+
+def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail = deliveries.Deliveries.fail
+    lost = threading.Event()
+
+    def fail_after_the_commit(own: deliveries.Deliveries, *arguments: Any, **named: Any) -> float:
+        delay = fail(own, *arguments, **named)
+        if not lost.is_set():
+            lost.set()
+            raise DatabaseUnavailableError("the answer was lost")
+        return delay
+
+    monkeypatch.setattr(deliveries.Deliveries, "fail", fail_after_the_commit)
+    monkeypatch.setattr(deliveries, "FIRST_BACKOFF", 2.0)
+    monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 0.01)
+    ids = fill(platform, "aaa")
+    failures = [ValueError("not yet")]
+
+    def handle(event: Event) -> None:
+        if event.id == ids[0] and failures:
+            raise failures.pop()
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert seen.ids == [ids[0], *ids]
 
 
 def test_wrong_arguments_are_refused_before_anything_runs(platform: EventSQL) -> None:
