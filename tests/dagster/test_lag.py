@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration import Consumer, Event, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.monitoring.lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
@@ -233,6 +233,7 @@ def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(bench: W
     rides = [Topic("rides")]
     bench.publish("rides", 1)
     sample = TopicSample(events=2, redact=redact)
+    bench.platform.registry.register_consumer(Consumer("rides", "eager__backfill_may_0_4"))
     first = observe_lag(bench.platform, [eager], topics=rides, sample=sample, cursor=None, now=1_000.0)
     ids = bench.publish("rides", 6)
     later = observe_lag(

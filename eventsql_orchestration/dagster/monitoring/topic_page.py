@@ -12,6 +12,7 @@ from eventsql_orchestration import Event, Shard
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.topics.side_consumers import backfill_of
 
 RATE: Final = "events per second"
 IN_LOG: Final = "events in log, at most"
@@ -56,7 +57,7 @@ def topic_page(
     with shard.database.connection() as connection:
         first = LogRanges(schema).first(connection, topic, after=0, upto=end)
         begin = LogReader(schema).nth_before(connection, topic, sample.events, offset=end) if sample.events else None
-    names = sorted({state.name for state in shard.registry.consumers(topic)})
+    names = sorted({state.name for state in shard.registry.consumers(topic) if backfill_of(state.name) is None})
     page: dict[str, Any] = {
         RETENTION: "everything is kept" if registered.retention is None else str(registered.retention),
         CONSUMERS: ", ".join(names) or "none",
