@@ -27,6 +27,8 @@ def _run(dsn: str, *arguments: str) -> Result:
 READING = (
     ("lag",), ("lag", "orders"), ("tail", "orders", "--from", "earliest", "--max", "2"), ("topic", "list"),
     ("topic", "describe", "orders"), ("consumer", "list"), ("consumer", "describe", "orders", "mailer"),
+    ("topic", "stats"), ("topic", "stats", "orders"), ("top", "--count", "1"),
+    ("top", "orders", "--count", "1", "--json"),
 )  # fmt: skip
 
 OF_ALL_TOPICS = (("dlt", "list", "orders"), ("doctor",), ("roles", "list"))
