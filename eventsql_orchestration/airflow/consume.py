@@ -164,8 +164,10 @@ class EventSQLConsumeOperator(BaseOperator):
     def _take_over(self, draining: Draining, event: ClaimEvent) -> Claim | None:
         with suppress(ClaimLostError):
             claim, _ = draining.shard.claims.get(event.claim)
+            # Another run may consume it by now, and would lose it.
+            free = claim.owner in (AIRFLOW_TRIGGER, draining.owner)
             # Ids of claims come again in a database that is restored or made anew.
-            if event.names(claim):
+            if free and event.names(claim):
                 return draining.take_over(claim.id)
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
@@ -17,17 +18,19 @@ from functools import partial
 from typing import Any, Final
 
 from airflow.sdk import BaseHook
+from airflow.sdk.exceptions import AirflowException, AirflowRuntimeError
 from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
 from airflow.triggers.shared_stream import AdvanceItem, SharedStreamProducer
 
 from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
-from eventsql_orchestration.airflow.conditions import Condition
+from eventsql_orchestration.airflow.conditions import Condition, Found
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import (
     ClaimLostError,
+    ConfigurationError,
     ConsumerNotFoundError,
     DatabaseBusyError,
     EventSQLError,
@@ -124,6 +127,8 @@ class ClaimProducer(SharedStreamProducer):
         self._start_timeout = start_timeout
         self._poll_interval = poll_interval
         self._hook: EventSQLHook | None = None
+        # A thread goes on when its coroutine is cancelled. It must not open again what is being closed.
+        self._using = threading.Lock()
 
     async def open_stream(self) -> AsyncIterator[tuple[dict[str, Any], Claim]]:
         """Yield each claim that is made, as its payload and itself. It waits while the database is away."""
@@ -152,22 +157,25 @@ class ClaimProducer(SharedStreamProducer):
             await self.aclose()
 
     def _listen(self, wake: Callable[[], None]) -> ExitStack:
-        assert self._hook is not None, "opened before"
-        with ExitStack() as stack:
-            for shard in self._hook.shards:
+        with self._using, ExitStack() as stack:
+            for shard in self._shards():
                 stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
             return stack.pop_all()
 
+    def _shards(self) -> tuple[Shard, ...]:
+        """The shards of the open hook; none after `aclose`."""
+        return () if self._hook is None else self._hook.shards
+
     def _look(self) -> list[Claim]:
-        assert self._hook is not None, "opened before"
         made: list[Claim] = []
         error: EventSQLError | None = None
-        for shard in self._hook.shards:
-            try:
-                for claim in self._watched.claims(shard):
-                    made.append(claim)  # noqa: PERF402 - those before an error are made, too
-            except EventSQLError as failed:
-                error = failed
+        with self._using:
+            for shard in self._shards():
+                try:
+                    for claim in self._watched.claims(shard):
+                        made.append(claim)  # noqa: PERF402 - those before an error are made, too
+                except EventSQLError as failed:
+                    error = failed
         if error is not None and not made:
             raise error
         return made
@@ -181,15 +189,15 @@ class ClaimProducer(SharedStreamProducer):
             await asyncio.to_thread(self._advance, item.broker_payload, stored=item.outcome.acked > 0)
 
     def _advance(self, claim: Claim, *, stored: bool) -> None:
-        hook = self._hook
-        if hook is None:
-            return
         try:
-            claims = hook.shard(claim.shard).claims
-            if stored:
-                claims.renew(claim, lease=self._start_timeout)
-            else:
-                claims.release(claim)
+            with self._using:
+                if self._hook is None:
+                    return
+                claims = self._hook.shard(claim.shard).claims
+                if stored:
+                    claims.renew(claim, lease=self._start_timeout)
+                else:
+                    claims.release(claim)
         except ClaimLostError:
             # A task has taken it over.
             return
@@ -200,7 +208,11 @@ class ClaimProducer(SharedStreamProducer):
     async def aclose(self) -> None:
         hook, self._hook = self._hook, None
         if hook is not None:
-            await asyncio.to_thread(hook.close)
+            await asyncio.to_thread(self._close, hook)
+
+    def _close(self, hook: EventSQLHook) -> None:
+        with self._using:
+            hook.close()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:
@@ -310,7 +322,7 @@ class EventSQLConditionTrigger(BaseTrigger):
         try:
             while True:
                 try:
-                    found = await asyncio.to_thread(condition.look, hook.shards)
+                    found = await asyncio.to_thread(_look_for, condition, hook)
                 except EventSQLError as error:
                     if isinstance(error, ConsumerNotFoundError | ValidationError):
                         raise
@@ -324,6 +336,15 @@ class EventSQLConditionTrigger(BaseTrigger):
             await asyncio.to_thread(hook.close)
 
 
+def _look_for(condition: Condition, hook: EventSQLHook) -> Found:
+    """Look, in a thread: the first use of the shards connects to them."""
+    return condition.look(hook.shards)
+
+
 async def open_hook(conn_id: str) -> EventSQLHook:
     """The hook of a connection that is looked up in a trigger. Raises `ConfigurationError`."""
-    return EventSQLHook(conn_id, connection=await BaseHook.aget_connection(conn_id))
+    try:
+        connection = await BaseHook.aget_connection(conn_id)
+    except (AirflowException, AirflowRuntimeError) as error:
+        raise ConfigurationError(f"Airflow gives no connection {conn_id!r}: {error}") from error
+    return EventSQLHook(conn_id, connection=connection)

@@ -93,7 +93,9 @@ def test_the_second_run_for_a_claim_consumes_nothing(rides: EventSQL) -> None:
 
 def test_a_late_run_takes_over_the_newer_claim_of_the_trigger(rides: EventSQL) -> None:
     publish(rides, 3)
-    late = claimed(rides, lease=0.001)
+    late = claimed(rides)
+    with rides.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s'")
     newer = claimed(rides)
     assert newer.id != late.id
     assert operator().execute(context_of(payloads=[payload(late)]))["ranges"][0]["claim"] == newer.id
@@ -115,6 +117,26 @@ def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
     with pytest.raises(AirflowSkipException, match="leases the partition"):
         operator().execute(context_of())
     assert effects(rides) == []
+
+
+def test_a_claim_that_another_run_has_taken_over_stays_with_that_run(rides: EventSQL) -> None:
+    publish(rides, 4)
+    claim = claimed(rides)
+
+    class Beside(EventSQLConsumeOperator):
+        def _calls(self, *given: Any) -> Any:
+            consume = super()._calls(*given)
+
+            def after_a_second_run(held: Claim) -> Any:
+                with pytest.raises(AirflowSkipException, match="leases the partition"):
+                    operator().execute(context_of(run_id="second", payloads=[payload(claim)]))
+                return consume(held)
+
+            return after_a_second_run
+
+    first = Beside(task_id="consume", topic="rides", consumer="billing", limits=QUICK, python_callable=record)
+    assert first.execute(context_of(run_id="first"))["events"] == 4
+    assert effects(rides) == logged(rides)
 
 
 def test_a_retry_goes_on_where_the_first_try_died(rides: EventSQL) -> None:

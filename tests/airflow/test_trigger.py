@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from airflow.providers.common.messaging.triggers.msg_queue import MessageQueueTrigger
+from airflow.sdk.exceptions import AirflowNotFoundException
 from airflow.triggers.shared_stream import AdvanceItem, AdvanceOutcome
 
-from eventsql_orchestration import Claim, Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Claim, Consumer, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.airflow import EventSQLHook, EventSQLTrigger
-from eventsql_orchestration.airflow.triggers import ClaimEvent, ClaimProducer
+from eventsql_orchestration.airflow.triggers import ClaimEvent, ClaimProducer, EventSQLConditionTrigger
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 
@@ -144,6 +146,69 @@ def test_a_consumer_that_does_not_exist_yet_is_waited_for(connected: EventSQL, m
         return (await waiting)[0]
 
     assert with_producer(test)["partition"] == -1
+
+
+def test_a_connection_that_airflow_does_not_give_yet_is_waited_for(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.05)
+    publish(rides, 1)
+    asked = []
+
+    async def given(_: str) -> Any:
+        asked.append(True)
+        if len(asked) < 3:
+            raise AirflowNotFoundException("no connection")
+        return EventSQLHook().connection
+
+    monkeypatch.setattr("airflow.sdk.BaseHook.aget_connection", given)
+
+    async def test() -> Any:
+        stream = trigger().producer().open_stream()
+        try:
+            return (await anext(stream))[0]
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]  # it is a generator
+
+    assert asyncio.run(test())["partition"] == 1
+
+
+def test_a_thread_that_starts_after_the_end_of_a_stream_opens_nothing(rides: EventSQL) -> None:
+    async def test(producer: ClaimProducer, stream: Any) -> None:
+        publish(rides, 1)
+        await anext(stream)
+        hook = producer._hook
+        assert hook is not None
+        await stream.aclose()
+        with producer._listen(lambda: None):
+            assert producer._look() == []
+        assert hook._platform is None
+
+    with_producer(test)
+
+
+def test_a_waiting_trigger_connects_outside_the_loop(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    class Watching(EventSQLHook):
+        @property
+        def shards(self) -> tuple[Shard, ...]:
+            threads.append(threading.current_thread())
+            return super().shards
+
+    async def opened(_: str) -> EventSQLHook:
+        return Watching()
+
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.open_hook", opened)
+    wanted = {"topic": "rides", "consumer": "billing", "kind": "max_lag", "number": 0}
+
+    async def test() -> Any:
+        trigger = EventSQLConditionTrigger(condition=wanted, eventsql_conn_id="c", poll_interval=0.05)
+        return [event.payload async for event in trigger.run()]
+
+    assert asyncio.run(test()) == [{"holds": True, "value": 0}]
+    assert threads
+    assert threading.main_thread() not in threads
 
 
 def test_airflows_message_queue_trigger_is_this_trigger() -> None:
