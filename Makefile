@@ -103,8 +103,9 @@ test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=test
 		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
 	}
 
-nightly: setup browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
+nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
+	$(if $(ARGS),,$(VENV_AIRFLOW)/bin/python -m pytest -m "nightly or not nightly" tests/airflow)
 
 blocks: setup ## Run the tests of logs with every topic in blocks (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --storage blocks --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \

@@ -24,18 +24,31 @@ names = [name for name, value in runpy.run_path(sys.argv[1]).items()]
 took = time.process_time() - before
 loaded = [name for name in ("pyspark", "dagster", "pyarrow") if name in sys.modules]
 assert not loaded, loaded
-assert took < 1.0, took
+print(took)
 """
 
 
-@pytest.mark.parametrize("path", DAGS, ids=lambda path: path.stem)
-def test_a_dag_file_takes_less_than_a_second_of_processor_time(path: Path) -> None:
+def processor_seconds(path: Path) -> float:
+    """Run a DAG file as Airflow's DAG processor does; gives the processor time it took."""
     done = subprocess.run(
         [sys.executable, "-W", "error::DeprecationWarning:__main__", "-c", IMPORT, str(path)],
         cwd=ROOT, capture_output=True, check=False, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
+    return float(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("path", DAGS, ids=lambda path: path.stem)
+def test_a_dag_file_loads_no_large_library(path: Path) -> None:
+    assert processor_seconds(path) > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("path", DAGS, ids=lambda path: path.stem)
+def test_a_dag_file_takes_less_than_a_second_of_processor_time(path: Path) -> None:
+    # The least of several: other processes on the machine only add to it.
+    assert min(processor_seconds(path) for _ in range(3)) < 1.0
 
 
 def test_the_code_of_the_document_runs() -> None:

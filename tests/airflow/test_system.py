@@ -72,7 +72,8 @@ def await_(condition: Callable[[], bool], airflow: LocalAirflow, what: str) -> N
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(590)
+@pytest.mark.nightly
+@pytest.mark.timeout(1_500)
 def test_effects_are_exact_when_everything_is_killed(
     started: tuple[LocalAirflow, str], server: EmbeddedPostgres, stops: Path
 ) -> None:
