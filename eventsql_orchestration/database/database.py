@@ -186,9 +186,20 @@ class Database:
             isolation_level="REPEATABLE READ" if one_snapshot else "READ COMMITTED",
             schema_translate_map={None: self.schema},
         )
-        with self.errors(), engine.begin() as connection:
+        with self.errors(), self._lent(engine) as connection, connection.begin():
             connection.exec_driver_sql(statement("sessions", "plain"))
             yield connection
+
+    @contextmanager
+    def _lent(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+        """A connection of SQLAlchemy, which is closed at the end if `close` was called meanwhile."""
+        closings = self._closings
+        with engine.connect() as connection:
+            try:
+                yield connection
+            finally:
+                if self._closings != closings:
+                    connection.invalidate()
 
     @contextmanager
     def _checked_out(self) -> Iterator[tuple[Connection, dict[Any, Any]]]:
@@ -317,7 +328,7 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema's revision, or None if it was never migrated."""
-        with self.errors(), self.engine.connect() as connection:
+        with self.errors(), self._lent(self.engine) as connection:
             driver = driver_connection(connection)
             try:
                 return self._revision(driver, Queries("sessions", self.schema))
@@ -341,7 +352,7 @@ class Database:
     def has_tables(self) -> bool:
         """Whether the schema has tables of the platform, also those of EventSQL's Java library."""
         has_table = Queries("sessions", self.schema)("has_table")
-        with self.errors(), self.engine.connect() as connection:
+        with self.errors(), self._lent(self.engine) as connection:
             found = driver_connection(connection).execute(has_table, {"table": f'"{self.schema}".topic'}).fetchone()
         return found == (True,)
 
@@ -388,6 +399,8 @@ class Database:
         """Close every pooled connection, one in use as soon as it is given back; the database can be used again."""
         self._closings += 1
         self.engine.dispose()
+        # For a connection that was taken meanwhile, from the pool that is no more.
+        self._closings += 1
 
     def leave_to_parent(self) -> None:
         """Begin with an empty pool in a forked process. The parent keeps its connections open."""

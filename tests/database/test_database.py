@@ -15,6 +15,7 @@ from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database, tables
+from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ConfigurationError,
@@ -431,3 +432,13 @@ def test_many_threads_make_the_schema_once(fresh: str) -> None:
             return pid_of(database)
 
         assert all(future.result() for future in [executor.submit(use) for _ in range(8)])
+
+
+def test_a_transaction_of_sqlalchemy_that_ends_after_a_close_leaves_no_connection_open(database: Database) -> None:
+    with database.core() as connection:
+        driver = driver_connection(connection)
+        database.close()
+        connection.exec_driver_sql("CREATE TABLE public.kept ()")
+    assert driver.closed
+    with database.connection() as again:
+        assert again.execute("TABLE public.kept").fetchall() == []
