@@ -507,8 +507,17 @@ class QueueConsumption(Running):
                 self._deliveries.hand_out(self._worker, partition, 0)
         except EventSQLError as error:
             self._report(error)
+        with self._working:
+            self._backlog.clear()
+            running = self._working_threads > 0 and not self._in_transaction
         try:
-            self._deliveries.leave(self._worker)
+            if not running:
+                self._deliveries.leave(self._worker)
+                return
+            # Nobody else may handle what these handlers still handle: that waits for the end of the lease.
+            for partition in list(self._due):
+                known = self._backlog.unsettled(partition, self._worker)
+                self._deliveries.give_back_others(self._worker, partition, known)
         except EventSQLError as error:
             self._report(error)
 

@@ -351,6 +351,22 @@ def test_a_stopped_consumption_gives_back_what_it_has(
     assert sorted(seen.ids + later.ids) == ids
 
 
+def test_an_event_whose_handler_outlasts_the_stop_is_not_handed_out_beside_it(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "aab")
+    gate = gates()
+    seen = Seen(lambda _event: gate.wait())
+    started = platform.consumers.start_queue("payments", "mailer", seen, workers=1, polling_delay=POLLING)
+    until(lambda: seen.ids and len(kept(platform)) == 3)
+    started.stop(timeout=0.2)
+    until(lambda: handed_out(platform) == 1)
+    later = Seen()
+    with platform.consumers.start_queue("payments", "mailer", later, polling_delay=POLLING):
+        until(lambda: kept(platform) == ids[:2])
+    assert later.ids == ids[2:]
+
+
 def test_a_handler_may_stop_its_consumption(platform: EventSQL, until: Until) -> None:
     ids = fill(platform, 5)
     begun = threading.Event()
