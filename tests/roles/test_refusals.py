@@ -161,6 +161,18 @@ def test_a_role_of_one_topic_has_no_rows_of_others(owner: EventSQL, login: Login
             )
 
 
+def test_a_role_of_one_topic_holds_back_no_delivery_of_others(owner: EventSQL, login: Login) -> None:
+    with owner.database.connection() as connection:
+        (cursor,) = connection.execute(
+            "INSERT INTO eventsql.consumer_cursor (eql_topic, eql_consumer, eql_partition, eql_offset, "
+            "eql_claimed_upto, eql_by_key) VALUES ('payments', 'mailer', 0, 0, 0, true) RETURNING eql_id"
+        ).fetchone() or (0,)
+    with psycopg.connect(login("consumer_orders")) as session, pytest.raises(psycopg.errors.ForeignKeyViolation):
+        session.execute(
+            "INSERT INTO eventsql.consumer_delivery (eql_cursor, eql_id, eql_topic) VALUES (%s, 1, 'orders')", (cursor,)
+        )
+
+
 def test_a_role_of_one_topic_copies_nothing_into_others(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher_orders")
     many = [Publication("payments" if number == 9 else "orders", b"v") for number in range(10)]

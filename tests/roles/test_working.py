@@ -362,8 +362,10 @@ def test_an_eraser_reaches_staged_blocks_and_failed_deliveries(owner: EventSQL, 
     owner.transfer.run_once()
     with owner.database.connection() as connection:
         connection.execute(
+            "WITH cursor AS (INSERT INTO eventsql.consumer_cursor (eql_topic, eql_consumer, eql_partition, eql_offset, "
+            "eql_claimed_upto, eql_by_key) VALUES ('orders', 'mailer', 0, 0, 9, true) RETURNING eql_id) "
             "INSERT INTO eventsql.consumer_delivery (eql_cursor, eql_id, eql_topic, eql_attempts, eql_failure) "
-            "SELECT 1, eql_id, 'orders', 1, 'a quote' FROM eventsql.orders_event"
+            "SELECT c.eql_id, e.eql_id, 'orders', 1, 'a quote' FROM cursor c, eventsql.orders_event e"
         )
     done = as_("eraser").eraser.execute("orders", ["ann"])
     assert (done.events, done.buffered) == (1, 1)

@@ -56,6 +56,16 @@ def read(platform: EventSQL, dsn: str) -> Read:
     return reading
 
 
+def without_erasure_times(table: pa.Table) -> list[dict[str, object]]:
+    """The rows of a table; the two topics were erased one after the other."""
+    return [
+        {**row, "headers": [(name, "" if name == "eventsql_erased" else text) for name, text in row["headers"]]}
+        if row.get("headers")
+        else row
+        for row in table.to_pylist()
+    ]
+
+
 def test_any_columns_of_any_range_are_those_of_rows(platform: EventSQL, read: Read) -> None:
     rng, end = random.Random(7), platform.reader.end("rows")
     for form in ("rows", "blocks"):
@@ -69,7 +79,7 @@ def test_any_columns_of_any_range_are_those_of_rows(platform: EventSQL, read: Re
         rows, blocks = (read(form, offsets, columns) for form in ("rows", "blocks"))
         # The same events were published to both, one after the other.
         without_times = [name for name in columns if name != "timestamp"]
-        assert blocks.select(without_times).to_pylist() == rows.select(without_times).to_pylist()
+        assert without_erasure_times(blocks.select(without_times)) == without_erasure_times(rows.select(without_times))
         if "timestamp" in columns:
             partition = None if offsets.partition < 0 else offsets.partition
             log = platform.reader.read("blocks", after=after, upto=upto, partition=partition)

@@ -17,7 +17,8 @@ CREATE TABLE consumer_cursor (
     eql_claimed_upto bigint NOT NULL,
     eql_unacknowledged integer NOT NULL DEFAULT 0,
     eql_by_key boolean NOT NULL,
-    UNIQUE (eql_topic, eql_consumer, eql_partition)
+    UNIQUE (eql_topic, eql_consumer, eql_partition),
+    UNIQUE (eql_id, eql_topic)
 );
 CREATE TABLE consumer_worker (
     eql_id bigint GENERATED ALWAYS AS IDENTITY PRIMARY KEY,
@@ -36,7 +37,8 @@ CREATE TABLE consumer_delivery (
     eql_attempts integer NOT NULL DEFAULT 0,
     eql_failure text,
     eql_due_at timestamptz,
-    PRIMARY KEY (eql_cursor, eql_id)
+    PRIMARY KEY (eql_cursor, eql_id),
+    FOREIGN KEY (eql_cursor, eql_topic) REFERENCES consumer_cursor (eql_id, eql_topic)
 );
 """
 
