@@ -71,7 +71,8 @@ def _numbers(spark: SparkSession, events: int, paused: Path, resume: Path) -> An
                     paused.write_text(str(os.getpid()))
                     while not resume.exists():
                         time.sleep(0.02)
-                yield (str(number),)
+                # A task stages megabytes at once.
+                yield (f"{number:0200}",)
 
     return spark.sparkContext.parallelize([0, 1], 2).mapPartitions(numbers)
 
