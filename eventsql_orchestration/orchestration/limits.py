@@ -1,6 +1,6 @@
 """Limits of consuming runs."""
 
-from __future__ import annotations
+# Dagster resolves components by annotations that are types, not texts.
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields
