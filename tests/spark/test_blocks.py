@@ -313,6 +313,23 @@ def test_a_block_that_is_damaged_stops_its_topic_and_no_other(
     assert (values(platform, "fares"), values(platform)) == ([1], [])
 
 
+def test_the_blocks_before_a_missing_one_are_moved(platform: EventSQL, publish_many: PublishMany) -> None:
+    publish_many()
+    publish_many(first=MANY)
+    with platform.database.connection() as connection:
+        row = connection.execute(
+            "DELETE FROM eventsql.spark_staged_event WHERE eql_buffer_id = "
+            "(SELECT max(eql_buffer_id) FROM eventsql.spark_staged_event) "
+            "RETURNING eql_buffer_id, (eql_metadata ->> 'events')::int"
+        ).fetchone()
+    assert row is not None
+    missing, events = row
+    with pytest.raises(StuckEventError) as caught:
+        platform.transfer.run_once()
+    assert caught.value.buffer_id == missing
+    assert platform.reader.count("orders") == 2 * MANY - events
+
+
 def test_a_server_that_goes_away_while_a_block_is_moved_leaves_it_to_the_next_transfer(
     platform: EventSQL, dsn: str, publish_many: PublishMany
 ) -> None:
