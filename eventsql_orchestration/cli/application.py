@@ -216,7 +216,10 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("dev", "Run the whole system on this machine."),
     _LoadedWhenCalled("migrate", "Create the platform's tables, or bring them up to date."),
     _LoadedWhenCalled("doctor", "Tell what is wrong here, and what mends it."),
-    _LoadedWhenCalled("topic", "Create, list, describe, alter and delete topics, drop events by retention, and erase those of a key."),
+    _LoadedWhenCalled(
+        "topic",
+        "Create, list, describe, alter and delete topics, drop events by retention, and erase those of a key.",
+    ),
     _LoadedWhenCalled("consumer", "Create, list, describe, pause, resume and delete consumers."),
     _LoadedWhenCalled("publish", "Publish JSON lines, CSV or Parquet to TOPIC."),
     _LoadedWhenCalled("capture", "Publish the changes of a table's rows to a topic."),

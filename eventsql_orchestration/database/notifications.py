@@ -93,6 +93,7 @@ class Listener:
         self._ending: socket.socket | None = None
         # A thread may outlive `close`.
         self._listening: threading.Thread | None = None
+        self._outliving: threading.Thread | None = None
 
     @property
     def listening(self) -> bool:
@@ -135,8 +136,18 @@ class Listener:
                 # Written, because a process that was forked keeps the other end open.
                 ending.send(b".")
                 thread.join(CLOSE_SECONDS)
+            if thread.is_alive():
+                self._outliving = thread
 
     def _run(self, ending: socket.socket) -> None:
+        try:
+            self._go_on(ending)
+        finally:
+            if self._outliving is threading.current_thread():
+                # The pool was closed meanwhile, and this thread may have opened it anew.
+                self._database.close()
+
+    def _go_on(self, ending: socket.socket) -> None:
         failures = 0
         deaf = False
         with closing(ending):

@@ -102,7 +102,8 @@ class StagedBlocks:
     def move(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
-        The caller's transaction holds the topic. Raises `psycopg.errors.DataException` if a block is missing or damaged.
+        The caller's transaction holds the topic. Raises `psycopg.errors.DataException` if a block is missing or
+        damaged.
         """
         moved = self._appender.move_blocks(connection, topic, low_water=low_water, upto=upto, most=most)
         if not moved.whole:

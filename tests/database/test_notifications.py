@@ -250,20 +250,21 @@ def test_a_thread_that_outlives_its_closing_does_not_speak_for_its_successor(
     assert heard.counts["orders"] == 1
 
 
+@pytest.mark.parametrize("what", ["dedicated", "connection"])
 def test_a_thread_that_outlives_its_closing_opens_no_pool_anew(
-    database: Database, listener: Listener, monkeypatch: pytest.MonkeyPatch
+    database: Database, listener: Listener, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr(notifications, "CLOSE_SECONDS", 0.01)
     connecting, go_on = threading.Event(), threading.Event()
     database.ensure_schema()
-    connect = database.dedicated
+    connect = getattr(database, what)
 
-    def slow() -> Connection:
+    def slow() -> Any:
         connecting.set()
         assert go_on.wait(60)
         return connect()
 
-    monkeypatch.setattr(database, "dedicated", slow)
+    monkeypatch.setattr(database, what, slow)
     listener.subscribe(LOG, "orders", lambda: None)
     assert connecting.wait(60)
     (old,) = threads("eventsql-listener")
