@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -39,20 +39,6 @@ def _topics_and_consumers(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
-
-
-@pytest.fixture
-def gates() -> Iterator[Callable[[], threading.Event]]:
-    """Events that are set at the end of the test at the latest, so that no handler waits for ever."""
-    opened: list[threading.Event] = []
-
-    def gate() -> threading.Event:
-        opened.append(threading.Event())
-        return opened[-1]
-
-    yield gate
-    for each in opened:
-        each.set()
 
 
 def fill(platform: EventSQL, keys: str | int, topic: str = "payments") -> list[int]:
