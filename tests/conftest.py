@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -39,6 +39,9 @@ TEMPLATE = "eventsql_template"
 
 LONGEST = ("system", "spark", "assets", "dagster", "cli", "shards")
 """The rooms whose files take longest."""
+
+TIMEOUT_AGAIN = 60
+"""Seconds after a test's timeout until its end is interrupted too, and each further time."""
 
 
 def is_setting(name: str) -> bool:
@@ -76,6 +79,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONGEST.index(room) if room in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_timeout_set_timer() -> Generator[None, object, object]:
+    """Repeat a test's timeout: what a test waits for in a `finally` or in a fixture's end can hang as the test did."""
+    result = yield
+    seconds, _ = signal.getitimer(signal.ITIMER_REAL)
+    signal.setitimer(signal.ITIMER_REAL, seconds, TIMEOUT_AGAIN)
+    return result
 
 
 @contextmanager
