@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
+from tests.cli.terminals import Terminal
 from tests.conftest import is_setting, own_server
 
 PROGRAM = Path(sys.executable).parent / "eventsql"
@@ -85,6 +86,14 @@ def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+
+
+@pytest.fixture
+def terminal(start: Callable[..., subprocess.Popen[bytes]]) -> Iterator[Terminal]:
+    """A terminal of 30 lines of 120 characters for programs that `start` starts."""
+    opened = Terminal()
+    yield opened
+    opened.close()
 
 
 @pytest.fixture

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import signal
 import subprocess
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +16,7 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench.session import PREFIX
+from tests.cli.terminals import Terminal
 
 Run = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -150,21 +148,14 @@ def test_figures_are_a_table_for_people(run: Run) -> None:
     assert "fsync off" in lines[4]
 
 
-def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_data(start: Start, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
+def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_data(
+    start: Start, terminal: Terminal, tmp_path: Path
+) -> None:
     output = tmp_path / "figures.json"
     with output.open("wb") as file:
-        process = start(
-            "bench", "publish", "--quick", "--json", stdout=file, stderr=theirs, COLUMNS="120", TERM="xterm"
-        )
-    os.close(theirs)
-    shown = b""
-    # What stands on a terminal that nobody reads would hold the program up; its end is an error on Linux.
-    with suppress(OSError):
-        while piece := os.read(ours, 65_536):
-            shown += piece
-    os.close(ours)
+        process = start("bench", "publish", "--quick", "--json", stdout=file, stderr=terminal.descriptor, TERM="xterm")
     assert process.wait(PATIENCE) == 0
+    shown = terminal.close()
     assert b"raw COPY" in shown
     assert check(json.loads(output.read_text())) == ["publish_batches_of_1000", "raw_copy"]
 

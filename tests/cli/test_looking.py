@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
-import pty
 import re
 import signal
 import subprocess
@@ -21,8 +19,11 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.lag import sparkline
 from eventsql_orchestration.cli.output import _cell, progress_bar
 from tests.cli.conftest import PROGRAM
+from tests.cli.terminals import Terminal
+from tests.fixtures import Until
 
 Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -135,23 +136,17 @@ def test_totals_are_over_the_partitions_of_a_consumer(run: Run, rides: EventSQL)
     assert (found[0]["partitions"], found[0]["behind"], found[0]["why"]) == (2, 1, "waiting")
 
 
-def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, dsn: str) -> None:
-    master, slave = pty.openpty()
-    environment = {**os.environ, "EVENTSQL_DSN": dsn, "TERM": "xterm", "COLUMNS": "120"}
-    command = [str(PROGRAM), "lag", "--consumer", "payout", "--watch", "--interval", "0.1"]
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
-    os.close(slave)
-    shown = ""
-    try:
-        # The bar of five events, seen three times.
-        while "███" not in shown:
-            shown += os.read(master, 65_536).decode(errors="replace")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(30) == 130
-    finally:
-        process.kill()
-        process.wait()
-        os.close(master)
+def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, terminal: Terminal, until: Until) -> None:
+    screen = terminal.descriptor
+    process = start(
+        "lag", "--consumer", "payout", "--watch", "--interval", 0.1,
+        stdin=screen, stdout=screen, stderr=screen, TERM="xterm",
+    )  # fmt: skip
+    # The bar of five events, seen three times.
+    until(lambda: "███" in terminal.shown.decode(errors="replace"))
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    shown = terminal.close().decode()
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
 

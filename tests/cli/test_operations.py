@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import pty
 import signal
 import subprocess
 import time
@@ -23,7 +21,8 @@ from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
-from tests.fixtures import UntilBlocked
+from tests.cli.terminals import Terminal
+from tests.fixtures import Until, UntilBlocked
 
 Run = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -437,16 +436,11 @@ def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: Even
     assert (process.returncode, errors) == (130, b"")
 
 
-def test_lag_is_watched_on_a_terminal(start: Start, consumer: str) -> None:
-    ours, theirs = pty.openpty()
-    process = start("lag", "--watch", "--interval", 0.1, stdout=theirs, COLUMNS="120")
-    os.close(theirs)
-    shown = b""
-    while shown.count(b"mailer") < 6:
-        shown += os.read(ours, 65_536)
+def test_lag_is_watched_on_a_terminal(start: Start, consumer: str, terminal: Terminal, until: Until) -> None:
+    process = start("lag", "--watch", "--interval", 0.1, stdout=terminal.descriptor)
+    until(lambda: terminal.shown.count(b"mailer") >= 6)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
-    os.close(ours)
     assert process.stderr is not None
     assert process.stderr.read() == b""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -21,6 +20,7 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Event, EventSQL, Topic
+from tests.cli.terminals import Terminal
 
 Run = Callable[..., Result]
 Start = Callable[..., "subprocess.Popen[bytes]"]
@@ -412,25 +412,14 @@ def await_until(condition: Callable[[], bool], *, seconds: float = 30.0) -> None
         time.sleep(0.05)
 
 
-def test_a_terminal_gets_a_progress_bar_on_standard_error(start: Start, topic: str, directory: Path) -> None:
+def test_a_terminal_gets_a_progress_bar_on_standard_error(
+    start: Start, topic: str, directory: Path, terminal: Terminal
+) -> None:
     (directory / "e.jsonl").write_text("1\n" * 2_000)
-    ours, theirs = pty.openpty()
-    process = start("publish", topic, "--file", "e.jsonl", "--rate", 2_000, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    while chunk := read(ours):
-        shown += chunk
-    os.close(ours)
-    output, _ = process.communicate()
+    process = start("publish", topic, "--file", "e.jsonl", "--rate", 2_000, stderr=terminal.descriptor)
+    output, _ = process.communicate(timeout=60)
+    shown = terminal.close()
     assert process.returncode == 0
     assert output == b""
     assert b"e.jsonl" in shown
     assert re.search(rb"[1-9][0-9,]* events.*published 2,000 events", shown, re.DOTALL)
-
-
-def read(descriptor: int) -> bytes:
-    """What a pseudo-terminal shows; on Linux its end is an error."""
-    try:
-        return os.read(descriptor, 65_536)
-    except OSError:
-        return b""

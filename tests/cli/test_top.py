@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
 import signal
-import struct
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import datetime
-from fcntl import ioctl
-from termios import TIOCSWINSZ
 
 import pytest
 from click.testing import Result
@@ -23,9 +17,11 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.top import _drawn, _Look
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import FiguresReader
-from tests.cli.conftest import PROGRAM
+from tests.cli.terminals import Terminal
+from tests.fixtures import Until
 
 Run = Callable[..., Result]
+Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture
@@ -137,23 +133,14 @@ def test_a_topic_that_is_not_there_is_named(run: Run, rides: EventSQL) -> None:
     assert "'nowhere'" in refused.stderr
 
 
-def test_a_terminal_is_refreshed_until_an_interrupt(rides: EventSQL, dsn: str) -> None:
-    master, slave = pty.openpty()
-    ioctl(slave, TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
-    with subprocess.Popen(
-        [PROGRAM, "--dsn", dsn, "top", "--interval", "0.1"], stdout=slave, stderr=subprocess.PIPE, env=os.environ
-    ) as process:
-        os.close(slave)
-        seen = b""
-        while seen.count(b"stands still") < 3:
-            seen += os.read(master, 65_536)
-        process.send_signal(signal.SIGINT)
-        # A program waits for a terminal that nobody reads. Linux ends a terminal without programs with an error.
-        with suppress(OSError):
-            while text := os.read(master, 65_536):
-                seen += text
-        assert process.wait() == 130
-    os.close(master)
+def test_a_terminal_is_refreshed_until_an_interrupt(
+    rides: EventSQL, start: Start, terminal: Terminal, until: Until
+) -> None:
+    process = start("top", "--interval", 0.1, stdout=terminal.descriptor)
+    until(lambda: terminal.shown.count(b"stands still") >= 3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    seen = terminal.close()
     assert b"\x1b[?1049h" in seen
     assert b"\x1b[?1049l" in seen, "the terminal did not get its own screen back"
     assert "▁".encode() in seen
