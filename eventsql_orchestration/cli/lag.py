@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from eventsql_orchestration.client.eventsql import EventSQL
-    from eventsql_orchestration.store.subscription import SubscriptionLag
+    from eventsql_orchestration.store.lag import SubscriptionLag
 
 
 _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -202,7 +202,8 @@ def _why_behind(lag: SubscriptionLag) -> str | None:
 
 
 _SUBSCRIPTIONS: Final[Columns] = {
-    "subscription": "name", **same("waiting"), "held back": "held_back", "given up": "dead_letters", "why": _why_behind,
+    "subscription": "name", **same("waiting"), "held back": "held_back", **same("seconds"),
+    "given up": "dead_letters", "why": _why_behind,
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from eventsql_orchestration.metrics.counts import Highest, Totals
 from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
 from eventsql_orchestration.metrics.readings import Reading, Readings
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.store.lag import SubscriptionLag
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -84,7 +85,8 @@ class _Families:
 
 
 class PlatformCollector(Collector):
-    """Metrics of a platform's databases: rates, lag, buffer, claims, dead letters and retention.
+    """Metrics of a platform's databases: rates, lag, buffer, claims, dead letters, retention,
+    and subscriptions of the event store.
 
     Register it once: `prometheus_client.REGISTRY.register(PlatformCollector(platform))`. A scrape reads each database
     at most every `interval` seconds, and rests for nine times as long as the last reading took. A database that does
@@ -153,6 +155,8 @@ class PlatformCollector(Collector):
             families.gauge("claims_live", "Claims that are neither committed nor released.", claim.live, **own)
             families.gauge("claims_expired", "Live claims whose lease is over.", claim.expired, **own)
             families.gauge("claim_oldest_seconds", "Age of the oldest live claim.", claim.oldest_seconds, **own)
+        for lag in figures.subscriptions:
+            _add_subscription(families, lag)
         if self._by_partition:
             for each in figures.partitions:
                 own = {"topic": each.topic, "consumer": each.consumer, "partition": str(each.partition)}
@@ -199,6 +203,18 @@ def _add_consumers(families: _Families, source: _Source, figures: Figures) -> No
         families.gauge("consumer_lag_seconds", "Age of the oldest event that is not consumed.", slowest, **own)
         for cause in CAUSES:
             _add_cause(families, cause, [each for each in own_parts if each.cause is cause], own)
+
+
+def _add_subscription(families: _Families, lag: SubscriptionLag) -> None:
+    own = {"subscription": lag.name}
+    held = 0.0 if lag.held_back_by is None else lag.held_back_by.seconds
+    families.counter("subscription_changes_handled", "Changes that the subscription has handled.", lag.handled, **own)
+    families.gauge("subscription_lag_changes", "Changes that it can handle now, at most 10,000.", lag.waiting, **own)
+    families.gauge("subscription_lag_seconds", "Age of the oldest change that is not handled.", lag.seconds, **own)
+    families.gauge("subscription_held_back", "Changes that wait for an open transaction.", lag.held_back, **own)
+    families.gauge("subscription_held_back_seconds", "Age of that transaction.", held, **own)
+    families.gauge("subscription_attempts", "Failed attempts at the next change.", lag.attempts, **own)
+    families.gauge("subscription_dead_letters", "Changes that were given up and not redriven.", lag.dead_letters, **own)
 
 
 def _add_cause(families: _Families, cause: LagCause, parts: Sequence[PartitionFigures], own: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""The figures of one database: its topics, consumers and claims, read in one transaction."""
+"""The figures of one database: its topics, consumers, claims and subscriptions, read in one transaction."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.lag import LagCause, cause_of
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.errors import RestoredStoreError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Waiting
+from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.topics.catalog import all_topics, consumer_states
 from eventsql_orchestration.topics.side_consumers import backfill_of
 
@@ -84,16 +86,21 @@ class Figures:
     topics: tuple[TopicFigures, ...]
     partitions: tuple[PartitionFigures, ...]
     claims: tuple[ClaimFigures, ...]
+    subscriptions: tuple[SubscriptionLag, ...]
 
 
 class FiguresReader:
-    """Reads the figures of one database. A reading has eight statements, and two or three more for each topic."""
+    """Reads the figures of one database.
+
+    A reading has nine statements, three or four more with subscriptions, and two or three for each topic.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queries = Queries("metrics", database.schema)
         self._log_queries = Queries("log", database.schema)
         self._logs = LogMetrics(database.schema)
+        self._subscriptions = SubscriptionLagReader(database)
 
     def read(self) -> Figures:
         """The figures of now. Raises database errors, also where a topic is deleted meanwhile.
@@ -117,6 +124,7 @@ class FiguresReader:
                 for name in readable
                 if name + DEAD_LETTER_SUFFIX in logs
             }
+            subscriptions = self._subscription_lags(connection)
 
         return Figures(
             tuple(_topic(topics[name], logs[name], buffered[name], letters.get(name)) for name in readable),
@@ -129,7 +137,18 @@ class FiguresReader:
                 if state.topic in logs
             ),
             tuple(ClaimFigures(*row) for row in claims if row[0] in logs and backfill_of(row[1]) is None),
+            tuple(subscriptions),
         )  # fmt: skip
+
+    def _subscription_lags(self, connection: Connection) -> list[SubscriptionLag]:
+        """The lag of the event store's subscriptions; none where the role may not read them."""
+        if not self._subscriptions.is_allowed(connection):
+            return []
+        try:
+            return self._subscriptions.read(connection, counted=COUNTED)
+        except RestoredStoreError:
+            # The store's order means nothing until it is adopted: `eventsql doctor` says so.
+            return []
 
     def _rows(self, connection: Connection, name: str) -> list[TupleRow]:
         return fetch_all(connection, self._queries(name))

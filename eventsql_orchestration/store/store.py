@@ -35,18 +35,17 @@ from eventsql_orchestration.store.change import (
     read_snapshot,
 )
 from eventsql_orchestration.store.home import Adopted
+from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.store.order import GlobalOrder, fetch_raw, filters
 from eventsql_orchestration.store.subscription import (
     ChangeHandler,
     Start,
     StoreDeadLetter,
     Subscription,
-    SubscriptionLag,
     SubscriptionOptions,
     delete,
     letters,
     move,
-    read_lag,
 )
 from eventsql_orchestration.validation import check_name, check_whole, shown
 
@@ -342,7 +341,8 @@ class Store:
 
     def subscriptions(self) -> list[SubscriptionLag]:
         """The lag of every subscription, by name, with its cause."""
-        return read_lag(self.database)
+        with self.database.connection() as connection:
+            return SubscriptionLagReader(self.database).read(connection)
 
     def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
         """Move a subscription to another place, after its current transaction; gives the place.

@@ -35,9 +35,6 @@ Start: TypeAlias = Literal["beginning", "now"] | StoreCheckpoint
 FAULT_DELAY: Final = 5.0
 """Seconds until a subscription goes on after an error that is not a failure of a change."""
 
-_COUNTED: Final = 100_000
-"""How many waiting changes are counted at most."""
-
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionOptions:
@@ -79,36 +76,6 @@ class StoreDeadLetter:
     attempts: int
     failure: str
     created_at: datetime
-
-
-@dataclass(frozen=True, slots=True)
-class OldestWriter:
-    """The transaction that readers of the store wait for: what it is, and its age in seconds."""
-
-    description: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class SubscriptionLag:
-    """How far a subscription is behind.
-
-    `waiting` changes can be handled now (counted up to 100,000). `held_back` changes are committed and wait for
-    `held_back_by`, the oldest transaction that may still write. `attempts`, `failure` and `retry_in` tell of the next
-    change, if it failed. `dead_letters` were given up.
-    """
-
-    name: str
-    checkpoint: StoreCheckpoint
-    handled: int
-    waiting: int
-    held_back: int
-    held_back_by: OldestWriter | None
-    attempts: int
-    failure: str | None
-    retry_in: float | None
-    dead_letters: int
-    handled_at: datetime | None
 
 
 class _FailedError(Exception):
@@ -397,32 +364,6 @@ def letters(database: Database, name: str) -> list[StoreDeadLetter]:
     with database.connection() as connection:
         rows = fetch_all(connection, Queries("subscriptions", database.schema)("letters"), {"name": name})
         return [StoreDeadLetter(*row) for row in rows]
-
-
-def read_lag(database: Database) -> list[SubscriptionLag]:
-    """The lag of every subscription, by name."""
-    queries = Queries("subscriptions", database.schema)
-    with database.connection() as connection:
-        era = GlobalOrder(database).home.era(connection)
-        rows = fetch_all(connection, queries("lag"), {"limit": _COUNTED}, prepare=False)
-        if not rows:
-            return []
-        writer = fetch_first(connection, queries("oldest_writer"), prepare=False)
-    oldest = None if writer is None else _oldest(*writer)
-    return [
-        SubscriptionLag(
-            name, StoreCheckpoint(era, int(transaction), position), handled, waiting, held_back,
-            oldest if held_back else None, attempts, failure, retry_in, dead, handled_at,
-        )
-        for name, transaction, position, handled, attempts, failure, retry_in, handled_at, waiting, held_back, dead
-        in rows
-    ]  # fmt: skip
-
-
-def _oldest(pid: int | None, seconds: float, application: str, database: str, prepared: str | None) -> OldestWriter:
-    if prepared is not None:
-        return OldestWriter(f"prepared transaction {prepared!r} in database {database!r}", seconds)
-    return OldestWriter(f"process {pid} ({application or 'no name'}) in database {database!r}", seconds)
 
 
 def _check_start(start: object) -> None:

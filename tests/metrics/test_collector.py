@@ -16,7 +16,8 @@ from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.metrics import figures as figures_module
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.storage import metrics as storage_metrics
-from tests.fixtures import SaidBy
+from eventsql_orchestration.store import Change
+from tests.fixtures import SaidBy, Sessions
 from tests.roles.conftest import As, as_, login, owner, prefix
 
 __all__ = ["as_", "login", "owner", "prefix"]
@@ -162,6 +163,42 @@ def test_dead_letters_and_claims_are_counted(orders: EventSQL, scrape: Callable[
     assert scrape()("eventsql_claims_expired", topic="orders", consumer="mailer") == 1
 
 
+def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
+    platform: EventSQL, scrape: Callable[[], Scrape], sessions: Sessions
+) -> None:
+    platform.store.append("order", "1", [Change("placed", {}), Change("paid", {})], expected_version=0)
+    execute(platform, "UPDATE eventsql.aggregate_change SET eql_created_at = now() - interval '1 hour'")
+    mailer = platform.store.subscribe("mailer", lambda _change, _connection: None, background=False)
+
+    def of(metric: str) -> float:
+        return now(f"eventsql_subscription_{metric}", subscription="mailer")
+
+    now = scrape()
+    assert (of("lag_changes"), of("changes_handled_total"), of("held_back")) == (2, 0, 0)
+    assert 3600 <= of("lag_seconds") < 3700
+
+    mailer.run_once()
+    held = sessions()
+    held.execute("SELECT pg_current_xact_id()")
+    platform.store.append("order", "1", [Change("sent", {})], expected_version=2)
+    now = scrape()
+    assert (of("lag_changes"), of("changes_handled_total"), of("held_back")) == (0, 2, 1)
+    assert 0 < of("lag_seconds") < 600
+    assert 0 < of("held_back_seconds") < 600
+
+    held.commit()
+    mailer.run_once()
+    now = scrape()
+    assert (of("lag_seconds"), of("held_back_seconds"), of("changes_handled_total")) == (0, 0, 3)
+
+
+def test_a_reader_without_rights_on_the_store_has_the_other_metrics(owner: EventSQL, as_: As) -> None:
+    owner.store.subscribe("mailer", lambda _change, _connection: None, background=False)
+    found = Scrape(PlatformCollector(as_("reader")))
+    assert found("eventsql_up") == 1
+    assert not [each for each in found.samples if "subscription" in each.name]
+
+
 def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
     orders: EventSQL, scrape: Callable[[], Scrape]
 ) -> None:
@@ -199,7 +236,7 @@ def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: Event
         return len([each for each in said.statements() if each != ";"])
 
     one = statements()
-    assert one <= 14
+    assert one <= 15
     publish(orders, "orders", 50, 50, 50)
     for number in range(5):
         orders.registry.register_consumer(Consumer("orders", f"more_{number}", partitioned=True))
@@ -212,6 +249,10 @@ def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: Event
     orders.registry.register_consumer(Consumer("payments", "auditor"))
     said.statements()
     assert statements() == one + 4
+    for name in ("mailer", "auditor"):
+        orders.store.subscribe(name, lambda _change, _connection: None, background=False)
+    said.statements()
+    assert statements() <= one + 4 + 4
 
 
 def test_many_scrapers_at_once_and_soon_after_cost_one_reading(

@@ -60,6 +60,7 @@ def samples(platform: EventSQL) -> dict[str, set[str]]:
     platform.transfer.run_once()
     assert platform.claims.claim("orders", "mailer", 0, owner="me", lease=60.0, max_events=1) is not None
     latencies.handler("orders", "mailer", lambda _events, _connection: None)(None, None)  # type: ignore[arg-type]
+    platform.store.subscribe("mailer", lambda _change, _connection: None, background=False)
     registry.register(PlatformCollector(platform, partitions=True))
     return {sample.name: set(sample.labels) for family in registry.collect() for sample in family.samples}
 

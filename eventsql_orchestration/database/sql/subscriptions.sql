@@ -57,8 +57,11 @@ WHERE eql_id = %(letter)s;
 -- unregister -- A subscription goes, with its dead letters.
 DELETE FROM {schema}.store_subscription WHERE eql_name = %(name)s;
 
+-- may_read_lag -- Whether this role may read these tables.
+SELECT bool_and(has_table_privilege(each, 'SELECT')) FROM unnest(%(tables)s::regclass[]) AS each;
+
 -- lag -- How far each subscription is behind: changes that can be read, counted up to a limit; committed changes beyond the
--- horizon; changes that were given up.
+-- horizon; the age of the oldest change that it has not handled; changes that were given up.
 SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql_attempts, s.eql_failure,
        greatest(0, extract(epoch FROM s.eql_retry_at - clock_timestamp()))::float8, s.eql_handled_at,
        (
@@ -87,6 +90,32 @@ SELECT s.eql_name, s.eql_transaction::text, s.eql_position, s.eql_handled, s.eql
            WHERE change.eql_transaction >= pg_snapshot_xmin(pg_current_snapshot())
              AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
              AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+       ),
+       (
+           SELECT extract(epoch FROM clock_timestamp() - oldest.eql_created_at)::float8 FROM (
+               (
+                   SELECT 0 AS part, change.eql_created_at FROM {schema}.adopted_change adopted
+                   JOIN {schema}.aggregate_change change
+                       ON change.eql_type = adopted.eql_type AND change.eql_aggregate_id = adopted.eql_aggregate_id
+                       AND change.eql_version = adopted.eql_version
+                   WHERE s.eql_transaction = '0'::xid8 AND adopted.eql_position > s.eql_position
+                     AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+                     AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                   ORDER BY adopted.eql_position
+                   LIMIT 1
+               )
+               UNION ALL
+               (
+                   SELECT 1, change.eql_created_at FROM {schema}.aggregate_change change
+                   WHERE (change.eql_transaction, change.eql_position) > (s.eql_transaction, s.eql_position)
+                     AND (s.eql_types IS NULL OR change.eql_type = ANY (s.eql_types))
+                     AND (s.eql_kinds IS NULL OR change.eql_kind = ANY (s.eql_kinds))
+                   ORDER BY change.eql_transaction, change.eql_position
+                   LIMIT 1
+               )
+           ) oldest
+           ORDER BY oldest.part
+           LIMIT 1
        ),
        (SELECT count(*) FROM {schema}.store_dead_letter letter WHERE letter.eql_subscription = s.eql_name)
 FROM {schema}.store_subscription s

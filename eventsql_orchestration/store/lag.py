@@ -1,0 +1,94 @@
+"""How far the subscriptions of a store are behind, and why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.store.change import StoreCheckpoint
+from eventsql_orchestration.store.home import Home
+
+COUNTED: Final = 100_000
+"""How many waiting changes are counted at most."""
+
+_TABLES: Final = ("aggregate_change", "adopted_change", "store_subscription", "store_dead_letter", "store_home")
+"""What the statement of the lag reads."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldestWriter:
+    """The transaction that readers of the store wait for: what it is, and its age in seconds."""
+
+    description: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SubscriptionLag:
+    """How far a subscription is behind.
+
+    `waiting` changes can be handled now (counted up to 100,000). `seconds` is the age of the oldest change that it has
+    not handled, held back or not; 0 without one. `held_back` changes are committed and wait for
+    `held_back_by`, the oldest transaction that may still write. `attempts`, `failure` and `retry_in` tell of the next
+    change, if it failed. `dead_letters` were given up.
+    """
+
+    name: str
+    checkpoint: StoreCheckpoint
+    handled: int
+    waiting: int
+    held_back: int
+    seconds: float
+    held_back_by: OldestWriter | None
+    attempts: int
+    failure: str | None
+    retry_in: float | None
+    dead_letters: int
+    handled_at: datetime | None
+
+
+class SubscriptionLagReader:
+    """Reads the lag of a store's subscriptions on connections of its database."""
+
+    def __init__(self, database: Database) -> None:
+        self._schema = database.schema
+        self._home = Home(database)
+        self._queries = Queries("subscriptions", database.schema)
+
+    def is_allowed(self, connection: Connection) -> bool:
+        """Whether this role may read the lag. Roles have no rights on a store unless they were given some."""
+        tables = [sql.Identifier(self._schema, name).as_string() for name in _TABLES]
+        return bool(fetch_one(connection, self._queries("may_read_lag"), {"tables": tables}, prepare=False)[0])
+
+    def read(self, connection: Connection, *, counted: int = COUNTED) -> list[SubscriptionLag]:
+        """The lag of every subscription, by name. `counted` is how many waiting changes are counted at most.
+
+        Raises `RestoredStoreError` for a store with subscriptions that was restored from another server.
+        """
+        rows = fetch_all(connection, self._queries("lag"), {"limit": counted}, prepare=False)
+        if not rows:
+            return []
+        era = self._home.era(connection)
+        writer = fetch_first(connection, self._queries("oldest_writer"), prepare=False)
+        oldest = None if writer is None else _oldest(*writer)
+        return [
+            SubscriptionLag(
+                name, StoreCheckpoint(era, int(transaction), position), handled, waiting, held_back,
+                max(0.0, seconds or 0.0), oldest if held_back else None, attempts, failure, retry_in, dead, handled_at,
+            )
+            for (
+                name, transaction, position, handled, attempts, failure, retry_in, handled_at, waiting, held_back,
+                seconds, dead,
+            ) in rows
+        ]  # fmt: skip
+
+
+def _oldest(pid: int | None, seconds: float, application: str, database: str, prepared: str | None) -> OldestWriter:
+    if prepared is not None:
+        return OldestWriter(f"prepared transaction {prepared!r} in database {database!r}", seconds)
+    return OldestWriter(f"process {pid} ({application or 'no name'}) in database {database!r}", seconds)
