@@ -32,6 +32,7 @@ from eventsql_orchestration.dagster.launcher.run_launcher import PreforkRunLaunc
 from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.dagster.local.instance import write_instance
+from eventsql_orchestration.dagster.location_options import LocationOptions
 from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_alert_sensor
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
@@ -61,6 +62,7 @@ __all__ = [
     "EventSQLTranslator",
     "HistoryRetention",
     "LagLimits",
+    "LocationOptions",
     "PreforkRunLauncher",
     "RangeLimits",
     "RunLimits",

@@ -2,54 +2,42 @@
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Final, Unpack
 
 import dagster as dg
 
-from eventsql_orchestration import Shard, Topic
+from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster.backfills.assets import build_backfill
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
+from eventsql_orchestration.dagster.consumers.options import LagLimits
 from eventsql_orchestration.dagster.housekeeping.schedule import build_housekeeping_schedule
 from eventsql_orchestration.dagster.io.io_manager import TOPIC
-from eventsql_orchestration.dagster.monitoring.alerts import Notify, build_alert_sensor
+from eventsql_orchestration.dagster.location_options import (
+    DEFAULT_LOCATION,
+    LocationFields,
+    LocationOptions,
+    Prepare,
+)
+from eventsql_orchestration.dagster.monitoring.alerts import build_alert_sensor
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
-from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample
 from eventsql_orchestration.dagster.register import REGISTER_JOB
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
-from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
 
-Prepare: TypeAlias = Callable[[Shard], object]
-"""Prepares the targets of consumers, for example their tables. Each registration calls it again, once for each shard or
-for the only database."""
-
 
 def build_definitions(
     consumers: Sequence[ConsumerDefinition],
-    *,
-    topics: Sequence[Topic] = (),
-    eventsql: EventSQLResource | None = None,
-    resources: Mapping[str, Any] | None = None,
-    dead_letters: bool = True,
-    backfills: bool = False,
-    prepare: Prepare | None = None,
-    lag: LagLimits | None = DEFAULT_LAG,
-    notify: Notify | None = None,
-    name: str | None = None,
-    platform: bool = True,
-    assets: Sequence[dg.AssetsDefinition] = (),
-    translator: EventSQLTranslator | None = None,
-    sample: TopicSample = DEFAULT_SAMPLE,
+    options: LocationOptions = DEFAULT_LOCATION,
+    **fields: Unpack[LocationFields],
 ) -> dg.Definitions:
     """Everything that a location with these consumers needs, for `defs` of its module.
 
@@ -58,63 +46,60 @@ def build_definitions(
     - The checks `lag` (none if `lag` is None) and `delivered`; with `notify`, an alert sensor.
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
-    - Further `assets`. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to this topic.
-    - On the page of a topic to which no consumer publishes, a `sample` of its last events.
-    - The resource `eventsql`, by default `environment_resource()`, and further `resources`.
+    - The resource `eventsql`, by default `environment_resource()`, and what else `LocationOptions` name.
 
-    A location may merge several of these definitions. Give each one except the first a `name` and `platform=False`. The
-    job and the sensors carry the name (`register_<name>`, `lag_<name>`). Without `platform`, there is no resource
-    `eventsql`, no transfer, no housekeeping, and no asset of a topic outside of `topics` or of its dead letters. A
-    `translator` is for the assets of topics; consumers have theirs in `AssetOptions`.
+    Each field of `LocationOptions` is also a keyword, which goes before `options`: `build_definitions([ledger],
+    prepare=create_table)`. A location may merge several of these definitions. Give each one except the first a `name`
+    and `platform=False`.
     Raises `ValidationError` for two consumers with one name, or two definitions of one consumer.
     """
     check_distinct(consumers)
-    checks = consumer_checks(consumers, lag)
-    common = common_definitions(
-        consumers, checks, topics=topics, eventsql=eventsql, resources=resources, dead_letters=dead_letters,
-        prepare=prepare, notify=notify, name=name, platform=platform, assets=assets, translator=translator,
-        sample=sample,
-    )  # fmt: skip
-    return dg.Definitions.merge(definitions_of(consumers, checks, backfills=backfills), common)
+    chosen = replace(options, **fields)
+    checks = consumer_checks(consumers, chosen.lag)
+    return dg.Definitions.merge(
+        definitions_of(consumers, checks, backfills=chosen.backfills), common_definitions(consumers, checks, chosen)
+    )
 
 
 def common_definitions(
-    consumers: Sequence[ConsumerDefinition],
-    checks: Sequence[ConsumerCheck],
-    *,
-    topics: Sequence[Topic] = (),
-    eventsql: EventSQLResource | None = None,
-    resources: Mapping[str, Any] | None = None,
-    dead_letters: bool = True,
-    prepare: Prepare | None = None,
-    notify: Notify | None = None,
-    name: str | None = None,
-    platform: bool = True,
-    assets: Sequence[dg.AssetsDefinition] = (),
-    translator: EventSQLTranslator | None = None,
-    sample: TopicSample = DEFAULT_SAMPLE,
+    consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck], options: LocationOptions
 ) -> dg.Definitions:
-    """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location."""
-    suffix = "" if name is None else f"_{name}"
-    known = list({each.name: each for each in (*topics, *(consumer.topic for consumer in consumers))}.values())
+    """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location.
+
+    `checks` are those of the consumers, so the `lag` of the options is not read, nor are its `backfills`.
+    """
+    suffix = "" if options.name is None else f"_{options.name}"
+    known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
     # Several definitions may consume one topic, but only one of them can have its asset.
-    external = _external(consumers, known if platform else topics, dead_letters=dead_letters)
+    external = _external(consumers, known if options.platform else options.topics, dead_letters=options.dead_letters)
     register = build_register_job(
-        consumers, topics=known, dead_letters=dead_letters, prepare=prepare, name=REGISTER_JOB + suffix
+        consumers,
+        topics=known,
+        dead_letters=options.dead_letters,
+        prepare=options.prepare,
+        name=REGISTER_JOB + suffix,
     )
-    sources = _publishers(assets)
-    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, sample=sample, name=f"lag{suffix}")]
-    if notify is not None and checks:
-        sensors.append(build_alert_sensor(checks, notify, name=f"alerts{suffix}"))
+    sources = _publishers(options.assets)
+
+    sensors = [build_lag_sensor(consumers, checks=checks, topics=external, sample=options.sample, name=f"lag{suffix}")]
+    if options.notify is not None and checks:
+        sensors.append(build_alert_sensor(checks, options.notify, name=f"alerts{suffix}"))
+
+    resources = dict(options.resources or {})
+    if options.platform:
+        resources = {RESOURCE_KEY: options.eventsql or environment_resource(), **resources}
     return dg.Definitions(
         assets=[
-            *assets,
-            *(topic_asset(topic, deps=sources.get(topic.name, ()), translator=translator) for topic in external),
+            *options.assets,
+            *(
+                topic_asset(topic, deps=sources.get(topic.name, ()), translator=options.translator)
+                for topic in external
+            ),
         ],
         jobs=[register],
         sensors=sensors,
-        schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if platform else [],
-        resources={**({RESOURCE_KEY: eventsql or environment_resource()} if platform else {}), **(resources or {})},
+        schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if options.platform else [],
+        resources=resources,
     )
 
 

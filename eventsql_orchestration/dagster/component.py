@@ -21,6 +21,7 @@ from eventsql_orchestration.dagster.build_definitions import common_definitions,
 from eventsql_orchestration.dagster.consumers.assets import consumer_asset
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, AssetOptions, LagLimits, RunLimits
+from eventsql_orchestration.dagster.location_options import LocationOptions
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_topic_name
@@ -246,9 +247,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             common_definitions(
                 consumers,
                 [check for each in parts for check in each.checks],
-                topics=[topic.declared for each in parts for topic in each.topics],
-                name=None if self.platform else self.name,
-                platform=self.platform,
+                LocationOptions(
+                    topics=[topic.declared for each in parts for topic in each.topics],
+                    name=None if self.platform else self.name,
+                    platform=self.platform,
+                ),
             ),
         )
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import dagster as dg
 import pytest
@@ -25,12 +25,14 @@ from eventsql_orchestration.dagster import (
     ConsumerDefinition,
     EventSQLConsumerComponent,
     EventSQLResource,
+    LocationOptions,
     build_definitions,
     consumer_asset,
     range_asset,
     topic_key,
 )
 from eventsql_orchestration.dagster.component import usable_name
+from eventsql_orchestration.dagster.location_options import LocationFields
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
@@ -207,6 +209,18 @@ def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_w
     silent = build_definitions([ledger], lag=None).get_repository_def()
     assert "alerts" not in {sensor.name for sensor in silent.sensor_defs}
     assert {key.name for key in silent.asset_graph.asset_check_keys} == {"delivered"}
+
+
+def test_keywords_of_a_location_go_before_its_options() -> None:
+    shared = LocationOptions(lag=None, resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")})
+    part = build_definitions([ledger], shared, name="shop", platform=False)
+    assert {key.name for key in part.resolve_asset_graph().asset_check_keys} == {"delivered"}
+    assert "lag_shop" in {sensor.name for sensor in part.get_repository_def().sensor_defs}
+    assert not part.get_repository_def().schedule_defs
+
+
+def test_each_option_of_a_location_is_a_keyword_of_the_same_type() -> None:
+    assert get_type_hints(LocationFields) == get_type_hints(LocationOptions)
 
 
 def test_definitions_of_several_parts_can_be_merged() -> None:

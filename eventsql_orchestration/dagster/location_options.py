@@ -1,0 +1,77 @@
+"""Options of a code location: what it has beside its consumers."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias, TypedDict
+
+import dagster as dg
+
+from eventsql_orchestration import Shard, Topic
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
+from eventsql_orchestration.dagster.monitoring.alerts import Notify
+from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample
+from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.translator import EventSQLTranslator
+
+Prepare: TypeAlias = Callable[[Shard], object]
+"""Prepares the targets of consumers, for example their tables. Each registration calls it again, once for each shard or
+for the only database."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocationOptions:
+    """What a location has beside its consumers.
+
+    - `topics`: further topics. The job `register` creates them. They are external assets if no consumer publishes to
+      them.
+    - `eventsql`: the resource `eventsql`. None is the database, or the shards, that the environment names.
+    - `resources`: further resources, by their keys.
+    - `dead_letters`: whether the dead letter topics of the consumers' topics are created, and are external assets.
+    - `backfills`: whether each consumer has the asset and the jobs of `build_backfill`.
+    - `prepare`: prepares the consumers' targets, for example their tables. The job `register` calls it.
+    - `lag`: the allowed lag of each consumer. None leaves out the check `lag`.
+    - `notify`: is called by an alert sensor if a check fails or passes again. None leaves out the sensor.
+    - `name`: the job and the sensors carry it (`register_<name>`, `lag_<name>`). Of several merged definitions, all
+      except the first need one.
+    - `platform`: whether the definitions have the resource `eventsql`, the transfer, housekeeping, and the assets of
+      topics outside of `topics`. Of several merged definitions, all except the first have none.
+    - `assets`: further assets. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to
+      this topic.
+    - `translator`: has the last word on the assets of topics; consumers have theirs in `AssetOptions`.
+    - `sample`: the last events on the page of a topic to which no consumer publishes.
+    """
+
+    topics: Sequence[Topic] = ()
+    eventsql: EventSQLResource | None = None
+    resources: Mapping[str, Any] | None = None
+    dead_letters: bool = True
+    backfills: bool = False
+    prepare: Prepare | None = None
+    lag: LagLimits | None = DEFAULT_LAG
+    notify: Notify | None = None
+    name: str | None = None
+    platform: bool = True
+    assets: Sequence[dg.AssetsDefinition] = ()
+    translator: EventSQLTranslator | None = None
+    sample: TopicSample = DEFAULT_SAMPLE
+
+
+class LocationFields(TypedDict, total=False):
+    """The fields of `LocationOptions` as keywords."""
+
+    topics: Sequence[Topic]
+    eventsql: EventSQLResource | None
+    resources: Mapping[str, Any] | None
+    dead_letters: bool
+    backfills: bool
+    prepare: Prepare | None
+    lag: LagLimits | None
+    notify: Notify | None
+    name: str | None
+    platform: bool
+    assets: Sequence[dg.AssetsDefinition]
+    translator: EventSQLTranslator | None
+    sample: TopicSample
+
+
+DEFAULT_LOCATION: Final = LocationOptions()
