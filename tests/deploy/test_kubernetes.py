@@ -1,0 +1,276 @@
+"""The files of deploy/kubernetes agree with each other, the image, the package, Dagster and Kubernetes' own models."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import dagster as dg
+import psycopg
+import pytest
+import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
+from dagster._config import validate_config
+from dagster_k8s import K8sRunLauncher
+from dagster_k8s.container_context import K8sContainerContext
+from dagster_k8s.job import construct_dagster_k8s_job
+from dagster_k8s.models import k8s_model_from_dict, k8s_snake_case_dict
+from dagster_postgres.utils import pg_url_from_config
+from kubernetes import client  # type: ignore[import-untyped]  # it has no types
+
+from definitions import defs
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.build_definitions import DSN_VARIABLE
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_config
+from eventsql_orchestration.database.urls import parse_dsn
+from tests.conftest import is_setting
+from tests.deploy.test_deploy import argument, instructions
+
+REPOSITORY = Path(__file__).parents[2]
+KUBERNETES = REPOSITORY / "deploy" / "kubernetes"
+PROGRAMS = Path(sys.executable).parent
+
+VALUES: dict[str, Any] = yaml.safe_load((KUBERNETES / "values.yaml").read_text(encoding="utf-8"))
+(PREPARE,) = yaml.safe_load_all((KUBERNETES / "prepare.yaml").read_text(encoding="utf-8"))
+METRICS, SERVICE = yaml.safe_load_all((KUBERNETES / "metrics.yaml").read_text(encoding="utf-8"))
+
+(CODE,) = VALUES["dagster-user-deployments"]["deployments"]
+WEBSERVER = VALUES["dagsterWebserver"]
+DAEMON = VALUES["dagsterDaemon"]
+LAUNCHER = VALUES["runLauncher"]["config"]["k8sRunLauncher"]
+
+STEPS: list[dict[str, Any]] = [
+    *PREPARE["spec"]["template"]["spec"]["initContainers"],
+    *PREPARE["spec"]["template"]["spec"]["containers"],
+    *METRICS["spec"]["template"]["spec"]["containers"],
+]
+
+
+def image(values: dict[str, Any]) -> str:
+    return f"{values['repository']}:{values['tag']}"
+
+
+def pods() -> Iterator[dict[str, Any]]:
+    """What each pod and the containers in it are allowed, in the names of Kubernetes."""
+    for process in (CODE, WEBSERVER, DAEMON):
+        yield {"pod": process["podSecurityContext"], "container": process["securityContext"]}
+    yield {
+        "pod": LAUNCHER["runK8sConfig"]["podSpecConfig"]["securityContext"],
+        "container": LAUNCHER["securityContext"],
+    }
+    for manifest in (PREPARE, METRICS):
+        spec = manifest["spec"]["template"]["spec"]
+        for container in itertools.chain(spec.get("initContainers", ()), spec["containers"]):
+            yield {"pod": spec["securityContext"], "container": container["securityContext"]}
+
+
+def test_kubernetes_knows_each_field_of_the_manifests() -> None:
+    for model, manifest in ((client.V1Job, PREPARE), (client.V1Deployment, METRICS), (client.V1Service, SERVICE)):
+        k8s_model_from_dict(model, k8s_snake_case_dict(model, manifest))
+
+
+def test_kubernetes_knows_each_field_of_the_values_that_the_chart_passes_on() -> None:
+    for process in (CODE, WEBSERVER, DAEMON):
+        for key in ("livenessProbe", "readinessProbe", "startupProbe"):
+            probe = {name: value for name, value in process.get(key, {}).items() if name != "enabled"}
+            k8s_model_from_dict(client.V1Probe, k8s_snake_case_dict(client.V1Probe, probe))
+        k8s_snake_case_dict(client.V1ResourceRequirements, process["resources"])
+        k8s_snake_case_dict(client.V1PodSecurityContext, process["podSecurityContext"])
+        k8s_snake_case_dict(client.V1SecurityContext, process["securityContext"])
+    for variable in CODE["env"]:
+        k8s_snake_case_dict(client.V1EnvVar, variable)
+
+
+def test_every_process_is_the_user_of_the_image_and_has_no_rights() -> None:
+    (user,) = instructions("USER")
+    assert user == ["10001:10001"]
+    for allowed in pods():
+        assert f"{allowed['pod']['runAsUser']}:{allowed['pod']['runAsGroup']}" == user[0]
+        assert allowed["pod"]["runAsNonRoot"]
+        assert allowed["container"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+
+
+def test_every_process_has_the_same_image_limits_of_memory_and_probes() -> None:
+    images = {image(each["image"]) for each in (CODE, WEBSERVER, DAEMON)} | {step["image"] for step in STEPS}
+    assert len(images) == 1
+    for each in (CODE, WEBSERVER, DAEMON, *STEPS):
+        assert "memory" in each["resources"]["limits"]
+        assert {"cpu", "memory"} <= each["resources"]["requests"].keys()
+    staying = (*METRICS["spec"]["template"]["spec"]["containers"], CODE, WEBSERVER, DAEMON)
+    assert all(each["livenessProbe"] and each["startupProbe"] for each in staying)
+    assert all(each["startupProbe"]["enabled"] for each in (CODE, WEBSERVER, DAEMON))
+
+
+def test_probes_ask_the_port_that_a_process_listens_on_and_have_a_path_that_it_serves() -> None:
+    for key in ("livenessProbe", "readinessProbe", "startupProbe"):
+        assert WEBSERVER[key]["httpGet"] == {"path": "/server_info", "port": WEBSERVER["service"]["port"]}
+    assert WEBSERVER["service"]["port"] >= 1024
+    (container,) = METRICS["spec"]["template"]["spec"]["containers"]
+    (port,) = container["ports"]
+    assert argument(container["command"], "--port") == str(port["containerPort"])
+    assert SERVICE["spec"]["selector"] == METRICS["spec"]["template"]["metadata"]["labels"]
+    assert {each["targetPort"] for each in SERVICE["spec"]["ports"]} == {port["name"]}
+
+
+def test_commands_are_programs_of_the_image() -> None:
+    commands = [step["command"] for step in STEPS] + [DAEMON["livenessProbe"]["exec"]["command"]]
+    for program, *arguments in commands:
+        if program == "env":
+            program = arguments[1]  # noqa: PLW2901  # `env --unset=NAME PROGRAM`
+        assert entry_points(group="console_scripts", name=program), program
+    (extras,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
+    assert {"dagster-spark", "metrics", "kubernetes"} <= set(extras)
+
+
+def test_files_and_directories_that_the_values_name_are_in_the_image() -> None:
+    (directory,) = instructions("WORKDIR")[0]
+    arguments = CODE["dagsterApiGrpcArgs"]
+    file = Path(argument(arguments, "--python-file"))
+    assert str(file.parent) == argument(arguments, "--working-directory") == directory
+    assert [file.name, "./"] in instructions("COPY")
+    made = {word for words in instructions("RUN") if "mkdir" in words for word in words}
+    assert VALUES["global"]["dagsterHome"] in made
+
+
+def test_every_process_has_the_database_and_its_password_from_the_secret() -> None:
+    password = {"name": "PGPASSWORD", "valueFrom": {"secretKeyRef": {"name": "eventsql-postgresql", "key": "postgresql-password"}}}  # fmt: skip  # noqa: E501
+    assert VALUES["global"]["postgresqlSecretName"] == "eventsql-postgresql"
+    assert not VALUES["generatePostgresqlPasswordSecret"]
+    database = VALUES["postgresql"]
+    expected = (database["postgresqlHost"], str(database["service"]["port"]), database["postgresqlDatabase"])
+    for process in (CODE, *STEPS):
+        assert password in process["env"]
+        given = {each["name"]: each["value"] for each in process["env"] if "value" in each}
+        assert given.keys() <= {DSN_VARIABLE, STORAGE_VARIABLE}
+        for url in given.values():
+            parsed = parse_dsn(url.replace("+psycopg2", ""))
+            assert (parsed.host, str(parsed.port), parsed.database, parsed.password) == (*expected, None)
+
+
+def test_the_instance_has_the_settings_of_the_other_deployments() -> None:
+    other = instance_config()
+    coordinator = DAEMON["runCoordinator"]["config"]["queuedRunCoordinator"]
+    assert coordinator["dequeueIntervalSeconds"] == other["run_coordinator"]["config"]["dequeue_interval_seconds"]
+    assert VALUES["additionalInstanceConfig"] == {"concurrency": other["concurrency"], "nux": other["nux"]}
+    monitoring = {"".join(word.capitalize() for word in key.split("_")): value for key, value in other["run_monitoring"].items()}  # fmt: skip  # noqa: E501
+    assert {key[0].upper() + key[1:]: value for key, value in DAEMON["runMonitoring"].items()} == monitoring
+    for key in ("sensor", "schedule"):
+        assert VALUES["retention"][key]["purgeAfterDays"] == other["retention"][key]["purge_after_days"]
+
+
+def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tmp_path: Path) -> None:
+    # What the chart writes of the values into dagster.yaml, and into the environment of the code server.
+    run_config = LAUNCHER["runK8sConfig"]
+    config = {
+        "load_incluster_config": True,
+        "job_namespace": "default",
+        "image_pull_policy": LAUNCHER["imagePullPolicy"],
+        "service_account_name": "dagster",
+        "dagster_home": VALUES["global"]["dagsterHome"],
+        "instance_config_map": "dagster-instance",
+        "postgres_password_secret": VALUES["global"]["postgresqlSecretName"],
+        "security_context": LAUNCHER["securityContext"],
+        "run_k8s_config": {
+            "pod_spec_config": run_config["podSpecConfig"],
+            "job_spec_config": run_config["jobSpecConfig"],
+        },
+    }
+    schema = K8sRunLauncher.config_type()  # type: ignore[no-untyped-call]  # it has no types
+    assert validate_config(schema, config).success
+    nowhere = {
+        "current-context": "nowhere",
+        "contexts": [{"name": "nowhere", "context": {"cluster": "nowhere", "user": "nobody"}}],
+        "clusters": [{"name": "nowhere", "cluster": {"server": "http://127.0.0.1:1"}}],
+        "users": [{"name": "nobody", "user": {}}],
+    }
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(nowhere), encoding="utf-8")
+    launcher = K8sRunLauncher(
+        **{**config, "load_incluster_config": False},
+        kubeconfig_file=str(tmp_path / "kubeconfig"),
+        k8s_client_batch_api=client.BatchV1Api(),
+        k8s_client_core_api=client.CoreV1Api(),
+    )
+    chart = {key: config[key] for key in ("security_context", "run_k8s_config")}
+    server = {"env": CODE["env"], "resources": CODE["resources"]}
+    context = K8sContainerContext.create_from_config({"k8s": chart}).merge(
+        K8sContainerContext.create_from_config({"k8s": server})
+    )
+    job = construct_dagster_k8s_job(
+        context.get_k8s_job_config(job_image=image(CODE["image"]), run_launcher=launcher),
+        args=["dagster", "api", "execute_run"],
+        job_name="run",
+        user_defined_k8s_config=context.run_k8s_config,
+    )
+    spec = job.spec.template.spec
+    (container,) = spec.containers
+    assert container.image == image(CODE["image"])
+    assert spec.security_context.run_as_user == 10001
+    assert container.security_context.capabilities.drop == ["ALL"]
+    assert container.resources.limits == CODE["resources"]["limits"]
+    assert {variable.name for variable in container.env} >= {DSN_VARIABLE, "PGPASSWORD", "DAGSTER_HOME"}
+    assert job.spec.ttl_seconds_after_finished == 86400
+
+
+def test_the_job_that_registers_is_the_location_s() -> None:
+    register = STEPS[2]["command"]
+    assert register[-4:] == ["-f", "definitions.py", "-j", "setup"]
+    assert isinstance(defs.resolve_job_def("setup"), dg.JobDefinition)
+
+
+@pytest.mark.nightly
+def test_the_job_before_an_upgrade_makes_an_empty_database_ready_and_may_be_repeated(dsn: str, tmp_path: Path) -> None:
+    url = parse_dsn(dsn)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "dagster.yaml").write_bytes((REPOSITORY / "deploy" / "dagster.yaml").read_bytes())
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        connection.execute((REPOSITORY / "deploy" / "dagster.sql").read_bytes())
+    inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
+
+    for step in STEPS[:3] * 2:
+        # The test's server has neither the host nor the TLS of the file.
+        given = {
+            each["name"]: each["value"]
+            .replace("eventsql@db.example.com:5432/app", f"{url.username}@{url.host}:{url.port}/{url.database}")
+            .replace("sslmode=require", "sslmode=disable")
+            for each in step["env"]
+            if "value" in each
+        }
+        environment = {
+            **inherited, **given, "PGPASSWORD": url.password or "", "DAGSTER_HOME": str(home),
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+        }  # fmt: skip
+        done = subprocess.run(
+            step["command"], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    with EventSQL(dsn, migrate=False) as events:
+        assert {"ride_orders", "ride_orders_dlt"} <= {topic.name for topic in events.registry.topics()}
+    with psycopg.connect(dsn) as connection:
+        tables = connection.execute("SELECT count(*) FROM pg_tables WHERE schemaname = 'dagster'").fetchone()
+    assert tables is not None
+    assert tables[0] > 10
+
+
+def test_dagster_reads_its_tables_in_the_schema_of_its_own() -> None:
+    database = VALUES["postgresql"]
+    url = pg_url_from_config(
+        {
+            "postgres_db": {
+                "username": database["postgresqlUsername"],
+                "password": "secret",
+                "hostname": database["postgresqlHost"],
+                "db_name": database["postgresqlDatabase"],
+                "port": database["service"]["port"],
+                "params": database["postgresqlParams"],
+            }
+        }
+    )
+    assert "options=-csearch_path%3Ddagster" in url
+    assert "sslmode=require" in url
