@@ -34,6 +34,12 @@ MOST_NAME: Final = 63
 TRIGGER: Final = "event_buffer_granted"
 """The trigger on the buffer that refuses events which a role may not publish. It exists where roles exist."""
 
+_CONSUME: Final = (
+    "partition_waiting", "partition_events", "hold_claim", "end_claim", "advance_consumer", "filter_takes",
+    "fetch", "commit", "release", "renew", "fail",
+)  # fmt: skip
+"""The functions that consume in SQL, and those that they call."""
+
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
@@ -41,8 +47,8 @@ FUNCTIONS: Final = (
     "capture_page", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
     "acknowledge_messages", "make_queue_archive", "queue_number", "queue_send", "queue_send_all", "queue_receive",
-    "queue_acknowledge", "queue_acknowledge_all", "queue_release", "queue_extend", "make_view_periods", "refuse_rows",
-    "order_change",
+    "queue_acknowledge", "queue_acknowledge_all", "queue_release", "queue_extend",
+    *_CONSUME, "make_view_periods", "refuse_rows", "order_change",
 )  # fmt: skip
 """The platform's functions."""
 
@@ -99,6 +105,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT, INSERT, UPDATE, DELETE ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
         "EXECUTE ON FUNCTION {s}.enter_layout",
         "EXECUTE ON FUNCTION {s}.events",
+        *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _CONSUME),
     ),
     "reader": (
         *_DEFINITIONS,

@@ -1,0 +1,396 @@
+"""`eventsql.fetch` and `eventsql.commit` do in SQL what the library's claims do: in psql, in Java."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.roles import Roles
+from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.model import Storage
+from tests.effects import effects, make_table
+from tests.fixtures import Sessions
+from tests.forms import ids_in, stored
+
+if TYPE_CHECKING:
+    from tests.languages.conftest import Psql
+
+FETCH = "SELECT claim, epoch, partition, id, key, value, metadata, published_at FROM eventsql.fetch"
+
+
+@pytest.fixture
+def topic(platform: EventSQL) -> EventSQL:
+    platform.registry.register_topic(Topic("orders", 3))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
+    make_table(platform)
+    return platform
+
+
+def fill(platform: EventSQL, count: int, topic: str = "orders") -> None:
+    platform.publisher.publish_all(
+        [Publication(topic, b"%d" % n, key=str(n % 7), metadata={"n": str(n)}) for n in range(count)]
+    )
+    platform.transfer.run_once()
+
+
+def fetch(connection: Connection, arguments: str = "'orders', 'mailer'") -> list[Any]:
+    return connection.execute(f"{FETCH}({arguments})".encode()).fetchall()
+
+
+def call(connection: Connection, function: str, *values: object) -> Any:
+    places = ", ".join(["%s"] * len(values))
+    row = connection.execute(f"SELECT eventsql.{function}({places})".encode(), values).fetchone()
+    assert row is not None
+    return row[0]
+
+
+def offsets(platform: EventSQL, consumer: str = "mailer") -> dict[int, int]:
+    return {state.partition: state.last_event_id for state in platform.registry.consumer("orders", consumer)}
+
+
+def let_be_due(connection: Connection) -> None:
+    connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() - interval '1 s'")
+
+
+def let_expire(connection: Connection) -> None:
+    connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 s'")
+
+
+@pytest.mark.both_forms
+@pytest.mark.parametrize("partitioned", [True, False])
+def test_each_event_is_fetched_once_as_the_library_reads_it(
+    topic: EventSQL, session: Connection, *, partitioned: bool
+) -> None:
+    if not partitioned:
+        topic.registry.register_consumer(Consumer("orders", "whole"))
+    consumer = "mailer" if partitioned else "whole"
+    fill(topic, 50)
+    fill(topic, 50)
+    fetched = []
+    while rows := fetch(session, f"'orders', '{consumer}', 7"):
+        assert len(rows) <= 7
+        with session.transaction():
+            for row in rows:
+                session.execute("INSERT INTO effects (event_id) VALUES (%s)", [row[3]])
+            call(session, "commit", rows[0][0], rows[0][1])
+        fetched += rows
+    read = topic.reader.read("orders")
+    wanted = [(e.partition, e.id, e.key, e.value, dict(e.metadata), e.buffered_at) for e in read]
+    assert sorted(row[2:] for row in fetched) == sorted(wanted)
+    for partition in range(3):
+        assert [row[3] for row in fetched if row[2] == partition] == ids_in(topic, "orders", partition)
+    assert sorted(effects(topic)) == [event.id for event in read]
+    assert sum(state.consumed_events for state in topic.registry.consumer("orders", consumer)) == 100
+    assert all(lag.events == 0 for lag in topic.lag("orders") if lag.consumer == consumer)
+
+
+def test_a_claim_keeps_the_library_away_until_its_lease_ends(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    ((claim, epoch, partition), *_) = [row[:3] for row in fetch(session, "'orders', 'mailer', 2, 60, 'till'")]
+    found, state = topic.claims.get(claim)
+    assert (found.owner, found.epoch, found.events, state) == ("process till", epoch, 2, "claimed")
+    refused = topic.claims.claim("orders", "mailer", partition, owner="me")
+    assert isinstance(refused, NoClaim)
+    assert refused.leased_by == "process till"
+
+    call(session, "renew", claim, epoch, 600.0)
+    let_expire(session)
+    taken = topic.claims.claim("orders", "mailer", partition, owner="me", max_events=1)
+    assert isinstance(taken, Claim)
+    for function in ("commit", "release", "renew"):
+        with pytest.raises(psycopg.errors.NoDataFound):
+            call(session, function, claim, epoch)
+    assert offsets(topic)[partition] == 0
+    with topic.database.transaction() as connection:
+        topic.claims.commit(connection, taken)
+
+
+def test_a_claim_that_the_library_adopts_is_lost(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    claim, epoch, *_ = fetch(session)[0]
+    adopted = topic.claims.adopt(claim, owner="a run")
+    with pytest.raises(psycopg.errors.NoDataFound):
+        call(session, "commit", claim, epoch)
+    call(session, "release", claim, adopted.epoch)
+    with pytest.raises(ClaimLostError), topic.database.transaction() as connection:
+        topic.claims.commit(connection, adopted)
+
+
+def test_an_offset_that_another_consumption_moved_is_not_committed(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    claim, epoch, partition, first, *_ = fetch(session)[0]
+    let_expire(session)
+    session.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE eql_partition = %s", [first, partition])
+    with pytest.raises(psycopg.errors.NoDataFound):
+        call(session, "commit", claim, epoch)
+    assert offsets(topic)[partition] == first
+
+
+def test_a_rolled_back_commit_leaves_the_claim(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    rows = fetch(session)
+    claim, epoch, partition, *_ = rows[0]
+    with session.transaction(force_rollback=True):
+        call(session, "commit", claim, epoch)
+    assert offsets(topic)[partition] == 0
+    call(session, "commit", claim, epoch, rows[1][3])
+    assert offsets(topic)[partition] == rows[1][3]
+    with pytest.raises(psycopg.errors.NoDataFound):
+        call(session, "commit", claim, epoch)
+    while rows[0][2] != partition or rows[0][3] <= offsets(topic)[partition]:
+        rows = fetch(session)
+    assert rows[0][3] == ids_in(topic, "orders", partition)[2]
+
+
+def test_fetchers_at_once_get_different_partitions(topic: EventSQL, sessions: Sessions) -> None:
+    fill(topic, 30)
+    open_ = [sessions() for _ in range(4)]
+    for each in open_:
+        each.autocommit = False
+    fetched = [fetch(each) for each in open_]
+    assert {rows[0][2] for rows in fetched[:3]} == {0, 1, 2}
+    assert fetched[3] == []
+    open_[0].rollback()
+    assert [row[3] for row in fetch(open_[3])] == [row[3] for row in fetched[0]]
+
+
+@pytest.mark.both_forms
+def test_an_event_that_fails_is_retried_alone_and_then_a_dead_letter_as_the_librarys(
+    topic: EventSQL, session: Connection
+) -> None:
+    topic.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
+    topic.registry.register_consumer(Consumer("orders", "python"), max_attempts=2)
+    fill(topic, 4)
+    fill(topic, 4)
+    rows = fetch(session, "'orders', 'whole'")
+    assert call(session, "fail", *rows[0][:2], rows[2][3], "no ☃", "OutOfSnowError") == "retry"
+    assert offsets(topic, "whole") == {-1: rows[1][3]}
+    assert fetch(session, "'orders', 'whole'") == []
+    (state,) = topic.registry.consumer("orders", "whole")
+    assert (state.failed_event_id, state.attempts, state.failure) == (rows[2][3], 1, "OutOfSnowError: no ☃")
+
+    let_be_due(session)
+    (alone,) = fetch(session, "'orders', 'whole'")
+    assert alone[3] == rows[2][3]
+    assert call(session, "fail", *alone[:2], alone[3], "no ☃", "OutOfSnowError") == "blocked"
+    let_be_due(session)
+    assert fetch(session, "'orders', 'whole'") == []
+    assert [lag.cause for lag in topic.lag("orders") if lag.consumer == "whole"] == ["blocked"]
+
+    topic.registry.register_topic(Topic("orders_dlt", 2))
+    (alone,) = fetch(session, "'orders', 'whole'")
+    assert call(session, "fail", *alone[:2], alone[3], "no ☃", "OutOfSnowError") == "dead letter"
+    assert [row[3] for row in fetch(session, "'orders', 'whole'")] == [row[3] for row in rows[3:]]
+
+    class OutOfSnowError(Exception):
+        pass
+
+    def refuse(events: Sequence[Event], _: Connection) -> None:
+        for event in events:
+            if event.id == alone[3]:
+                raise OutOfSnowError("no ☃")
+
+    for _ in range(3):
+        topic.consumers.consume_once("orders", "python", refuse)
+        let_be_due(session)
+    topic.transfer.run_once()
+    mine, theirs = topic.dead_letters.list("orders")
+    assert (mine.partition, mine.key, mine.value) == (theirs.partition, theirs.key, theirs.value)
+    assert {**mine.metadata, "dlt_consumer": "python", "dlt_attempts": "2"} == theirs.metadata
+    assert list(mine.metadata) == list(theirs.metadata)
+    (state,) = topic.registry.consumer("orders", "whole")
+    (theirs_state,) = topic.registry.consumer("orders", "python")
+    assert state.attempts == theirs_state.attempts == 0
+
+
+def test_a_dead_letter_of_an_erased_event_says_nothing_of_it(topic: EventSQL, session: Connection) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    topic.publisher.publish(Publication("orders", b"secret", key="k"))
+    topic.transfer.run_once()
+    ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
+    topic.eraser.execute("orders", ["k"])
+    assert call(session, "fail", claim, epoch, id_, "secret is no number") == "dead letter"
+    topic.transfer.run_once()
+    (letter,) = topic.dead_letters.list("orders")
+    assert letter.erased
+    assert "secret" not in str(dict(letter.metadata))
+
+
+@pytest.mark.both_forms
+def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: Connection) -> None:
+    filters = [
+        EventFilter(keys=frozenset({"1", "3"})), EventFilter(key_prefix="5"), EventFilter(metadata={"n": "40"}),
+        EventFilter(keys=frozenset({"0", "1"}), metadata={"n": "7"}),
+    ]  # fmt: skip
+    fill(topic, 70)
+    topic.publisher.publish(Publication("orders", b"without a key"))
+    topic.transfer.run_once()
+    for number, chosen in enumerate(filters):
+        topic.registry.register_consumer(Consumer("orders", f"picky{number}"), filter=chosen)
+        found = []
+        while rows := fetch(session, f"'orders', 'picky{number}', 10"):
+            found += [row[3] for row in rows]
+            call(session, "commit", *rows[0][:2])
+        assert found == [event.id for event in topic.reader.read("orders") if chosen.matches(event)]
+        assert offsets(topic, f"picky{number}") == {-1: topic.reader.end("orders")}
+
+
+@pytest.mark.both_forms
+def test_a_repartitioned_topic_is_fetched_layout_by_layout(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 21)
+    topic.repartitioner.repartition("orders", 5)
+    fill(topic, 21)
+    fetched: list[Any] = []
+    while rows := fetch(session):
+        fetched += rows
+        call(session, "commit", *rows[0][:2])
+    for key in map(str, range(7)):
+        ids = [row[3] for row in fetched if row[4] == key]
+        assert ids == sorted(ids)
+        assert len(ids) == 6
+    assert len(offsets(topic)) == 5
+
+
+def test_a_paused_consumer_and_one_consumed_as_a_queue_give_nothing(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 10)
+    topic.registry.pause("orders", "mailer")
+    assert fetch(session) == []
+    topic.registry.resume("orders", "mailer")
+    session.execute("UPDATE eventsql.consumer SET eql_lease_owner = 'queue', eql_lease_expires_at = 'infinity'")
+    assert fetch(session) == []
+
+
+def test_claims_that_ended_long_ago_are_deleted(topic: EventSQL, session: Connection) -> None:
+    fill(topic, 30)
+    for _ in range(4):
+        call(session, "release", *fetch(session, "'orders', 'mailer', 1")[0][:2])
+    session.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '2 hours'")
+    session.execute("ALTER TABLE eventsql.consumer_claim ALTER COLUMN eql_id RESTART WITH 514")
+    fetch(session, "'orders', 'mailer', 1")
+    left = session.execute("SELECT count(*) FROM eventsql.consumer_claim WHERE eql_state = 'released'").fetchone()
+    assert left is not None
+    assert left[0] < 4
+
+
+@pytest.mark.both_forms
+def test_a_session_that_planned_on_an_empty_log_reads_little_of_a_full_one(
+    topic: EventSQL, session: Connection
+) -> None:
+    for _ in range(12):
+        fill(topic, 3)
+        while rows := fetch(session):
+            call(session, "commit", *rows[0][:2])
+    fill(topic, 20_000)
+    session.execute("VACUUM ANALYZE eventsql.consumer_claim")
+    with session.transaction():
+        rows = fetch(session, "'orders', 'mailer', 10")
+        assert len(rows) == 10
+        call(session, "commit", *rows[0][:2])
+        scanned = session.execute(
+            "SELECT relname, seq_tup_read, coalesce(idx_tup_fetch, 0) FROM pg_stat_xact_user_tables "
+            "WHERE relname = ANY (%s)",
+            [[stored("orders"), "consumer_claim"]],
+        ).fetchall()
+    assert len(scanned) == 2
+    for table, read, fetched in scanned:
+        assert (read, fetched < 100) == (0, True), table
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "fetch('absent', 'mailer')", "fetch('orders', 'absent')", "fetch(NULL, 'mailer')",
+        "fetch('orders', 'mailer', 0)",
+        "fetch('orders', 'mailer', 10001)", "fetch('orders', 'mailer', NULL)", "fetch('orders', 'mailer', 1, 0)",
+        "fetch('orders', 'mailer', 1, 'NaN')", "renew(1, 1, 0)",
+        "commit({claim}, {epoch}, {after})", "commit({claim}, {epoch}, {beyond})",
+        "fail({claim}, {epoch}, {beyond}, 'x')",
+        "fail({claim}, {epoch}, {after}, 'x')", "fail({claim}, {epoch}, NULL, 'x')",
+    ],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(topic: EventSQL, session: Connection, statement: str) -> None:
+    fill(topic, 30)
+    claim, epoch, *_ = fetch(session, "'orders', 'mailer', 1")[0]
+    known = {"claim": claim, "epoch": epoch, "after": 0, "beyond": 10_000}
+    with pytest.raises(psycopg.errors.InvalidParameterValue):
+        session.execute(f"SELECT eventsql.{statement.format(**known)}".encode())
+    for unknown in ("commit(NULL, 1)", "release(0, 1)", "renew(0, 1)", "fail(0, 1, 1, 'x')"):
+        with pytest.raises(psycopg.errors.NoDataFound):
+            session.execute(f"SELECT eventsql.{unknown}".encode())
+
+
+@pytest.mark.parametrize("storage", ["rows", "blocks"])
+def test_the_consumer_of_one_topic_fetches_in_a_hostile_session(
+    platform: EventSQL, direct_dsn: str, storage: Storage
+) -> None:
+    for name in ("orders", "payments"):
+        platform.registry.register_topic(Topic(name, 2, storage=storage)).register_topic(Topic(f"{name}_dlt"))
+        platform.registry.register_consumer(Consumer(name, "mailer", partitioned=True), max_attempts=1)
+    roles = Roles(platform.database)
+    roles.create(prefix="fetching", topics=["orders"])
+    try:
+        fill(platform, 10)
+        fill(platform, 10, "payments")
+        with psycopg.connect(direct_dsn, autocommit=True) as service:
+            service.execute("CREATE TEMP TABLE consumer (eql_name text); CREATE TEMP TABLE topic (eql_name text)")
+            service.execute("SET ROLE fetching_consumer_orders")
+            rows = fetch(service)
+            assert call(service, "fail", *rows[0][:2], rows[0][3], "no") == "dead letter"
+            rows = fetch(service)
+            call(service, "renew", *rows[0][:2])
+            call(service, "commit", *rows[0][:2])
+            with pytest.raises(psycopg.errors.InvalidParameterValue):
+                fetch(service, "'payments', 'mailer'")
+            service.execute("SET ROLE fetching_reader")
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                fetch(service, "'payments', 'mailer'")
+    finally:
+        roles.drop()
+
+
+# Other programs
+
+
+def test_psql_consumes(topic: EventSQL, psql: Psql) -> None:
+    fill(topic, 30)
+    said = psql("""
+        SELECT max(claim) AS claim, max(epoch) AS epoch, count(*) AS events
+        FROM eventsql.fetch('orders', 'mailer') \\gset
+        BEGIN;
+        INSERT INTO effects (event_id) VALUES (:events);
+        SELECT eventsql.commit(:claim, :epoch);
+        COMMIT;
+        SELECT :events > 1;
+    """)
+    assert said.split() == ["t"]
+    assert sum(offset > 0 for offset in offsets(topic).values()) == 1
+
+
+def test_javas_driver_consumes(topic: EventSQL, jdbc: Any) -> None:
+    fill(topic, 60)
+    fetch_ = jdbc.prepareStatement("SELECT * FROM eventsql.fetch('orders', 'mailer', 7)")
+    effect = jdbc.prepareStatement("INSERT INTO effects (event_id) VALUES (?)")
+    commit = jdbc.prepareStatement("SELECT eventsql.commit(?, ?)")
+    while True:
+        events = fetch_.executeQuery()
+        ids, held = [], (0, 0)
+        while events.next():
+            ids.append(events.getLong("id"))
+            held = events.getLong("claim"), events.getLong("epoch")
+        jdbc.commit()
+        if not ids:
+            break
+        for id_ in ids:
+            effect.setLong(1, id_)
+            effect.execute()
+        for place, number in enumerate(held, 1):
+            commit.setLong(place, number)
+        commit.execute()
+        jdbc.commit()
+    assert sorted(effects(topic)) == [event.id for event in topic.reader.read("orders")]
