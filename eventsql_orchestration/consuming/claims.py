@@ -174,7 +174,7 @@ class Claims:
         Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction locks the partition: the owner's, or one
         that takes the claim over.
         """
-        with self._database.transaction() as connection:
+        with self._database.urgent() as connection, connection.transaction():
             # The owner may wait for the end of its heartbeat, and lock the partition in its own transaction.
             limit_waits(connection, min(LOCK_TIMEOUT, lease / 3), "lock_timeout")
             renewed = connection.execute(

@@ -47,7 +47,7 @@ from eventsql_orchestration.consuming.worker_pool import (
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import fetch_all
-from eventsql_orchestration.errors import PartitionOutOfRangeError
+from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
@@ -192,7 +192,11 @@ class Consumers:
         lease: Duration = 60.0, polling_delay: Duration = 1.0, max_unacknowledged: int = MOST_UNACKNOWLEDGED,
     ) -> QueueConsumption:  # fmt: skip
         """Hand each event to `handler(event)` or `handler(event, connection)`. See `ClusterConsumers.start_queue`."""
-        takes_connection(handler)
+        if takes_connection(handler) and workers > (most := self._database.most_connections):
+            raise ValidationError(
+                f"the handler takes a connection, and {workers} workers would need as many: {self._database} gives "
+                f"this process {most} at once; use at most {most} workers"
+            )
         seconds = check_seconds("lease", lease, zero=False)
         keys = self._keys(topic, consumer)
         partitioned = keys[0].partition != NOT_PARTITIONED

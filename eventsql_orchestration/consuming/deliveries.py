@@ -24,7 +24,7 @@ from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_first
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.reading import LogReader
@@ -48,7 +48,8 @@ class WorkerLostError(ClaimLostError):
 class Delivery:
     """An event that `worker` has to acknowledge, as number `cursor` and the event's id. `key` is None without order.
 
-    Two deliveries of one event are not equal: after a seek, a process may have the event twice.
+    A partition that was moved has a cursor of another number: what was handed out before settles nothing after it. Two
+    deliveries of one event are not equal: after a seek, a process may have the event twice.
     """
 
     cursor: int
@@ -136,7 +137,8 @@ class Deliveries:
     def renew(self, worker: int) -> bool:
         """Prolong a lease; gives whether it is still there."""
         values = {"worker": worker, "lease": self._lease}
-        return query_first(self._database, self._queries("renew"), values, prepare=False) is not None
+        with self._database.urgent() as connection:
+            return fetch_first(connection, self._queries("renew"), values, prepare=False) is not None
 
     def leave(self, worker: int) -> None:
         """End a lease. What the process holds may be handed out again at once."""
@@ -212,14 +214,15 @@ class Deliveries:
     def _cursor(self, connection: Connection, locked: LockedPartition) -> _Cursor:
         values = {**locked.key.parameters(), "offset": locked.offset, "by_key": self._by_key}
         row = fetch_first(connection, self._queries("cursor"), values, prepare=False)
+        if row is not None and _Cursor(*row).offset != locked.offset:
+            # Moved by another way of consuming or by a new layout. Handlers may still have events.
+            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+            forgotten = {"topic": self._topic, "consumer": self._consumer, "partitions": [locked.key.partition]}
+            connection.execute(self._queries("forget"), forgotten, prepare=False)
+            row = None
         if row is None:
             return _Cursor(*fetch_one(connection, self._queries("open"), values, prepare=False))
         cursor = _Cursor(*row)
-        if cursor.offset != locked.offset:
-            # Moved by a seek, by another way of consuming, or by a new layout. Handlers may still have events.
-            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
-            connection.execute(self._queries("begin_anew"), {"cursor": cursor.number}, prepare=False)
-            cursor = cursor._replace(offset=locked.offset, claimed_upto=locked.offset, unacknowledged=0)
         if cursor.by_key != self._by_key:
             self._check_order(connection)
         return cursor
@@ -303,10 +306,10 @@ class Deliveries:
             self._queries("settle"), {**locked.key.parameters(), **settled, **noted, **lease}, prepare=False
         )
 
-    def give_back_others(self, worker: int, partition: int, known: Collection[int]) -> None:
-        """Give back what this process has of a partition, except the `known` ids."""
+    def give_back_others(self, worker: int, partition: int, known: Collection[Delivery]) -> None:
+        """Give back what this process has of a partition, except the `known` deliveries."""
         key = ConsumerPartition(self._topic, self._consumer, partition)
-        values = {**key.parameters(), "worker": worker, "known": list(known)}
+        values = {**key.parameters(), **_arrays(known), "worker": worker}
         with self._database.connection() as connection:
             connection.execute(self._queries("give_back_others"), values, prepare=False)
 
@@ -333,11 +336,11 @@ class Deliveries:
             f"consumer {self._consumer!r} was moved"
         )
 
-    def acknowledge(self, deliveries: Sequence[Delivery]) -> set[int]:
-        """Acknowledge events in one transaction; gives the ids of those that were still this process's."""
+    def acknowledge(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
+        """Acknowledge events in one transaction; gives those that were still this process's."""
         with self._database.connection() as connection:
-            rows = fetch_all(connection, self._queries("acknowledge"), _arrays(deliveries), prepare=False)
-        return {row[0] for row in rows}
+            rows = set(fetch_all(connection, self._queries("acknowledge"), _arrays(deliveries), prepare=False))
+        return {each for each in deliveries if (each.cursor, each.event.id, each.worker) in rows}
 
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.

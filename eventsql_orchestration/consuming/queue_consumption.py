@@ -127,9 +127,9 @@ class _Backlog:
                 self._forget(each)
             behind.clear()
 
-    def unsettled(self, partition: int, worker: int) -> list[int]:
-        """The ids of a lease's events of a partition."""
-        return [each.event.id for each in self._unsettled.get(partition, ()) if each.worker == worker]
+    def unsettled(self, partition: int) -> list[Delivery]:
+        """The events of a partition."""
+        return list(self._unsettled.get(partition, ()))
 
     def idle(self, partition: int) -> bool:
         """Whether there is no event of a partition."""
@@ -287,7 +287,7 @@ class QueueConsumption(Running):
                 if partition in self._uncertain:
                     with self._working:
                         self._uncertain.remove(partition)
-                        known = self._backlog.unsettled(partition, worker)
+                        known = self._backlog.unsettled(partition)
                     self._deliveries.give_back_others(worker, partition, known)
                 handed = self._deliveries.hand_out(worker, partition, room)
             except WorkerLostError:
@@ -424,10 +424,10 @@ class QueueConsumption(Running):
 
     def _acknowledge(self, done: list[Delivery]) -> None:
         kept = self._deliveries.acknowledge(done)
-        lost = [each for each in done if each.event.id not in kept]
+        lost = [each for each in done if each not in kept]
         with self._working:
             for each in done:
-                if each.event.id in kept:
+                if each in kept:
                     self._finish(each)
         for each in lost:
             logger.warning(
@@ -516,7 +516,7 @@ class QueueConsumption(Running):
                 return
             # Nobody else may handle what these handlers still handle: that waits for the end of the lease.
             for partition in list(self._due):
-                known = self._backlog.unsettled(partition, self._worker)
+                known = self._backlog.unsettled(partition)
                 self._deliveries.give_back_others(self._worker, partition, known)
         except EventSQLError as error:
             self._report(error)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from typing import Any, Final
 
 import psycopg
@@ -110,7 +111,9 @@ class Database:
             use_native_hstore=False,
             connect_args={**connect_arguments(self.url), **self._connect_args},
         )
-        self._most = pool_size + max_overflow
+        # 0 and -1 mean no bound.
+        self.most_connections = math.inf if pool_size == 0 or max_overflow < 0 else pool_size + max_overflow
+        """The most pooled connections that this process may have at once."""
         self._home = Home()
         watch(self.engine, self.dsn, self._home.note)
         _USED.add(self)
@@ -130,7 +133,7 @@ class Database:
     def exhausted(self) -> bool:
         """Whether every pooled connection that this process may have is in use."""
         pool = self.engine.pool
-        return isinstance(pool, QueuePool) and pool.checkedout() >= self._most
+        return isinstance(pool, QueuePool) and pool.checkedout() >= self.most_connections
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -141,6 +144,19 @@ class Database:
         """
         self.ensure_schema()
         with self._pooled() as connection:
+            yield connection
+
+    @contextmanager
+    def urgent(self) -> Iterator[Connection]:
+        """A connection in autocommit mode, for a lease's renewal, which cannot wait until handlers end.
+
+        It is one outside the pool while handlers have all of the pool.
+        """
+        if not self.exhausted:
+            with self.connection() as connection:
+                yield connection
+            return
+        with closing(self.dedicated()) as connection, self.errors(connection):
             yield connection
 
     @checks_itself

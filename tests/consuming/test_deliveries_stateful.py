@@ -15,6 +15,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.deliveries import Deliveries, Delivery, WorkerLostError
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.topics.offsets import AtOffset
 
 KEYS = st.sampled_from(["a", "b", None])
 PROCESSES = st.integers(0, 2)
@@ -50,6 +51,7 @@ class Machine(RuleBasedStateMachine):
         """What waits for its retry."""
         self.under_way: list[tuple[Connection, Delivery, int]] = []
         self.acknowledged = 0
+        self.moved = False
 
     def teardown(self) -> None:
         for connection, _, _ in self.under_way:
@@ -91,7 +93,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(process=PROCESSES, limit=st.integers(0, 4))
     def hand_out(self, process: int, limit: int) -> None:
-        handed = self.deliveries.hand_out(self.workers[process], -1, limit).deliveries
+        out = self.deliveries.hand_out(self.workers[process], -1, limit)
+        handed = out.deliveries
         ids = [each.event.id for each in handed]
         assert len(ids) == len(set(ids)) <= limit
         held = set().union(*self.held)
@@ -100,7 +103,7 @@ class Machine(RuleBasedStateMachine):
         for each in handed:
             assert not self.blocked(process, each.event.id)
             self.held[process][each.event.id] = each
-        if len(ids) < limit and len(self.rows()) < MOST:
+        if len(ids) < limit and not out.more and len(self.rows()) < MOST:
             free = self.open - held - set(ids) - self.retried - self.locked()
             assert not [event for event in free if not self.blocked(process, event)]
 
@@ -109,7 +112,7 @@ class Machine(RuleBasedStateMachine):
     def acknowledge(self, process: int, data: Any) -> None:
         if first := self.first_of_keys(process):
             done = data.draw(st.sampled_from(first))
-            assert self.deliveries.acknowledge([done]) == {done.event.id}
+            assert self.deliveries.acknowledge([done]) == {done}
             self.forget(process, done)
 
     def forget(self, process: int, done: Delivery) -> None:
@@ -179,6 +182,19 @@ class Machine(RuleBasedStateMachine):
         self.lost += [each for event, each in self.held[process].items() if event not in self.locked()]
         self.held[process].clear()
 
+    @precondition(lambda self: self.keys and not self.under_way)
+    @rule(data=st.data())
+    def seek(self, data: Any) -> None:
+        """Move the consumer, under the handlers that have events."""
+        offset = data.draw(st.sampled_from(list(self.keys)))
+        self.platform.seeker.execute(self.topic, "mailer", AtOffset(offset), force=True)
+        self.moved = True
+        self.lost += [each for held in self.held for each in held.values()]
+        for held in self.held:
+            held.clear()
+        self.retried.clear()
+        self.open = {event for event in self.keys if event >= offset}
+
     @precondition(lambda self: self.lost)
     @rule(data=st.data())
     def acknowledge_late(self, data: Any) -> None:
@@ -226,7 +242,8 @@ class Machine(RuleBasedStateMachine):
                 self.forget(2, each)
         self.hand_out(2, 0)
         (state,) = self.platform.registry.consumer(self.topic, "mailer")
-        assert (state.last_event_id, state.consumed_events) == (max(self.keys, default=0), len(self.keys))
+        assert state.last_event_id == max(self.keys, default=0)
+        assert self.moved or state.consumed_events == len(self.keys)
         assert state.lease_owner is None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -11,10 +12,12 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, queue_consumption
+from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.deliveries import OWNER
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
+    ClaimLostError,
     ConsumerNotFoundError,
     DatabaseBusyError,
     DatabaseUnavailableError,
@@ -497,6 +500,86 @@ def test_a_seek_under_a_running_handler_stops_no_settling(
         gate.set()
         until(lambda: at_rest(platform))
     assert not [record for record in caplog.records if record.exc_info], "an unexpected error"
+
+
+def test_a_handler_from_before_a_seek_settles_nothing_after_it(platform: EventSQL) -> None:
+    ids = fill(platform, "aa")
+    shard = platform.shards[0]
+    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9)
+    worker = own.register("a process")
+    before = own.hand_out(worker, -1, 9).deliveries
+    platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
+    after = own.hand_out(worker, -1, 9).deliveries
+    assert [each.event.id for each in after] == ids
+
+    assert own.acknowledge([*before, after[0]]) == {after[0]}
+    with pytest.raises(ClaimLostError):
+        own.fail(before[1], ValueError("late"), counts=True, behind=[])
+    with pytest.raises(ClaimLostError):
+        own.handle(before[1], lambda *_: pytest.fail("it was handed out again"), Cancellation(threading.Event()))
+    assert kept(platform) == ids[1:]
+
+
+def test_a_lost_answer_after_a_seek_leaves_no_event_with_a_process_that_does_not_know_it(platform: EventSQL) -> None:
+    ids = fill(platform, "ab")
+    shard = platform.shards[0]
+    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9)
+    worker = own.register("a process")
+    before = own.hand_out(worker, -1, 9).deliveries
+    platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
+    own.hand_out(worker, -1, 9)
+    own.give_back_others(worker, -1, before)
+    assert [each.event.id for each in own.hand_out(own.register("another"), -1, 9).deliveries] == ids
+
+
+def test_events_of_a_key_begin_anew_in_their_order_after_a_seek(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "aaa")
+    gate = gates()
+    seen = Seen(lambda _event: gate.wait())
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: seen.ids)
+        platform.seeker.execute("payments", "mailer", AtOffset(0), force=True)
+        until(lambda: kept(platform) == ids)
+        gate.set()
+        until(lambda: at_rest(platform))
+    assert seen.ids == [ids[0], *ids]
+
+
+def test_a_process_keeps_its_lease_while_its_handlers_have_every_connection(
+    platform: EventSQL, until: Until, session: Connection, gates: Callable[[], threading.Event]
+) -> None:
+    ids = fill(platform, "ab")
+    gate = gates()
+    seen = Seen(lambda _event: gate.wait())
+
+    def renewals() -> list[Any]:
+        return session.execute("SELECT eql_id, eql_expires_at FROM eventsql.consumer_worker").fetchall()
+
+    with (
+        platform.consumers.start_queue("payments", "mailer", seen, lease=6.0, polling_delay=POLLING),
+        ExitStack() as handlers,
+    ):
+        until(lambda: len(seen.ids) == 2)
+        while not platform.database.exhausted:
+            handlers.enter_context(platform.database.connection())
+        (first,) = renewals()
+        until(lambda: renewals()[0][1] > first[1])
+        assert renewals()[0][0] == first[0]
+        handlers.close()
+        gate.set()
+        until(lambda: at_rest(platform))
+    assert sorted(seen.ids) == ids
+
+
+def test_more_workers_than_connections_are_refused_where_each_needs_one(platform: EventSQL) -> None:
+    most = int(platform.database.most_connections)
+    with pytest.raises(ValidationError):
+        platform.consumers.start_queue("payments", "mailer", lambda _event, _connection: None, workers=most + 1)
+    assert not workers(platform)
+    with platform.consumers.start_queue("payments", "mailer", lambda _event: None, workers=most + 1):
+        assert workers(platform) == 1
 
 
 def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(

@@ -29,9 +29,6 @@ SELECT eql_id, eql_offset, eql_claimed_upto, eql_unacknowledged, eql_by_key
 FROM {schema}.consumer_cursor
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s;
 
--- begin_anew -- Forget what is not acknowledged of a partition whose offset was moved by others.
-DELETE FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s;
-
 -- standing -- What is not acknowledged of a partition: the number, the lowest id, how many no live process holds and how
 -- many this one does not hold; and the first that failed, with its attempts, failure and due time.
 SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
@@ -104,7 +101,7 @@ WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(pa
 DELETE FROM {schema}.consumer_delivery d
 USING unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS done (cursor, id, worker)
 WHERE d.eql_cursor = done.cursor AND d.eql_id = done.id AND d.eql_worker = done.worker
-RETURNING d.eql_id;
+RETURNING d.eql_cursor, d.eql_id, d.eql_worker;
 
 -- acknowledge_one -- Acknowledge one event that a process holds.
 DELETE FROM {schema}.consumer_delivery
@@ -122,12 +119,16 @@ SET eql_worker = NULL
 FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS held (cursor, id, worker)
 WHERE d.eql_cursor = held.cursor AND d.eql_id = held.id AND d.eql_worker = held.worker;
 
--- give_back_others -- Give back what a process has of a partition, except the known ids.
+-- give_back_others -- Give back what a process has of a partition, except the known deliveries.
 UPDATE {schema}.consumer_delivery d
 SET eql_worker = NULL
 FROM {schema}.consumer_cursor k
 WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = %(partition)s
-  AND d.eql_cursor = k.eql_id AND d.eql_worker = %(worker)s AND d.eql_id <> ALL (%(known)s::bigint[]);
+  AND d.eql_cursor = k.eql_id AND d.eql_worker = %(worker)s
+  AND NOT EXISTS (
+      SELECT FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS known (cursor, id, worker)
+      WHERE known.cursor = d.eql_cursor AND known.id = d.eql_id AND known.worker = d.eql_worker
+  );
 
 -- drop -- Forget events that are not in the log any more.
 DELETE FROM {schema}.consumer_delivery
@@ -158,9 +159,10 @@ SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eq
 WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = ANY (%(partitions)s)
 FOR UPDATE OF d;
 
--- forget -- Forget what partitions of a consumer have handed out: their offsets are moved.
+-- forget -- Forget what partitions of a consumer have handed out: their offsets are moved. Their next cursors have other
+-- numbers, so no handler from before acknowledges an event that is handed out again.
 WITH cursors AS (
-    UPDATE {schema}.consumer_cursor SET eql_offset = -1
+    DELETE FROM {schema}.consumer_cursor
     WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = ANY (%(partitions)s)
     RETURNING eql_id
 )
