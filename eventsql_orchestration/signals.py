@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from queue import SimpleQueue
 from types import FrameType
 from typing import TypeAlias
 
@@ -29,3 +30,35 @@ def handling(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
     finally:
         for number, earlier in before.items():
             signal.signal(number, earlier)
+
+
+@contextmanager
+def setting(events: Collection[threading.Event], *signals: signal.Signals) -> Iterator[Collection[int]]:
+    """Set events when one of the signals arrives in the block; gives the signals that have arrived.
+
+    A second SIGINT raises KeyboardInterrupt. Another thread sets the events: a handler runs in the main thread, and
+    would wait for ever for the lock of an event that the main thread has.
+    """
+    arrived: set[int] = set()
+    # Its `put` takes no lock that the interrupted thread may have.
+    queue: SimpleQueue[bool] = SimpleQueue()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and number in arrived:
+            raise KeyboardInterrupt
+        arrived.add(number)
+        queue.put(True)
+
+    def set_events() -> None:
+        while queue.get():
+            for each in events:
+                each.set()
+
+    thread = threading.Thread(target=set_events, name="eventsql-signals", daemon=True)
+    thread.start()
+    try:
+        with handling(note, *signals):
+            yield arrived
+    finally:
+        queue.put(False)
+        thread.join()

@@ -12,7 +12,7 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import say, write
 from eventsql_orchestration.cli.parameters import Number, command, option
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.signals import handling
+from eventsql_orchestration.signals import setting
 
 Partitions: TypeAlias = Annotated[bool, option("Add the lag of each consumer partition.")]
 
@@ -59,7 +59,7 @@ def serve(
                 f"cannot listen on {address}, port {port}: {error}; choose others with --address and --port"
             ) from None
         stop = threading.Event()
-        with handling(lambda *_: stop.set(), signal.SIGTERM):
+        with setting([stop], signal.SIGTERM):
             say(f"serving metrics on http://{address}:{server.server_port}/metrics; Ctrl-C ends it")
             try:
                 stop.wait()

@@ -37,7 +37,7 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
-from eventsql_orchestration.signals import handling
+from eventsql_orchestration.signals import setting
 
 _SENT_AT_ONCE: Final = 1_000
 
@@ -289,7 +289,7 @@ def work(
         if ended.returncode:
             raise HandlerFailedError(f"{handler[0]} ended with exit code {ended.returncode}")
 
-    with context.platform() as platform, handling(lambda *_: stop.set(), signal.SIGTERM, signal.SIGINT):
+    with context.platform() as platform, setting([stop], signal.SIGTERM, signal.SIGINT):
         source = _existing(platform, name)
         with source.work(run, workers=workers, max_messages=1) as working:
             while not stop.wait(0.2):

@@ -6,13 +6,12 @@ import signal
 import threading
 import time
 from collections import Counter
-from types import FrameType
 from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.cli.parameters import Number, command, option
-from eventsql_orchestration.signals import handling
+from eventsql_orchestration.signals import setting
 
 _REPORT_SECONDS: Final = 1.0
 
@@ -71,18 +70,9 @@ def transfer(
                 say("nothing to transfer")
             return
 
-        stop, wake, interrupted = threading.Event(), threading.Event(), threading.Event()
-
-        def end(number: int, _frame: FrameType | None) -> None:
-            if number == signal.SIGINT:
-                if interrupted.is_set():
-                    raise KeyboardInterrupt
-                interrupted.set()
-            stop.set()
-            wake.set()
-
+        stop, wake = threading.Event(), threading.Event()
         # The batch under way is finished: an exception in it would leave open whether its commit happened.
-        with handling(end, signal.SIGTERM, signal.SIGINT):
+        with setting([stop, wake], signal.SIGTERM, signal.SIGINT) as arrived:
             say("transferring; Ctrl-C ends it")
             if retain:
                 # Retention may wait for readers of a segment; the transfer must not. The thread ends with the process.
@@ -91,5 +81,5 @@ def transfer(
                 platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:
                 report.flush()
-        if interrupted.is_set():
+        if signal.SIGINT in arrived:
             raise KeyboardInterrupt
