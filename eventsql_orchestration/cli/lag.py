@@ -14,7 +14,6 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
-    counted,
     partition_of,
     picked,
     same,
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from eventsql_orchestration.client.eventsql import EventSQL
-    from eventsql_orchestration.store.lag import SubscriptionLag
 
 
 _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
@@ -192,18 +190,9 @@ def _show_subscriptions(platform: EventSQL) -> None:
         show(table_of(behind, _SUBSCRIPTIONS))
 
 
-def _why_behind(lag: SubscriptionLag) -> str | None:
-    causes = []
-    if lag.attempts:
-        causes.append(f"failed {counted(lag.attempts, 'time')}: {lag.failure}")
-    if lag.held_back_by is not None:
-        causes.append(f"held back by {lag.held_back_by.description}, open for {lag.held_back_by.seconds:.0f} s")
-    return "; ".join(causes) or None
-
-
 _SUBSCRIPTIONS: Final[Columns] = {
     "subscription": "name", **same("waiting"), "held back": "held_back", **same("seconds"),
-    "given up": "dead_letters", "why": _why_behind,
+    "given up": "dead_letters", "why": "why",
 }  # fmt: skip
 
 

@@ -37,7 +37,9 @@ from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_a
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.subscriptions import build_subscription_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import TopicSample
+from eventsql_orchestration.dagster.read_models import projection_asset, store_asset, subscription_asset, view_asset
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
 from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
 from eventsql_orchestration.dagster.topics import table_asset, topic_asset, topic_key, topic_observations
@@ -77,17 +79,22 @@ __all__ = [
     "build_lag_check",
     "build_lag_sensor",
     "build_register_job",
+    "build_subscription_sensor",
     "build_transfer_schedule",
     "consumer_asset",
     "lineage",
+    "projection_asset",
     "publish_dataframe",
     "publish_events",
     "range_asset",
     "share_runs",
     "spark_progress",
+    "store_asset",
+    "subscription_asset",
     "table_asset",
     "topic_asset",
     "topic_key",
     "topic_observations",
+    "view_asset",
     "write_instance",
 ]

@@ -51,6 +51,17 @@ class SubscriptionLag:
     dead_letters: int
     handled_at: datetime | None
 
+    @property
+    def why(self) -> str | None:
+        """The causes of the lag in words; None if there is none but that changes wait."""
+        causes = []
+        if self.attempts:
+            causes.append(f"failed {self.attempts} {'time' if self.attempts == 1 else 'times'}: {self.failure}")
+        if self.held_back_by is not None:
+            writer = self.held_back_by
+            causes.append(f"held back by {writer.description}, open for {writer.seconds:.0f} s")
+        return "; ".join(causes) or None
+
 
 class SubscriptionLagReader:
     """Reads the lag of a store's subscriptions on connections of its database."""

@@ -74,6 +74,11 @@ class Rebuild:
     started_at: datetime
 
 
+def subscription_of(projection: str) -> str:
+    """The subscription by which a projection follows the store."""
+    return f"projection {projection}"
+
+
 class _Checked:
     """A projection with valid names."""
 
@@ -89,7 +94,7 @@ class _Checked:
         if len(self.shadow.encode()) > _MAX_IDENTIFIER:
             raise ValidationError(f"the name of {kind} has more than {_MAX_IDENTIFIER - len(SHADOW)} bytes: shorten it")
         self.only: Filters = filters(projection.types, projection.kinds)
-        self.subscription = f"projection {self.name}"
+        self.subscription = subscription_of(self.name)
 
     def wants(self, change: RecordedChange) -> bool:
         types, kinds = self.only["types"], self.only["kinds"]

@@ -1,0 +1,91 @@
+"""The event store, its subscriptions and projections, and views, as external assets: Dagster computes none of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import dagster as dg
+
+from eventsql_orchestration.store import Projection
+from eventsql_orchestration.store.projection import subscription_of
+from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.views import Definition
+
+STORE_KEY: Final = dg.AssetKey(["event_store"])
+STORE_GROUP: Final = "event_store"
+VIEW_GROUP: Final = "views"
+
+SUBSCRIPTION: Final = "subscription"
+"""The metadata key with the name of an asset's subscription."""
+
+Upstream: TypeAlias = Iterable[dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str]
+
+
+def store_asset(
+    *, description: str | None = None, deps: Upstream = (), owners: Sequence[str] = (),
+    group_name: str | None = STORE_GROUP, tags: Mapping[str, str] | None = None,
+) -> dg.AssetSpec:  # fmt: skip
+    """The event store as an external asset, `event_store`: services append to it."""
+    return dg.AssetSpec(
+        STORE_KEY, deps=list(deps), description=description or "Changes of aggregates, in their order.",
+        owners=list(owners), group_name=group_name, kinds={"postgresql"}, tags=dict(tags or {}),
+    )  # fmt: skip
+
+
+def subscription_asset(
+    name: str, *, description: str | None = None, deps: Upstream = (STORE_KEY,), owners: Sequence[str] = (),
+    group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> dg.AssetSpec:  # fmt: skip
+    """A subscription of the event store as an external asset, `event_store/subscription/<name>`.
+
+    `build_subscription_sensor` shows its lag. Raises `InvalidNameError`.
+    """
+    check_name("name of a subscription", name)
+    return dg.AssetSpec(
+        dg.AssetKey([*STORE_KEY.path, "subscription", name]), deps=list(deps),
+        description=description or f"Effects of subscription {name}.",
+        metadata={SUBSCRIPTION: name, **(metadata or {})}, owners=list(owners), group_name=group_name,
+        kinds={"eventsql"}, tags=dict(tags or {}),
+    )  # fmt: skip
+
+
+def projection_asset(
+    projection: Projection | type[Projection], *, description: str | None = None, deps: Upstream = (STORE_KEY,),
+    owners: Sequence[str] = (), group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> dg.AssetSpec:  # fmt: skip
+    """A projection of the event store as an external asset, `event_store/projection/<name>`.
+
+    `build_subscription_sensor` shows the lag of one that follows by a subscription.
+    """
+    tables = ", ".join(f"{projection.schema}.{table}" for table in projection.tables)
+    return dg.AssetSpec(
+        dg.AssetKey([*STORE_KEY.path, "projection", projection.name]), deps=list(deps),
+        description=description or f"Projection {projection.name}: {tables}.",
+        metadata={SUBSCRIPTION: subscription_of(projection.name), "tables": tables, **(metadata or {})},
+        owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
+    )  # fmt: skip
+
+
+def view_asset(
+    definition: Definition, *, deps: Upstream, description: str | None = None, owners: Sequence[str] = (),
+    group_name: str | None = VIEW_GROUP, metadata: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+) -> dg.AssetSpec:  # fmt: skip
+    """A declared view as an external asset, `view/<name>`.
+
+    `deps` are the assets that it follows from: the topic whose events a service writes to it, or the asset of the
+    consumer that does.
+    """
+    retention = "for ever" if definition.retention is None else str(definition.retention)
+    return dg.AssetSpec(
+        dg.AssetKey(["view", definition.name]), deps=list(deps),
+        description=description or f"{definition.kind.capitalize()} {definition.name}.",
+        metadata={
+            "table": definition.table, "retention": retention, "period": str(definition.period),
+            "form": dg.MetadataValue.json(definition.described()), **(metadata or {}),
+        },
+        owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),
+    )  # fmt: skip

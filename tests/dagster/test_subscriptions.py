@@ -1,0 +1,124 @@
+"""The event store, its subscriptions and views stand in Dagster, with their lag as observations."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import dagster as dg
+import pytest
+
+import eventsql_orchestration.dagster
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import (
+    EventSQLResource,
+    build_subscription_sensor,
+    projection_asset,
+    store_asset,
+    subscription_asset,
+    topic_asset,
+    topic_key,
+    view_asset,
+)
+from eventsql_orchestration.dagster.monitoring.lag_sensor import IDLE_INTERVAL
+from eventsql_orchestration.dagster.monitoring.subscriptions import observe_subscriptions
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange
+from eventsql_orchestration.views import Rollup
+from tests.dagster.test_documents import DAGSTER, examples
+from tests.fixtures import Sessions
+
+MAILER = subscription_asset("mailer")
+MOVES = Rollup("moves", timedelta(minutes=1), ("place",))
+
+
+class Statuses(Projection):
+    name = "statuses"
+    tables = ("status",)
+
+    def create(self, connection: Connection) -> None:
+        connection.execute("CREATE TABLE status (id text PRIMARY KEY)")
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        connection.execute("INSERT INTO status VALUES (%s) ON CONFLICT DO NOTHING", [change.aggregate_id])
+
+
+def observed(platform: EventSQL, *, cursor: str | None = None, now: float = 1e9) -> dg.SensorResult:
+    return observe_subscriptions(platform, {MAILER.key: "mailer"}, cursor=cursor, now=now)
+
+
+def numbers(result: dg.SensorResult) -> list[dict[str, Any]]:
+    return [{name: value.value for name, value in event.metadata.items()} for event in result.asset_events]
+
+
+def handle(_change: RecordedChange, _connection: Connection) -> None:
+    """Nothing to do."""
+
+
+def test_a_subscription_is_observed_while_it_is_behind_and_rarely_afterwards(
+    platform: EventSQL, sessions: Sessions
+) -> None:
+    mailer = platform.store.subscribe("mailer", handle, background=False)
+    platform.store.append("order", "1", [Change("placed", {})], expected_version=0)
+    first = observed(platform)
+    (found,) = numbers(first)
+    assert found.pop("Lag seconds") >= 0
+    assert found == {"Lag changes": 1, "Held back": 0, "Dead letters": 0, "cause": "waiting"}
+    assert "mailer is 1 changes behind" in str(first.skip_reason)
+
+    mailer.run_once()
+    second = observed(platform, cursor=first.cursor)
+    assert numbers(second) == [{"Lag changes": 0, "Lag seconds": 0, "Held back": 0, "Dead letters": 0, "cause": "none"}]
+    assert observed(platform, cursor=second.cursor, now=1e9 + IDLE_INTERVAL - 1).asset_events == []
+    assert len(observed(platform, cursor=second.cursor, now=1e9 + IDLE_INTERVAL).asset_events) == 1
+
+    held = sessions()
+    held.execute("SELECT pg_current_xact_id()")
+    platform.store.append("order", "1", [Change("paid", {})], expected_version=1)
+    (found,) = numbers(observed(platform, cursor=second.cursor))
+    assert (found["Lag changes"], found["Held back"]) == (1, 1)
+    assert f"process {held.info.backend_pid} " in found["cause"]
+
+
+def test_a_subscription_that_does_not_exist_yet_is_named(platform: EventSQL) -> None:
+    result = observed(platform)
+    assert result.asset_events == []
+    assert "'mailer' does not exist yet" in str(result.skip_reason)
+
+
+def test_a_projection_is_observed_by_its_subscription_in_a_tick(platform: EventSQL, dsn: str) -> None:
+    projections = Projections(platform.store, [Statuses()])
+    projections.install()
+    projections.subscribe("statuses", background=False)
+    platform.store.append("order", "1", [Change("placed", {})], expected_version=0)
+    spec = projection_asset(Statuses)
+    assert spec.metadata["tables"] == "public.status"
+    sensor = build_subscription_sensor([MAILER, spec])
+    with dg.build_sensor_context(resources={"eventsql": EventSQLResource(dsn=dsn)}) as context:
+        data = sensor.evaluate_tick(context)
+    (event,) = data.asset_events
+    assert event.asset_key == spec.key
+
+
+def test_assets_stand_downstream_of_the_store_and_of_their_topics() -> None:
+    moved = topic_asset(Topic("moved"))
+    view = view_asset(MOVES, deps=[topic_key("moved")])
+    specs = [store_asset(), MAILER, projection_asset(Statuses), moved, view]
+    graph = dg.Definitions(assets=specs, sensors=[build_subscription_sensor([MAILER])]).resolve_asset_graph()
+    assert graph.get(MAILER.key).parent_keys == graph.get(specs[2].key).parent_keys == {store_asset().key}
+    assert graph.get(view.key).parent_keys == {moved.key}
+
+
+def test_the_example_of_the_document_is_a_location() -> None:
+    (example,) = [each for each in examples(DAGSTER) if "store_asset()" in each]
+    names: dict[str, Any] = {**vars(eventsql_orchestration.dagster), "dg": dg, "Payments": Statuses, "MOVES": MOVES}
+    exec(compile(example.replace("\ndg.Definitions", "\nfound = dg.Definitions"), str(DAGSTER), "exec"), names)
+    found: dg.Definitions = names["found"]
+    assert len(found.resolve_asset_graph().get_all_asset_keys()) == 5
+    dg.Definitions.validate_loadable(found)
+
+
+def test_an_asset_without_a_subscription_is_refused() -> None:
+    with pytest.raises(ValidationError, match="event_store"):
+        build_subscription_sensor([store_asset()])
