@@ -17,6 +17,7 @@ from eventsql_orchestration.bench.single import Single
 from eventsql_orchestration.bench.spark import Spark
 from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
+from eventsql_orchestration.bench.views import ViewsBenchmark
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ _ALONE: Final = (
     Retention,
     QueueBenchmark,
     Store,
+    ViewsBenchmark,
     Spark,
     Dagster,
 )

@@ -56,6 +56,10 @@ FIGURES: dict[str, list[str]] = {
         "load_100", "load_100_decoded", "load_2000_with_snapshots", "load_2000_without_snapshots",
         "load_2000_snapshots_ratio",
     ],
+    "views": [
+        "timeline_lookup", "logs_of_a_month", "rollup_hours_of_a_day", "rollup_own_buckets", "rollup_one_bucket",
+        "rollup_one_bucket_ratio", "raw_copy",
+    ],
 }  # fmt: skip
 
 LONG = {"stream --through-buffer --hold-xmin", "transfer", "consume", "buffered --in-flight 100"}

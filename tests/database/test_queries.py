@@ -46,6 +46,10 @@ OF_BLOCKS = {("forms", "broken_blocks")}
 """Statements on the table of a log in blocks, in a file for both forms."""
 
 
+FILLING = {"fill_timeline", "fill_logs"}
+"""Statements of benchmarks on tables of views."""
+
+
 def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     if file == "database/snapshot_reader":
         # Of any table: its names come with it.
@@ -55,8 +59,9 @@ def composed(file: str, name: str) -> sql.SQL | sql.Composed:
         blocks = in_room.startswith("blocks_") or (in_room, name) in OF_BLOCKS
         topic = "packed" if blocks else "orders"
         return LogQueries(in_room, "eventsql")(name, topic=topic, table=f"{topic}_{'block' if blocks else 'event'}")
-    if file == "database/views":
-        return Queries(in_room, "eventsql")(name, table="view_runs" if name == "write_log" else "view_entries")
+    if file == "database/views" or name in FILLING:
+        of_logs = name in {"write_log", "fill_logs"}
+        return Queries(in_room, "eventsql")(name, table="view_runs" if of_logs else "view_entries")
     # Leftovers are looked for in the tables that name topics.
     return Queries(in_room, "eventsql")(name, table="consumer")
 

@@ -67,3 +67,24 @@ DELETE FROM {schema}.aggregate_snapshot WHERE eql_type = %(type)s;
 
 -- delete_aggregates -- The aggregates of a benchmark of the event store.
 DELETE FROM {schema}.aggregate WHERE eql_type = %(type)s;
+
+-- fill_timeline -- The events that resources have at a time, those of neighbouring numbers far apart: as they come.
+INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_data, eql_occurred_at)
+SELECT 'tenant-' || mod(placed.place, %(tenants)s::bigint), 'resource-' || (placed.place / %(tenants)s::bigint),
+       jsonb_build_object('state', 'moved', 'number', placed.place, 'price', 12345, 'by', 'driver-17'),
+       %(at)s::timestamptz
+FROM (
+    SELECT mod(2147483647 * number, %(resources)s::bigint) AS place
+    FROM generate_series(%(first)s::bigint, %(upto)s::bigint) AS number
+) placed;
+
+-- fill_logs -- Lines of resources in turns, one for each step of time.
+INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_level, eql_line, eql_attributes, eql_written_at)
+SELECT 'tenant-' || mod(number, %(tenants)s::bigint),
+       'resource-' || mod((number / %(tenants)s::bigint), %(resources)s::bigint), 'info',
+       'step ' || number || ' of the run has ended after 12 ms', '{{"step": "load"}}',
+       %(start)s::timestamptz + (number * %(step)s::interval)
+FROM generate_series(%(first)s::bigint, %(upto)s::bigint) AS number;
+
+-- vacuum_view -- What autovacuum does soon after a view was filled.
+VACUUM (ANALYZE) {schema}.{table};

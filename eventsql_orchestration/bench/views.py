@@ -1,0 +1,213 @@
+"""Views: lookups in filled timelines and logs, totals out of a rollup's minutes, and applying events to a rollup."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from statistics import median
+from typing import ClassVar, Final
+
+from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
+from eventsql_orchestration.bench.figure import Figure, percentile, rate
+from eventsql_orchestration.bench.session import PREFIX, Session
+from eventsql_orchestration.errors import ViewNotFoundError
+from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, RollupView, Timeline, Views
+
+_TIMELINE: Final = Timeline(f"{PREFIX}timeline")
+_LOGS: Final = Logs(f"{PREFIX}logs")
+_ROLLUP: Final = Rollup(f"{PREFIX}rollup", timedelta(minutes=1), ("kind",), ("cents",))
+_VIEWS: Final = (_TIMELINE, _LOGS, _ROLLUP)
+
+_DAY: Final = timedelta(days=1)
+_HOUR: Final = timedelta(hours=1)
+_MONTH: Final = 30 * _DAY
+
+_KINDS: Final = ("placed", "accepted", "completed")
+_LOG_RESOURCES: Final = 100
+"""Resources of each tenant that have lines."""
+
+_LINES: Final = 1_000
+"""The most lines that a search gives: as many as a resource has in the month, by default."""
+
+_CHUNK: Final = 200_000
+"""Rows of one statement that fills."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ViewsBenchmark(Benchmark):
+    """Fill a timeline, logs and a rollup; read them at random places; apply events to a rollup.
+
+    The timeline has so many events of each resource of each tenant, written in turns over a month. The logs have lines
+    of 100 resources of each tenant over the same month, in partitions of a day. A lookup reads the events of one
+    resource, a search the month's lines of one resource, at most 1,000, and the totals are those of the hours of a day
+    out of minutes. Each is a call of the library, with its own round trip.
+
+    Events are applied in transactions of a batch, from threads of this process: first with a bucket for each thread,
+    then all to one bucket, with a slot for each thread.
+    """
+
+    name = "views"
+    summary = "Read timelines, logs and rollups, and apply events to a rollup."
+    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "storage"})
+
+    tenants: int = option(10, "Tenants", most=1_000, quick=2)
+    resources: int = option(100_000, "Resources of each tenant", quick=50)
+    events: int = option(10, "Events of each resource", most=10_000, quick=3)
+    lines: int = option(1_000_000, "Lines of the logs", quick=2_000)
+    lookups: int = option(2_000, "Lookups, searches and totals that are timed", quick=20)
+    applied: int = option(200_000, "Events of each measurement of the rollup", quick=800)
+    batch: int = option(1_000, "Events of a transaction", most=100_000, quick=50)
+    slots: int = workers(8, "Threads that apply events, each with a slot")
+    rounds: int = option(3, "Measurements of the rollup; the median counts", quick=1)
+
+    @property
+    def stored_events(self) -> int:
+        return self.tenants * self.resources * self.events + self.lines
+
+    def measure(self, session: Session) -> list[Figure]:
+        views = Views(session.platform.database)
+        end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+        chosen = random.Random(1)  # noqa: S311 - no secret
+        with _declared(views):
+            self._fill_timeline(session, views, end - _MONTH)
+            self._fill_logs(session, views, end - _MONTH)
+            self._fill_rollup(session, views, end - _DAY)
+            self._analyze(session)
+            timeline, logs, rollup = views.timeline(_TIMELINE), views.logs(_LOGS), views.rollup(_ROLLUP)
+
+            def tenant() -> str:
+                return f"tenant-{chosen.randrange(self.tenants)}"
+
+            def look_up() -> int:
+                return len(timeline.read(f"resource-{chosen.randrange(self.resources)}", tenant=tenant()))
+
+            def search() -> int:
+                resource = f"resource-{chosen.randrange(_LOG_RESOURCES)}"
+                return len(logs.search(resource=resource, since=end - _MONTH, until=end, limit=_LINES, tenant=tenant()))
+
+            def total() -> int:
+                return len(rollup.read(since=end - _DAY, until=end, every=_HOUR, by=(), tenant=tenant()))
+
+            figures = [
+                self._timed("timeline_lookup", look_up),
+                self._timed("logs_of_a_month", search),
+                self._timed("rollup_hours_of_a_day", total),
+            ]
+            figures += session.beside_raw_copy(lambda: self._apply(session, rollup, end))
+        return figures
+
+    # Filling
+
+    def _fill_timeline(self, session: Session, views: Views, start: datetime) -> None:
+        statement = session.queries("fill_timeline", table=_TIMELINE.table)
+        resources = self.tenants * self.resources
+        times = [start + _MONTH * number / self.events for number in range(self.events)]
+        with session.platform.database.transaction() as connection:
+            # It makes the partitions.
+            views.timeline(_TIMELINE).append(connection, [("resource", {}, at) for at in times])
+        for number, at in enumerate(times):
+            for first in range(0, resources, _CHUNK):
+                upto = min(first + _CHUNK, resources) - 1
+                values = {"tenants": self.tenants, "resources": resources, "first": first, "upto": upto, "at": at}
+                session.connection.execute(statement, values)
+                session.report("filling the timeline", number * resources + upto, resources * self.events)
+
+    def _fill_logs(self, session: Session, views: Views, start: datetime) -> None:
+        statement = session.queries("fill_logs", table=_LOGS.table)
+        days = [start + number * _DAY for number in range(_MONTH // _DAY + 1)]
+        with session.platform.database.transaction() as connection:
+            # It makes the partitions.
+            views.logs(_LOGS).write(connection, [LogEntry("resource", "", at) for at in days])
+        for first in range(0, self.lines, _CHUNK):
+            upto = min(first + _CHUNK, self.lines) - 1
+            values = {
+                "tenants": self.tenants, "resources": _LOG_RESOURCES, "first": first, "upto": upto, "start": start,
+                "step": _MONTH / self.lines,
+            }  # fmt: skip
+            session.connection.execute(statement, values)
+            session.report("filling the logs", upto, self.lines)
+
+    def _fill_rollup(self, session: Session, views: Views, start: datetime) -> None:
+        minutes = [start + number * timedelta(minutes=1) for number in range(_DAY // timedelta(minutes=1))]
+        entries = [RollupEntry(at, {"kind": kind}, {"cents": 100}) for at in minutes for kind in _KINDS]
+        for number in range(self.tenants):
+            with session.platform.database.transaction() as connection:
+                views.rollup(_ROLLUP).add(connection, entries, tenant=f"tenant-{number}")
+
+    def _analyze(self, session: Session) -> None:
+        for view in _VIEWS:
+            # As autovacuum does soon: index-only scans and estimates need it.
+            session.connection.execute(session.queries("vacuum_view", table=view.table))
+
+    # Measuring
+
+    def _timed(self, name: str, read: Callable[[], int]) -> Figure:
+        """The milliseconds of a call in the median and the 99th percentile."""
+        for _ in range(10):
+            read()
+        seconds, rows = [], 0
+        for _ in range(self.lookups):
+            started = time.perf_counter()
+            rows += read()
+            seconds.append(time.perf_counter() - started)
+        details = {"p99": percentile(sorted(seconds), 0.99) * 1_000, "rows": rows / self.lookups}
+        return Figure(name, median(seconds) * 1_000, "ms", details=details)
+
+    def _apply(self, session: Session, rollup: RollupView, at: datetime) -> list[Figure]:
+        rates: dict[str, list[float]] = {"own_buckets": [], "one_bucket": []}
+        for number in range(self.rounds):
+            for kind, found in rates.items():
+                session.report(f"applying, {kind}", number, self.rounds)
+                found.append(self._applied_rate(session, rollup, at, own=kind == "own_buckets"))
+        ratio = median(one / own for own, one in zip(rates["own_buckets"], rates["one_bucket"], strict=True))
+        return [
+            *(
+                rate(f"rollup_{kind}", median(found), rounds=found, threads=self.slots, batch=self.batch)
+                for kind, found in rates.items()
+            ),
+            Figure("rollup_one_bucket_ratio", ratio, "of own buckets"),
+        ]
+
+    def _applied_rate(self, session: Session, rollup: RollupView, at: datetime, *, own: bool) -> float:
+        transactions = max(1, self.applied // self.batch // self.slots)
+        ready = threading.Barrier(self.slots + 1)
+        database = session.platform.database
+
+        def work(slot: int) -> None:
+            dimensions = {"kind": f"kind-{slot}" if own else "kind"}
+            ready.wait()
+            for _ in range(transactions):
+                entries = [RollupEntry(at, dimensions, {"cents": number}) for number in range(self.batch)]
+                with database.transaction() as connection:
+                    rollup.add(connection, entries, slot=slot, tenant="applied")
+
+        with ThreadPoolExecutor(self.slots) as threads:
+            working = [threads.submit(work, slot) for slot in range(self.slots)]
+            ready.wait()
+            started = time.perf_counter()
+            for future in working:
+                future.result()
+            return transactions * self.slots * self.batch / (time.perf_counter() - started)
+
+
+@contextmanager
+def _declared(views: Views) -> Iterator[None]:
+    """The views of the benchmark, empty; they are dropped at its end, and where an earlier one was killed."""
+
+    def drop() -> None:
+        for view in _VIEWS:
+            with suppress(ViewNotFoundError):
+                views.drop(view.name)
+
+    drop()
+    views.declare(*_VIEWS)
+    try:
+        yield
+    finally:
+        drop()
