@@ -272,11 +272,12 @@ def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] =
         justify: Literal["right", "left"] = "right" if numeric or name in right else "left"
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
-        drawn.add_row(*(lazy.Text(_cell(row[name])) for name in shown))
+        drawn.add_row(*(lazy.Text(cell(row[name])) for name in shown))
     return drawn
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value as one line of text, for people."""
     match value:
         case None:
             return "-"
@@ -315,7 +316,7 @@ def show_fields(fields: Mapping[str, object]) -> None:
     """Write names with their values, one to a line."""
     grid = lazy.Table.grid(padding=(0, 2))
     for name, value in fields.items():
-        grid.add_row(lazy.Text(name, style="bold"), lazy.Text(_cell(value)))
+        grid.add_row(lazy.Text(name, style="bold"), lazy.Text(cell(value)))
     show(grid)
 
 

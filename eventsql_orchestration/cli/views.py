@@ -2,27 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from decimal import Decimal
-from typing import TYPE_CHECKING, Annotated, Any, Final, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
 
 import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, counted, picked, same, say, show_items, timestamp, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
+from eventsql_orchestration.cli.output import (
+    Columns,
+    cell,
+    counted,
+    picked,
+    same,
+    say,
+    show_items,
+    timestamp,
+    write,
+    write_json,
+)
+from eventsql_orchestration.cli.parameters import FILE, POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.views import Definition, RollupBucket, Views
+    from eventsql_orchestration.views import Definition, LogLine, LogsView, RollupBucket, Views
 
 _BAR: Final = 30
 """Characters of the longest bar of a rollup."""
+
+_FOLLOW_DELAY: Final = 0.5
+"""Seconds between two looks for new lines."""
 
 _NAME: Final = Name("view", lambda name: check_name("view name", name))
 
@@ -119,12 +135,21 @@ def rollup(
     since: Since,
     until: Until,
     tenant: Tenant,
+    plot: Annotated[Path | None, option("Draw counts and sums to this file: .png, .svg or .pdf.", type=FILE)],
     as_json: AsJson,
 ) -> None:
-    """Show the buckets of the rollup NAME: counts, and sum, minimum and maximum of each value."""
+    """Show the buckets of the rollup NAME: counts, and sum, minimum and maximum of each value.
+
+    --plot draws them instead, with a line for each combination of dimensions; it needs the extra [plots].
+    """
+    if plot is not None and as_json:
+        raise click.UsageError("--plot and --json exclude each other")
     with _views(context) as views:
         opened = views.rollup(_wanted(views, name, "rollup"))
         buckets = opened.read(since=since, until=until, every=every, by=by, where=dict(where), tenant=tenant)
+    if plot is not None:
+        _plot(buckets, plot, name)
+        return
     most = max((bucket.count for bucket in buckets), default=0)
 
     def bar(bucket: RollupBucket) -> str:
@@ -137,6 +162,16 @@ def rollup(
         for measure in ("sum", "min", "max"):
             columns[f"{measure} {value}"] = lambda each, of=value, what=measure: _number(getattr(each.values[of], what))
     _show(buckets, columns if as_json else {**columns, "": bar}, as_json=as_json)
+
+
+def _plot(buckets: list[RollupBucket], path: Path, name: str) -> None:
+    from eventsql_orchestration.views.plots import plot_rollup  # noqa: PLC0415 - an optional package
+
+    try:
+        plot_rollup(buckets, path, title=name)
+    except OSError as error:
+        raise click.FileError(str(path), error.strerror or str(error)) from None
+    say(f"{counted(len(buckets), 'bucket')} drawn to {path}")
 
 
 @command(short_help="Search the lines of logs.")
@@ -153,16 +188,58 @@ def logs(
     until: Until,
     tenant: Tenant,
     limit: Limit,
+    follow: Annotated[bool, option("Oldest first, and go on with new lines, until Ctrl-C.")],
     as_json: AsJson,
 ) -> None:
-    """Show the newest lines of the logs NAME, newest first."""
+    """Show the newest lines of the logs NAME, newest first.
+
+    With --follow, the last lines come oldest first, then each new line as it is committed; with --json, each is a line
+    of JSON.
+    """
+    if follow and until is not None:
+        raise click.UsageError("--follow has no end: leave out --until")
+    asked: dict[str, Any] = {
+        "resource": resource, "level": level, "attributes": dict(attribute) if attribute else None, "text": text,
+        "words": words, "tenant": tenant,
+    }  # fmt: skip
     with _views(context) as views:
-        lines = views.logs(_wanted(views, name, "logs")).search(
-            resource=resource, level=level, attributes=dict(attribute) if attribute else None, since=since, until=until,
-            text=text, words=words, tenant=tenant, limit=limit,
-        )  # fmt: skip
-    columns: Columns = {"written at": lambda each: timestamp(each.written_at), **same("resource", "level", "line")}
-    _show(lines, {**columns, "attributes": lambda each: each.attributes or None}, as_json=as_json)
+        opened = views.logs(_wanted(views, name, "logs"))
+        if follow:
+            _follow(opened, asked, since, limit, as_json=as_json)
+        lines = opened.search(**asked, since=since, until=until, limit=limit)
+    _show(lines, _LINE, as_json=as_json)
+
+
+_LINE: Final[Columns] = {
+    "written at": lambda each: timestamp(each.written_at), **same("resource", "level", "line"),
+    "attributes": lambda each: each.attributes or None,
+}  # fmt: skip
+
+
+def _follow(
+    opened: LogsView, asked: Mapping[str, Any], since: datetime | None, limit: int, *, as_json: bool
+) -> NoReturn:
+    """Print the last lines and then new ones, until the program is interrupted."""
+    # First, so that no line falls between the two.
+    follower = opened.follow(**asked)
+    last = opened.search(**asked, since=since, limit=limit)[::-1]
+    seen = {line.id for line in last}
+    _print(last, as_json=as_json)
+    while True:
+        lines = follower.poll()
+        _print([line for line in lines if line.id not in seen], as_json=as_json)
+        # A poll gives a line once, and the first one gives all that the search above has found too.
+        seen = set()
+        time.sleep(_FOLLOW_DELAY)
+
+
+def _print(lines: Iterable[LogLine], *, as_json: bool) -> None:
+    for line in lines:
+        if as_json:
+            write_json(picked(line, _fields(_LINE)), indent=None)
+        else:
+            values = [value for value in picked(line, _LINE).values() if value is not None]
+            write(" ".join(map(cell, values)) + "\n")
 
 
 @contextmanager
@@ -194,7 +271,11 @@ def _form(definition: Definition) -> str | None:
 
 def _show(items: list[Any], columns: Columns, *, as_json: bool) -> None:
     if as_json:
-        fields = {name.replace(" ", "_"): column for name, column in columns.items()}
-        write_json([picked(each, fields) for each in items])
+        write_json([picked(each, _fields(columns)) for each in items])
     else:
         show_items(items, columns)
+
+
+def _fields(columns: Columns) -> Columns:
+    """Columns under names for JSON."""
+    return {name.replace(" ", "_"): column for name, column in columns.items()}

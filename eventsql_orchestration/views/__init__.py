@@ -2,11 +2,13 @@
 
 from eventsql_orchestration.views.catalog import Retained, Views
 from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline
-from eventsql_orchestration.views.logs import LogEntry, LogLine, LogsView
+from eventsql_orchestration.views.following import LogFollower
+from eventsql_orchestration.views.log_values import LogEntry, LogLine
+from eventsql_orchestration.views.logs import LogsView
 from eventsql_orchestration.views.rollups import Measure, RollupBucket, RollupEntry, RollupView
 from eventsql_orchestration.views.timelines import TimelineEntry, TimelineView
 
 __all__ = [
-    "Definition", "LogEntry", "LogLine", "Logs", "LogsView", "Measure", "Retained", "Rollup", "RollupBucket",
-    "RollupEntry", "RollupView", "Timeline", "TimelineEntry", "TimelineView", "Views",
+    "Definition", "LogEntry", "LogFollower", "LogLine", "Logs", "LogsView", "Measure", "Retained", "Rollup",
+    "RollupBucket", "RollupEntry", "RollupView", "Timeline", "TimelineEntry", "TimelineView", "Views",
 ]  # fmt: skip

@@ -286,6 +286,8 @@ def _tables(view: Definition, table: sql.Identifier) -> Iterable[sql.Composed]:
     ).format(table)
     yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_written_at, eql_id)").format(table)
     yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_written_at, eql_id)").format(table)
+    # For `LogsView.follow`.
+    yield sql.SQL("CREATE INDEX ON {} (eql_id)").format(table)
     if view.language is not None:
         yield _words_index(table, view.language)
 

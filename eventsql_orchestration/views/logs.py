@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
@@ -20,48 +19,19 @@ from eventsql_orchestration.validation import (
     check_name,
     check_range,
     check_text,
-    check_time,
     check_whole,
     encode_json,
 )
 from eventsql_orchestration.views.definitions import Logs
+from eventsql_orchestration.views.following import LogFollower
+from eventsql_orchestration.views.log_values import LogEntry, LogLine
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
 
-DEFAULT_LEVEL: Final = "info"
-
-
-@dataclass(frozen=True, slots=True)
-class LogEntry:
-    """A line to be written. `attributes` is a JSON object. Raises `ValidationError` for what cannot be stored."""
-
-    resource: str
-    line: str
-    written_at: datetime
-    level: str = DEFAULT_LEVEL
-    attributes: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        check_name("resource", self.resource)
-        check_text("line", self.line)
-        check_time("written_at", self.written_at)
-        check_name("level", self.level)
-        self.encoded()
-
-    def encoded(self) -> str:
-        """The attributes as JSON."""
-        return encode_json(f"attributes of a line of {self.resource!r}", self.attributes)
-
-
-@dataclass(frozen=True, slots=True)
-class LogLine:
-    """A line of a resource. `id` grows in the order in which lines were stored."""
-
-    id: int
-    resource: str
-    level: str
-    line: str
-    attributes: dict[str, Any]
-    written_at: datetime
+_COLUMNS: Final = sql.SQL(
+    "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "
+    "eql_written_at AS written_at"
+)
+"""The columns of a `LogLine`."""
 
 
 @checked
@@ -117,6 +87,41 @@ class LogsView:
         range: give one of them in large logs.
         """
         check_range(since, until)
+        asked = self._asked(
+            resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
+        )
+        values = {
+            **asked, "since": since, "until": until,
+            "before_time": None if before is None else before.written_at,
+            "before_id": None if before is None else before.id,
+            "limit": check_whole("limit", limit, least=1),
+        }  # fmt: skip
+        query = _selection(
+            self.definition, self._schema, frozenset(name for name, value in values.items() if value is not None)
+        )
+        with self._table.reading() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
+            return found.execute(query, values, prepare=False).fetchall()
+
+    def follow(
+        self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,
+        text: str | None = None, words: str | None = None, tenant: str = NO_TENANT,
+    ) -> LogFollower:  # fmt: skip
+        """Follow the lines that transactions commit from now on: `poll` of the follower gives them, each once.
+
+        The arguments choose lines as those of `search` do. To show the last lines first, search after this call, and
+        leave out what both give.
+        """
+        asked = self._asked(
+            resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
+        )
+        given = frozenset(name for name, value in asked.items() if value is not None) | {"after_id"}
+        return LogFollower(self._table, _following(self.definition, self._schema, given), asked)
+
+    def _asked(
+        self, *, resource: str | None, level: str | None, attributes: Mapping[str, Any] | None, text: str | None,
+        words: str | None, tenant: str,
+    ) -> dict[str, Any]:  # fmt: skip
+        """The values of the conditions on lines, without those on time; None for what is not asked for."""
         if text is not None and not check_text("text", text):
             raise ValidationError("text to search for is empty: leave it out to find every line")
         if words is not None and (self.definition.language is None or not check_text("words", words).strip()):
@@ -125,29 +130,39 @@ class LogsView:
                 if self.definition.language is None
                 else "words to search for are empty: leave them out to find every line"
             )
-        values = {
+        return {
             "tenant": check_tenant(tenant),
             "resource": None if resource is None else check_name("resource", resource),
             "level": None if level is None else check_name("level", level),
             "attributes": None if attributes is None else encode_json("attributes", attributes),
-            "since": since,
-            "until": until,
             "pattern": None if text is None else "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%",
             "words": words,
-            "before_time": None if before is None else before.written_at,
-            "before_id": None if before is None else before.id,
-            "limit": check_whole("limit", limit, least=1),
         }
-        query = _selection(
-            self.definition, self._schema, frozenset(name for name, value in values.items() if value is not None)
-        )
-        with self._table.reading() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
-            return found.execute(query, values, prepare=False).fetchall()
 
 
 @lru_cache(maxsize=256)
 def _selection(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
-    """The statement of a search: conditions that are not asked for are left out, so that an index fits the rest."""
+    """The statement of a search."""
+    statement = sql.SQL("SELECT {columns} FROM {table} WHERE {conditions} {order} LIMIT %(limit)s").format(
+        columns=_COLUMNS,
+        table=sql.Identifier(schema, logs.table),
+        conditions=_conditions(logs, given),
+        order=sql.SQL("ORDER BY eql_written_at DESC, eql_id DESC"),
+    )
+    return sent(statement)
+
+
+@lru_cache(maxsize=256)
+def _following(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
+    """The statement that reads on by id."""
+    statement = sql.SQL("SELECT {columns} FROM {table} WHERE {conditions} ORDER BY eql_id").format(
+        columns=_COLUMNS, table=sql.Identifier(schema, logs.table), conditions=_conditions(logs, given)
+    )
+    return sent(statement)
+
+
+def _conditions(logs: Logs, given: frozenset[str]) -> sql.Composed:
+    """The conditions on lines: those that are not asked for are left out, so that an index fits the rest."""
     language = sql.Literal(f"pg_catalog.{logs.language}")
     conditions = {
         "tenant": sql.SQL("eql_tenant = %(tenant)s"),
@@ -160,17 +175,10 @@ def _selection(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
         "words": sql.SQL(
             "to_tsvector({0}::regconfig, eql_line) @@ websearch_to_tsquery({0}::regconfig, %(words)s)"
         ).format(language),
+        "after_id": sql.SQL("eql_id > %(after_id)s"),
         "before_id": sql.SQL(
             "eql_written_at <= %(before_time)s::timestamptz "
             "AND (eql_written_at, eql_id) < (%(before_time)s::timestamptz, %(before_id)s)"
         ),
     }
-    statement = sql.SQL(
-        "SELECT eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, "
-        "eql_attributes AS attributes, eql_written_at AS written_at FROM {table} WHERE {conditions} "
-        "ORDER BY eql_written_at DESC, eql_id DESC LIMIT %(limit)s"
-    ).format(
-        table=sql.Identifier(schema, logs.table),
-        conditions=sql.SQL(" AND ").join(condition for name, condition in conditions.items() if name in given),
-    )
-    return sent(statement)
+    return sql.SQL(" AND ").join(condition for name, condition in conditions.items() if name in given)

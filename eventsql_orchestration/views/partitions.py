@@ -32,6 +32,11 @@ class ViewTable:
         self._definition = definition
         self._queries = Queries("views", database.schema)
 
+    @property
+    def name(self) -> sql.Identifier:
+        """The table's qualified name."""
+        return sql.Identifier(self._database.schema, self._definition.table)
+
     def query(self, name: str) -> sql.SQL:
         """A named statement on the view's table."""
         return self._queries(name, table=self._definition.table)

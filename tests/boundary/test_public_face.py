@@ -66,7 +66,7 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
-    "ArchivedMessage", "LogLine", "Measure", "Message", "PeekedMessage", "QueueDefinition",
+    "ArchivedMessage", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "QueueDefinition",
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
     "AggregateInfo", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",

@@ -17,7 +17,7 @@ from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.lag import sparkline
-from eventsql_orchestration.cli.output import _cell, progress_bar
+from eventsql_orchestration.cli.output import cell, progress_bar
 from tests.cli.conftest import PROGRAM
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
@@ -206,8 +206,8 @@ def test_csv_gives_back_any_text(platform: EventSQL, dsn: str) -> None:
 
 
 def test_a_row_is_one_line_and_obeys_no_text() -> None:
-    assert _cell("first\nsecond\r\nthird\tend") == "first second third\\u0009end"
-    assert _cell("\x1b[31mred\x9b") == "\\u001b[31mred\\u009b"
+    assert cell("first\nsecond\r\nthird\tend") == "first second third\\u0009end"
+    assert cell("\x1b[31mred\x9b") == "\\u001b[31mred\\u009b"
 
 
 def test_the_failure_of_several_lines_stays_in_its_row(run: Run, rides: EventSQL) -> None:

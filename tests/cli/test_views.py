@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -13,6 +16,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 
 Run = Callable[..., Result]
+Start = Callable[..., subprocess.Popen[bytes]]
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 PARCELS = Timeline("parcels")
@@ -61,10 +65,66 @@ def test_a_rollup_shows_its_buckets_with_bars(run: Run) -> None:
     assert json.loads(run("rollup", "moves", "--where", "place=Lodz", "--since", "1m", "--json").stdout) == []
 
 
+def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:
+    arguments = ("rollup", "moves", "--by", "place", "--plot")
+    assert run(*arguments, tmp_path / "moves.png").exit_code == 0
+    assert (tmp_path / "moves.png").read_bytes().startswith(b"\x89PNG")
+    assert "drawn to" in run(*arguments, tmp_path / "moves.svg").stderr
+    drawn = (tmp_path / "moves.svg").read_text(encoding="utf-8")
+    for text in ("moves", "Lodz", "Gdansk", "count", "sum of grams"):
+        assert f">{text}</text>" in drawn
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        (("--plot", "moves.txt"), ".png"), (("--plot", "missing/moves.png"), "missing/moves.png"),
+        (("--plot", "moves.png", "--json"), "--json"), (("--plot", "moves.png", "--since", "1m"), "no buckets"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_drawn_is_refused(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, ...], word: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run("rollup", "moves", *wrong)
+    assert result.exit_code != 0
+    assert word in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_logs_are_searched(run: Run) -> None:
     found = json.loads(run("logs", "tracking", "--words", "arrived", "--attribute", "place=Lodz", "--json").stdout)
     assert [line["written_at"] for line in found] == ["2026-01-02T12:01:00+00:00", "2026-01-02T12:00:00+00:00"]
     assert "arrived at Gdansk" in run("logs", "tracking", "--limit", 1).stdout
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_logs_are_followed(start: Start, platform: EventSQL, views: Views, *, as_json: bool) -> None:
+    process = start("logs", "tracking", "--follow", "--limit", 2, *["--json"] * as_json)
+    assert process.stdout is not None
+    try:
+        # The last lines show that the program follows.
+        last = [process.stdout.readline().decode() for _ in range(2)]
+        with platform.database.transaction() as connection:
+            entry = LogEntry("7", "two\nlines", NOON, attributes={"a": 1})
+            views.logs(TRACKING).write(connection, [entry])
+        new = process.stdout.readline().decode()
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=60)
+    if as_json:
+        assert [json.loads(line)["line"] for line in last] == ["arrived at Lodz", "arrived at Gdansk"]
+        assert json.loads(new)["attributes"] == {"a": 1}
+    else:
+        assert last[1] == '2026-01-02T12:02:00+00:00 7 info arrived at Gdansk {"place": "Gdansk"}\n'
+        assert new == '2026-01-02T12:00:00+00:00 7 info two lines {"a": 1}\n'
+
+
+def test_following_has_no_end(run: Run) -> None:
+    result = run("logs", "tracking", "--follow", "--until", "1h")
+    assert result.exit_code == 2
+    assert "--until" in result.stderr
 
 
 def test_another_kind_of_view_is_named(run: Run) -> None:

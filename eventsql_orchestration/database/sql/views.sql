@@ -52,3 +52,15 @@ FROM unnest(
     %(resources)s::text[], %(levels)s::text[], %(lines)s::text[], %(attributes)s::text[], %(written_at)s::timestamptz[]
 ) WITH ORDINALITY AS written (resource, level, line, attributes, written_at, position)
 ORDER BY written.position;
+
+-- newest_line -- The largest id of a log's lines; 0 without one.
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{table};
+
+-- log_writers -- The open transactions that may have written to a log.
+SELECT DISTINCT l.virtualtransaction
+FROM pg_locks l
+WHERE l.locktype = 'relation'
+  AND l.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND l.relation = %(relation)s::regclass
+  AND l.mode = 'RowExclusiveLock'
+  AND l.granted;

@@ -1,0 +1,90 @@
+"""Following logs: the lines that transactions commit from now on, each once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from psycopg.rows import class_row
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.views.log_values import LogLine
+from eventsql_orchestration.views.partitions import ViewTable
+
+LOOKBACK: Final = 10_000
+"""How many ids before the newest line may belong to transactions that were open when the following began."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Ids up to `newest` are decided once all of these `writers` have ended."""
+
+    newest: int
+    writers: set[str]
+
+
+@checked
+class LogFollower:
+    """Gives the lines of logs that match, and that were committed after the follower was made, each once.
+
+    Lines draw their ids before their transactions commit. So the follower reads again what lies beyond the last id
+    below which no transaction is open; lines of a transaction come after its commit, whatever was given before. Of a
+    transaction that was open already when the follower was made, the last 10,000 ids of the logs count.
+
+    `LogsView.follow` makes one. It belongs to one thread.
+    """
+
+    def __init__(self, table: ViewTable, query: bytes, values: Mapping[str, Any]) -> None:
+        self._table = table
+        self._query = query
+        self._values = values
+        self._pending: _Pending | None = None
+        self._given: set[int] = set()
+        with table.reading() as connection:
+            newest = self._newest(connection)
+            self._settled = max(0, newest - LOOKBACK) if self._writers(connection) else newest
+        self.poll()
+
+    def poll(self) -> list[LogLine]:
+        """The lines that were committed since the last call, in the order of their ids; empty without any.
+
+        Raises database errors, and `ViewNotFoundError` if the logs were dropped.
+        """
+        with self._table.reading() as connection:
+            # In this order: ids up to `newest` belong to transactions that are among `writers` or have ended, and then
+            # their lines are in the snapshot of the query.
+            newest = self._newest(connection)
+            writers = self._writers(connection)
+            with connection.cursor(row_factory=class_row(LogLine)) as cursor:
+                values = {**self._values, "after_id": self._settled}
+                found = cursor.execute(self._query, values, prepare=False).fetchall()
+        lines = [line for line in found if line.id not in self._given]
+        self._given.update(line.id for line in lines)
+        self._settle(newest, writers)
+        return lines
+
+    def _settle(self, newest: int, writers: set[str]) -> None:
+        """Move the id below which nothing is read again."""
+        pending = self._pending
+        if not writers:
+            self._settled, self._pending = newest, None
+        elif pending is None:
+            self._pending = _Pending(newest, writers)
+        else:
+            # A prepared transaction had another name before it was prepared.
+            pending.writers |= {writer for writer in writers if writer.startswith("-1/")}
+            if pending.writers.isdisjoint(writers):
+                self._settled, self._pending = pending.newest, _Pending(newest, writers)
+        self._given = {given for given in self._given if given > self._settled}
+
+    def _newest(self, connection: Connection) -> int:
+        (newest,) = fetch_one(connection, self._table.query("newest_line"), prepare=False)
+        return int(newest)
+
+    def _writers(self, connection: Connection) -> set[str]:
+        relation = self._table.name.as_string(connection)
+        rows = fetch_all(connection, self._table.query("log_writers"), {"relation": relation}, prepare=False)
+        return {writer for (writer,) in rows}
