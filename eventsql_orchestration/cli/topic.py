@@ -325,6 +325,32 @@ def erasures(
 
 
 @command(topic)
+def compact(
+    context: CliContext,
+    *,
+    topic: TopicName,
+    execute: Annotated[bool, option("Merge them; without this, the plan is shown and nothing is changed.")],
+    as_json: AsJson,
+) -> None:
+    """Merge the small blocks in the log of TOPIC: a plan and, with --execute, the compaction.
+
+    A topic that is published to one event at a time has small blocks. Offsets, times and contents of events stay, and
+    publishers and consumers go on. The newest 20,000 offsets may stay as they are. `eventsql transfer` does it once a
+    minute, and Dagster's housekeeping once an hour.
+    """
+    with context.platform() as platform:
+        done = platform.compactor.execute(topic) if execute else platform.compactor.plan(topic)
+    if as_json:
+        write_json({**asdict(done), "executed": execute})
+    else:
+        show_fields(
+            picked(done, {"small blocks": "blocks", **same("events"), **({"merged into": "into"} if execute else {})})
+        )
+    if not execute:
+        say("a plan, nothing is merged: run it again with --execute")
+
+
+@command(topic)
 def retain(
     context: CliContext,
     topics: Annotated[tuple[str, ...], argument(nargs=-1, metavar="[TOPIC]...", required=False)],

@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.dead_letters import (
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ShardError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.maintenance.compaction import Compaction
 from eventsql_orchestration.maintenance.erasure import Erasure, ErasureRecord
 from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
 from eventsql_orchestration.maintenance.seek import Choose, Move
@@ -287,6 +288,36 @@ class ClusterEraser:
         for shard, records in self._cluster.each_up(lambda shard: shard.eraser.records(topic, key=key, limit=limit)):
             found += [replace(each, shard=shard.name) for each in records]
         return sorted(found, key=lambda record: record.started_at, reverse=True)[:limit]
+
+
+@checked
+class ClusterCompactor:
+    """Merges the small blocks that single publications leave in a log in blocks."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def plan(self, topic: str) -> Compaction:
+        """Count the blocks that `execute` would merge, without writing. Raises as `execute`."""
+        return self._merged(self._cluster.fan_out(lambda shard: shard.compactor.plan(topic)))
+
+    def execute(self, topic: str) -> Compaction:
+        """Merge the small blocks of `topic` into larger ones. Events keep their offsets, times and contents.
+
+        Publishers, transfers and consumers go on. The newest 20,000 offsets of a log may stay as they are. If it is
+        interrupted, call it again. Retention compacts all topics, too, some seconds at a time.
+
+        All shards must be up. Raises `TopicNotFoundError`, `RegistryError` for a topic in rows, and `DatabaseBusyError`
+        if an erasure or a retention is in the way for 30 seconds.
+        """
+        return self._merged(self._cluster.fan_out(lambda shard: shard.compactor.execute(topic)))
+
+    def _merged(self, found: Mapping[Shard, Compaction]) -> Compaction:
+        first, *others = found.values()
+        for each in others:
+            into = None if first.into is None or each.into is None else first.into + each.into
+            first = replace(first, blocks=first.blocks + each.blocks, events=first.events + each.events, into=into)
+        return first
 
 
 @checked

@@ -11,6 +11,7 @@ from typing import Any, Literal, Unpack
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.capture.captures import Capture, Captures
 from eventsql_orchestration.client.admin import (
+    ClusterCompactor,
     ClusterDeadLetters,
     ClusterEraser,
     ClusterLag,
@@ -90,6 +91,7 @@ class EventSQL:
         self.dead_letters = ClusterDeadLetters(self._cluster)
         self.transfer = ClusterTransfer(self._cluster, self._barriers)
         self.repartitioner = ClusterRepartitioner(self._cluster)
+        self.compactor = ClusterCompactor(self._cluster)
         self.eraser = ClusterEraser(self._cluster)
         self.retention = ClusterRetainer(self._cluster)
         self.consumers = ClusterConsumers(self._cluster, self.registry, self._barriers)

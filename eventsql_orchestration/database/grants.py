@@ -154,7 +154,7 @@ _ERASE_BLOCKS: Final = (*_READ_LOG, "UPDATE (eql_values, eql_metadata) ON {log}"
 
 _WRITE_BLOCKS: Final = (
     "INSERT ON {log}",
-    "SELECT (eql_id, eql_events, eql_buffered_at, eql_created_at) ON {log}",
+    "SELECT (eql_id, eql_events, eql_span, eql_entered, eql_buffered_at, eql_created_at) ON {log}",
     "USAGE ON SEQUENCE {ids}",
 )
 """The rights of the transfer on a log in blocks."""

@@ -3,9 +3,10 @@
 A file is a sequence of `-- name -- description` headers, each followed by one statement. The description may go on in
 comment lines. `{schema}` and names such as `{table}` are composed as identifiers; values are always parameters.
 
-`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A file that
-begins with `-- parts of other` has the parts of that file, too. A statement
-with `{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
+`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A part
+`-- part name of given -- description` is contained as `{name of expression}`, and has the expression where it says
+`{given}`. A file that begins with lines `-- parts of other` has the parts of these files, too. A statement with
+`{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
 """
 
 from __future__ import annotations
@@ -13,13 +14,15 @@ from __future__ import annotations
 import re
 from functools import cache
 from importlib import resources
-from typing import Final
+from typing import Final, NamedTuple
 
 from psycopg import sql
 
 from eventsql_orchestration.qualification import qualified
 
-_HEADER: Final = re.compile(r"^-- (?P<part>part )?(?P<name>[a-z_]+) --(?P<description>.*)$", re.MULTILINE)
+_HEADER: Final = re.compile(
+    r"^-- (?P<part>part )?(?P<name>[a-z_]+)(?: of (?P<given>[a-z]+))? --(?P<description>.*)$", re.MULTILINE
+)
 
 _PARTS_OF: Final = re.compile(r"-- parts of (?P<file>[a-z_]+)\n")
 
@@ -30,14 +33,31 @@ def _statements(file: str, room: str = __package__) -> dict[str, str]:
     return _read(file, room)[1]
 
 
+class _Part(NamedTuple):
+    """A text of statements. `given` is the name of the expression that it takes; None if it takes none."""
+
+    text: str
+    given: str | None
+
+    def put(self, name: str, into: str) -> str:
+        """A statement with this part, called `name`, in the places that name it."""
+        if self.given is None:
+            return into.replace(f"{{{name}}}", self.text)
+        place = f"{{{self.given}}}"
+        return re.sub(rf"\{{{name} of ([^{{}}]+)\}}", lambda found: self.text.replace(place, found[1]), into)
+
+
 @cache
-def _read(file: str, room: str) -> tuple[dict[str, str], dict[str, str]]:
+def _read(file: str, room: str) -> tuple[dict[str, _Part], dict[str, str]]:
     """The parts and the statements of a file, by their names."""
     text = resources.files(room).joinpath("sql", f"{file}.sql").read_text(encoding="utf-8")
     headers = list(_HEADER.finditer(text))
     ends = [header.start() for header in headers[1:]] + [len(text)]
-    others = _PARTS_OF.match(text)
-    parts: dict[str, str] = {} if others is None else dict(_read(others["file"], room)[0])
+    parts: dict[str, _Part] = {}
+    start = 0
+    while others := _PARTS_OF.match(text, start):
+        parts.update(_read(others["file"], room)[0])
+        start = others.end()
     statements: dict[str, str] = {}
     for header, end in zip(headers, ends, strict=True):
         name = header["name"]
@@ -47,12 +67,16 @@ def _read(file: str, room: str) -> tuple[dict[str, str], dict[str, str]]:
         # Further lines of the description would travel to the server with every call.
         lines = [line for line in text[header.end() : end].splitlines() if not line.startswith("--")]
         body = "\n".join(lines).strip().removesuffix(";")
-        for part, contents in parts.items():
-            body = body.replace(f"{{{part}}}", contents)
-
         if header["part"]:
-            parts[name] = body
+            parts[name] = _Part(body, header["given"])
             continue
+
+        # A part may contain others, and so may the expression that it is given.
+        before = None
+        while body != before:
+            before = body
+            for part, contents in parts.items():
+                body = contents.put(part, body)
         statements[name] = qualified(body.replace(_IN_PARTITION, ""))
         if _IN_PARTITION in body:
             one = body.replace(_IN_PARTITION, "eql_partition = %(partition)s AND ")

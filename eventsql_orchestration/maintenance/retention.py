@@ -19,6 +19,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
+from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
@@ -70,8 +71,9 @@ class _Content:
 class Retainer:
     """Drops old segments of topics, by the `Retention` of each."""
 
-    def __init__(self, database: Database, registry: Registry, dead_letters: DeadLetters) -> None:
+    def __init__(self, database: Database, registry: Registry, dead_letters: DeadLetters, compactor: Compactor) -> None:
         self._database = database
+        self._compactor = compactor
         self._dead_letters = dead_letters
         self._registry = registry
         self._leftovers = Leftovers(database)
@@ -115,12 +117,13 @@ class Retainer:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
-        """Drop due segments every `every` seconds until `stop` is set. An error is logged, and the next run tries
-        again.
+        """Drop due segments and compact logs every `every` seconds until `stop` is set. An error is logged, and the
+        next run tries again.
         """
         while not stop.wait(every):
             try:
                 self.run_once()
+                self._compactor.run_once()
             except EventSQLError as error:
                 logger.warning("old segments are kept for now: %s", error)
             except Exception:

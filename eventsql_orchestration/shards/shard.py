@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming.lag import ConsumerLag, LagReader
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
 from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
+from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import Eraser
 from eventsql_orchestration.maintenance.repartitioning import Repartitioner
 from eventsql_orchestration.maintenance.retention import Retainer
@@ -68,7 +69,8 @@ class Shard:
         self.layouts = Layouts(self.database)
         self.repartitioner = Repartitioner(self.database, self.registry, self.transfer, announce=self.announce)
         self.eraser = Eraser(self.database, self.registry)
-        self.retention = Retainer(self.database, self.registry, self.dead_letters)
+        self.compactor = Compactor(self.database, self.registry)
+        self.retention = Retainer(self.database, self.registry, self.dead_letters, self.compactor)
         self.consumers = Consumers(self.database, self.registry, self.dead_letters, listener=self.listener)
         self.claims = Claims(self.database, self.dead_letters)
         self.seeker = Seeker(self.database, self.registry, announce=self.announce)

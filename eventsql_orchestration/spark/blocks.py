@@ -22,10 +22,10 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
     The blocks are rows of `copy_out.blocks_query`. Raises `BrokenBlockError` for an array of another length than its
     block's number of events.
     """
-    last, events, partition, published, *lists = batch.columns
+    last, events, partition, published, span, places, *lists = batch.columns
     marks = lists.pop() if "value" in columns else None
     arrays = dict(zip((name for name in columns if name in ARRAYS), lists, strict=True))
-    for array in arrays.values():
+    for array in (places, *arrays.values()):
         _check_lengths(array, events, last, partition, offsets.topic)
 
     ends = pc.cumulative_sum(events.cast(pa.int32()))
@@ -37,10 +37,14 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
     # The place of an event in the batch, and how much more its offset is.
     place = pc.cumulative_sum(pa.repeat(pa.scalar(1, pa.int64()), total))
     further = pc.subtract(pc.subtract(last, events), starts).take(block)
+    offset = pc.add(place, further)
+    gapped = _elements(places, events)
+    if gapped is not None:
+        offset = pc.coalesce(pc.add(gapped, pc.subtract(last, span).take(block)), offset)
     found: dict[str, Any] = {}
     for name in columns:
         if name == "offset":
-            found[name] = pc.add(place, further)
+            found[name] = offset
         elif name == "partition":
             found[name] = partition.take(block)
         elif name == "timestamp":
@@ -59,6 +63,9 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
         found["value"] = pc.if_else(erased, None, found["value"])
 
     whole = pa.RecordBatch.from_arrays(list(found.values()), names=list(found))
+    if gapped is not None:
+        inside = pc.and_(pc.greater(offset, offsets.after), pc.less_equal(offset, offsets.upto))
+        return whole.filter(inside)
     before = max(0, offsets.after - (last[0].as_py() - events[0].as_py()))
     behind = max(0, last[-1].as_py() - offsets.upto)
     return whole.slice(before, total - before - behind)

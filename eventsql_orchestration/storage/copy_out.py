@@ -28,7 +28,7 @@ _EXPRESSIONS: Final = {
 }
 
 MOST_EVENTS: Final = 20_000
-"""The most events of a block, as its table's constraint has it."""
+"""The most events and ids of a block, as its table's constraints have it."""
 
 _OF_BLOCKS: Final = "_block"
 """The end of the names of tables of blocks; those of rows end with `_event`."""
@@ -87,15 +87,16 @@ def in_blocks(table: str) -> bool:
 
 
 def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequence[str]) -> str:
-    """The blocks that have events of a range, in order: last offset, number of events, partition, time, and arrays.
+    """The blocks that may have events of a range, in order: last offset, events, partition, time, span, and arrays.
 
-    The arrays are those of `columns` that are in `ARRAYS`, in that order; with the values, then the metadata that may
-    mark an empty value as erased. The first and the last block may have events outside the range.
+    The arrays are the places of events with gaps in their ids; those of `columns` that are in `ARRAYS`, in that order;
+    with the values, then the metadata that may mark an empty value as erased. The blocks may have events outside the
+    range.
     """
     arrays = [sql.SQL(ARRAYS[name]) for name in columns if name in ARRAYS]
     if "value" in columns:
         arrays.append(_MARKS)
-    selected = [sql.SQL("eql_id, eql_events, eql_partition, eql_buffered_at"), *arrays]
+    selected = [sql.SQL("eql_id, eql_events, eql_partition, eql_buffered_at, eql_span, eql_places"), *arrays]
     query = sql.SQL("SELECT {} FROM {} WHERE {} ORDER BY eql_id")
     where = _near(offsets)
     return qualified(query.format(sql.SQL(", ").join(selected), sql.Identifier(schema, table), where).as_string())
@@ -109,8 +110,8 @@ def event_query(schema: str, table: str, offset: int) -> str:
 _SOURCES: Final = {"eql_value": "eql_values", "eql_key": "eql_keys", "eql_metadata": "eql_metadata"}
 """The columns of events that are arrays in blocks, and these arrays."""
 
-_NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - eql_events < {upto}")
-"""The blocks that a range has events of: a block has at most 20,000."""
+_NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - coalesce(eql_span, eql_events) < {upto}")
+"""The blocks that may have events of a range: a block has at most 20,000 ids."""
 
 
 def _near(offsets: OffsetRange) -> sql.Composed:
@@ -132,8 +133,12 @@ def _events_of_blocks(schema: str, table: str, offsets: OffsetRange, needed: str
         names.append(sql.SQL("published"))
     # An array that always has an element for each event.
     arrays.append(sql.SQL("array_fill(NULL::boolean, ARRAY[b.eql_events])"))
-    names += [sql.SQL("nothing"), sql.SQL("number")]
-    columns = [sql.SQL("b.eql_id - b.eql_events + e.number AS eql_id"), sql.SQL("b.eql_partition")]
+    arrays.append(sql.SQL("b.eql_places"))
+    names += [sql.SQL("nothing"), sql.SQL("place"), sql.SQL("number")]
+    columns = [
+        sql.SQL("b.eql_id - coalesce(b.eql_span, b.eql_events) + coalesce(e.place, e.number) AS eql_id"),
+        sql.SQL("b.eql_partition"),
+    ]
     columns += [
         sql.SQL("coalesce(e.eql_metadata, '{}'::json) AS eql_metadata" if name == "eql_metadata" else f"e.{name}")
         for name in wanted

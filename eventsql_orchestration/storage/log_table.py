@@ -79,7 +79,7 @@ def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: str, 
     name = sql.Identifier(schema, block_table(topic)).as_string(connection)
     if fetch_first(connection, queries("exists"), {"name": name}) == (True,):
         raise RegistryError(f"topic {topic!r} cannot be kept in blocks: there is a table {name} already. Rename it")
-    steps = ["create_blocks", "store_apart", "create_view", "refuse_rows"]
+    steps = ["create_blocks", "store_apart", "create_gap_index", "create_view", "refuse_rows"]
     for step in steps + (["create_partition_index"] if partitioned else []):
         connection.execute(queries(step, topic=topic))
     log_form.learn(connection, schema, topic, blocks=True)

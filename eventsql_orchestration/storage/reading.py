@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import repeat
+from itertools import islice, repeat
+from operator import attrgetter, lt
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -71,7 +72,8 @@ class LogReader:
         blocks = in_blocks(connection, self._schema, topic)
         query = self._queries(_of("read", partition), topic=topic, blocks=blocks)
         if blocks:
-            return _read_blocks(cursor, query, topic, values)
+            between = self._queries("read_between", topic=topic, blocks=True)
+            return _read_blocks(cursor, query, between, topic, values)
         cursor.execute(query, values, binary=True, prepare=False)
         return [Event(topic, *row) for row in cursor.fetchall()]
 
@@ -117,7 +119,7 @@ class LogReader:
         self, connection: Connection, topic: str, *, partition: int, after: int, upto: int, limit: int
     ) -> Waiting:
         """The next events of a range, at most `limit`, without their content."""
-        values: dict[str, object] = {"after": after, "upto": upto, "limit": limit}
+        values: dict[str, object] = {"after": after, "upto": upto, "most": limit}
         return Waiting(*self._row(connection, "waiting", topic, partition, values))
 
     def seconds_behind(
@@ -125,7 +127,7 @@ class LogReader:
     ) -> float | None:
         """Seconds since the first event after an offset was published; None without one."""
         query = self._queries.on(connection, _of("oldest", partition), topic)
-        values = {"partition": partition, "after": after}
+        values = {"partition": partition, "after": after, "upto": MAX_OFFSET}
         row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else float(row[0])
 
@@ -139,7 +141,7 @@ class LogReader:
         upto: int = MAX_OFFSET,
     ) -> int | None:  # fmt: skip
         """The offset of the `n`-th event of a range, counted from 1; None if the range has fewer."""
-        values = {"partition": partition, "after": after, "upto": upto, "skip": n - 1}
+        values = {"partition": partition, "after": after, "upto": upto, "most": n}
         query = self._queries.on(connection, _of("nth", partition), topic)
         row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else int(row[0])
@@ -166,31 +168,49 @@ def _of(name: str, partition: int) -> str:
     return name if partition == NOT_PARTITIONED else f"{name}_partition"
 
 
-def _read_blocks(cursor: psycopg.Cursor[Any], query: sql.SQL, topic: str, values: dict[str, Any]) -> list[Event]:
-    """The events of a range of a log in blocks."""
+def _read_blocks(
+    cursor: psycopg.Cursor[Any], query: sql.SQL, between: sql.SQL, topic: str, values: dict[str, Any]
+) -> list[Event]:
+    """The events of a range of a log in blocks; `between` is the statement for blocks that lie between each other."""
     events: list[Event] = []
     limit: int | None = values["limit"]
     blocks = None if limit is None else _FIRST_BLOCKS
+    whole = values["partition"] == NOT_PARTITIONED
     while True:
         left = None if limit is None else limit - len(events)
         cursor.execute(query, {**values, "limit": left, "blocks": blocks}, binary=True, prepare=False)
         rows = cursor.fetchall()
-        for row in rows:
-            events += _events_of_block(topic, *row)
-        if blocks is None or len(rows) < blocks or len(events) == limit:
+        more = bool(rows and rows[0][-1])
+        if more and query is not between and whole:
+            query = between
+            continue
+        found = [event for *block, _ in rows for event in _events_of_block(topic, *block)]
+        if query is between:
+            # Events of other partitions lie in the gaps.
+            found.sort(key=attrgetter("id"))
+        events += found
+        if blocks is None or len(events) == limit or (not more and len(rows) < blocks):
             return events
-        # Whole blocks were read so far.
+        # All events up to the last one were read.
         values["after"] = events[-1].id
         blocks *= _MORE
 
 
 def _events_of_block(  # noqa: PLR0917 - in the order of the columns
-    topic: str, first: int, partition: int, events: int, buffered_at: int, created_at: int,
+    topic: str, base: int, partition: int, nth: int, events: int, buffered_at: int, created_at: int,
     keys: list[str | None] | None, contents: list[bytes | None], metadata: list[str] | None, times: list[int] | None,
+    places: list[int] | None, entered: list[int] | None,
 ) -> list[Event]:  # fmt: skip
-    whole = len(contents) == events and all(array is None or len(array) == events for array in (keys, metadata, times))
-    if not whole:
-        raise BrokenBlockError(topic=topic, partition=partition, first=first)
+    ids: Iterable[int] = range(base + nth + 1, base + nth + 1 + events)
+    whole = len(contents) == events
+    if places is not None:
+        ids = [base + place for place in places]
+        # Ids that do not ascend would be read twice, or never.
+        whole = whole and all(map(lt, ids, islice(ids, 1, None)))
+    if not whole or any(
+        array is not None and len(array) != events for array in (keys, metadata, times, places, entered)
+    ):
+        raise BrokenBlockError(topic=topic, partition=partition, first=base + nth + 1)
     if metadata is not None and b"" in contents:
         contents = [
             None if value == b"" and text.startswith(ERASED) else value
@@ -198,9 +218,8 @@ def _events_of_block(  # noqa: PLR0917 - in the order of the columns
         ]  # fmt: skip
     return list(
         map(
-            Event, repeat(topic), range(first, first + events), repeat(partition),
-            repeat(None, events) if keys is None else keys, contents,
-            repeat(buffered_at) if times is None else times, repeat(created_at),
+            Event, repeat(topic), ids, repeat(partition), repeat(None, events) if keys is None else keys, contents,
+            repeat(buffered_at) if times is None else times, repeat(created_at) if entered is None else entered,
             repeat("{}") if metadata is None else metadata,
         )
     )  # fmt: skip

@@ -56,7 +56,7 @@ def test_the_help_lists_the_commands_that_are_there(invoke: Run) -> None:
 @pytest.mark.parametrize(
     "command",
     ["migrate", "doctor", "publish", "transfer", "consume", "tail", "lag", "topic create", "topic list",
-     "topic describe", "topic alter", "topic retain",
+     "topic describe", "topic alter", "topic retain", "topic compact",
      "topic delete", "consumer create", "consumer list", "consumer describe", "consumer delete",
      "consumer pause", "consumer resume", "dlt list", "dlt show", "dlt redrive", "seek", "trace",
      "bench stream", "bench all", "backfill run", "backfill list", "backfill delete", "server status", "server url",

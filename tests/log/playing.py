@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError, ShardError
 from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.storage import compacting
 from tests import worker
 from tests.log.numbered import TOPIC, NumberedPublisher, Progress
 from tests.worker import record
@@ -125,6 +126,19 @@ def transfer(urls: str) -> None:
 
     thread = threading.Thread(target=move)
     shards.attend(thread.start, end)
+
+
+def compact(urls: str) -> None:
+    """Merge small blocks again and again, in windows that are small enough for the run, until told to end."""
+    compacting.WINDOW_IDS = 500  # type: ignore[misc]  # most runs have fewer events than a window
+    shards = Shards(urls)
+
+    def work(platform: EventSQL) -> bool:
+        platform.compactor.execute(TOPIC)
+        time.sleep(0.05)
+        return True
+
+    shards.until_told(work)
 
 
 def consume(urls: str, consumer: str, most: str) -> None:
@@ -248,7 +262,7 @@ def make_tables(dsn: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (publish, transfer, consume, consume_leased, consume_claims, follow)
+    role.__name__: role for role in (publish, transfer, compact, consume, consume_leased, consume_claims, follow)
 }
 
 

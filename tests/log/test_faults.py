@@ -12,7 +12,7 @@ from tests.log import faults, plan, verdict
 from tests.log.plan import Settings
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=150.0)
-IN_BLOCKS = replace(SMALL, events=6_000, kills=8, restarts=1, repartitionings=2, storage="blocks")
+IN_BLOCKS = replace(SMALL, events=6_000, kills=11, restarts=1, repartitionings=2, storage="blocks")
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2

@@ -32,7 +32,7 @@ from eventsql_orchestration.model import STORAGES, Retention, Storage
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.publishing.publisher import STRAIGHT_LEAST
 from eventsql_orchestration.publishing.transfer import Transfer
-from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage import compacting, segments
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Position, ShiftBy
 from eventsql_orchestration.topics.partitioner import default_partition
 
@@ -735,6 +735,13 @@ class LogMachine(RuleBasedStateMachine):
                 assert force or not unread or not gone or unread[0].id > gone[-1].id, "dropped before it was read"
         del topic.log[: len(gone)]
 
+    @precondition(lambda self: self.storage == "blocks")
+    @rule(place=places)
+    def compact(self, place: int) -> None:
+        topic = self.topics[place % len(self.topics)]
+        compacted = self.platform.compactor.execute(topic.name)
+        assert compacted.blocks >= 4 * (compacted.into or 0)
+
     # What holds after each step
 
     @invariant()
@@ -838,6 +845,7 @@ def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
     monkeypatch.setattr(log_writer, "MOST_BUFFERED", 60)
     transfer = Transfer(platform.database, batch=50)
     monkeypatch.setattr(platform, "transfer", transfer)
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 20)
     # A failed event is due again at once.
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.0)
     with platform.database.connection() as connection:

@@ -21,6 +21,7 @@ from eventsql_orchestration.publishing import block_format, copy_format
 from eventsql_orchestration.publishing.block_format import encode_blocks
 from eventsql_orchestration.storage import copy_out, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.compacting import LogCompactor
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
 from tests.fixtures import Sessions
@@ -30,6 +31,7 @@ NOON = datetime(2024, 3, 1, 12, tzinfo=UTC)
 PARTITIONS = 3
 
 appender, reader, ranges = LogAppender(SCHEMA), LogReader(SCHEMA), LogRanges(SCHEMA)
+compactor = LogCompactor(SCHEMA, "blocks")
 
 
 def publication(number: int, partition: int, rng: random.Random) -> Publication:
@@ -70,8 +72,21 @@ def both(
 ) -> Both:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 50)
     monkeypatch.setattr(reading, "_FIRST_BLOCKS", 2)
-    rng = random.Random(request.param)
-    return Both(session, rng, fill(platform, session, rng, blocks=30))
+    seed, compacted = request.param
+    rng = random.Random(seed)
+    both = Both(session, rng, fill(platform, session, rng, blocks=30))
+    if compacted:
+        # Blocks of three partitions with gaps, beside others that stay.
+        for after in range(rng.randrange(20), both.events, 70):
+            of = rng.sample(range(PARTITIONS), rng.randrange(1, PARTITIONS + 1))
+            with session.transaction():
+                merged = compactor.merge(session, after=after, upto=after + rng.randrange(1, 70), partitions=of)
+            assert merged.events == merged.kept
+        assert session.execute("SELECT count(*) > 0 FROM eventsql.blocks_block WHERE eql_span > 0").fetchone() == (
+            True,
+        )
+    assert log_table.broken_blocks(session, SCHEMA, "blocks") == []
+    return both
 
 
 @dataclass
@@ -128,7 +143,8 @@ def copied(
     return session.execute(query.encode()).fetchall()
 
 
-SEEDS = pytest.mark.parametrize("both", range(3), indirect=True)
+SEEDS = pytest.mark.parametrize("both", [(0, False), (1, False), (0, True), (1, True), (2, True)], indirect=True)
+"""Each with a random log, compacted or not."""
 
 
 @SEEDS
@@ -178,7 +194,8 @@ def test_sql_and_copies_give_the_same_events_in_both_forms(both: Both) -> None:
             ["key", "value", "partition", "offset", "timestamp", "headers"], both.rng.randrange(1, 7)
         )
         rows: list[str] = both.rng.choice([[], ["eql_key = 'k'"], ["eql_value = ''"]])
-        both.same(copied, (partition, max(after, 0), max(upto, after, 0)), columns, rows)
+        # The blocks of a whole topic may lie between each other.
+        both.same(copied, (max(partition, 0), max(after, 0), max(upto, after, 0)), columns, rows)
 
 
 def test_a_publication_of_many_events_is_a_block_for_each_partition(platform: EventSQL, session: Connection) -> None:
@@ -327,3 +344,60 @@ def test_a_writer_that_is_killed_within_a_block_leaves_nothing(platform: EventSQ
     assert platform.reader.read("orders") == []
     platform.publisher.publish_all([Publication("orders", b"after")] * 60)
     assert [event.id for event in platform.reader.read("orders")] == list(range(901, 961))
+
+
+def test_an_upgrade_gives_logs_in_blocks_the_columns_of_gaps(platform: EventSQL, session: Connection, dsn: str) -> None:
+    platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
+    for each in range(8):
+        platform.publisher.publish(Publication("orders", b"%d" % each, partition=each % 2))
+        platform.transfer.run_once()
+    before = platform.reader.read("orders")
+    session.execute("DROP VIEW eventsql.orders_event")
+    session.execute(
+        "ALTER TABLE eventsql.orders_block DROP COLUMN eql_span CASCADE, DROP COLUMN eql_places CASCADE, "
+        "DROP COLUMN eql_entered CASCADE"
+    )
+    session.execute(
+        "CREATE VIEW eventsql.orders_event AS SELECT b.eql_id - b.eql_events + e.number AS eql_id, b.eql_partition, "
+        "e.key AS eql_key, e.value AS eql_value, coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at, "
+        "b.eql_created_at, coalesce(e.metadata, '{}'::json) AS eql_metadata FROM eventsql.orders_block b "
+        "CROSS JOIN LATERAL unnest(b.eql_values, b.eql_keys, b.eql_metadata, b.eql_times) "
+        "WITH ORDINALITY AS e (value, key, metadata, published, number)"
+    )
+    session.execute("UPDATE eventsql.schema_version SET version_num = '0029'")
+    with EventSQL(dsn, transfer=False) as upgraded:
+        upgraded.open()
+        compacted = LogCompactor(SCHEMA, "orders").merge(session, after=0, upto=8, partitions=[0, 1])
+        assert (compacted.blocks, compacted.into) == (8, 2)
+        assert [event.value for event in upgraded.reader.read("orders")] == [event.value for event in before]
+    assert log_table.broken_blocks(session, SCHEMA, "orders") == []
+
+
+GAPPED = {
+    "no places": "UPDATE eventsql.orders_block SET eql_span = 9",
+    "places before the first": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{0,4,9}'",
+    "places behind the last": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{1,4,10}'",
+    "too few places": "UPDATE eventsql.orders_block SET eql_span = 9, eql_places = '{1,9}'",
+    "too wide": "UPDATE eventsql.orders_block SET eql_id = 30000, eql_span = 20001, eql_places = '{1,2,20001}'",
+    "cut times": "UPDATE eventsql.orders_block SET eql_entered = '{2024-01-01}'",
+}
+
+
+@pytest.mark.parametrize("forged", GAPPED.values(), ids=GAPPED)
+def test_the_server_refuses_a_forged_block_with_gaps(platform: EventSQL, session: Connection, forged: str) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.publisher.publish_all([Publication("orders", b"v")] * 3)
+    platform.transfer.run_once()
+    session.execute("UPDATE eventsql.orders_block SET eql_id = eql_id + 100")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        session.execute(forged)
+
+
+def test_places_that_do_not_ascend_stop_reading_loudly(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.publisher.publish_all([Publication("orders", b"v")] * 4)
+    platform.transfer.run_once()
+    session.execute("UPDATE eventsql.orders_block SET eql_id = 100, eql_span = 9, eql_places = '{1,5,5,9}'")
+    assert [each.offset for each in log_table.broken_blocks(session, SCHEMA, "orders")] == [100]
+    with pytest.raises(BrokenBlockError):
+        platform.reader.read("orders")

@@ -155,15 +155,23 @@ def _shard_op(
 
 
 def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
-    return "; ".join(
+    dropped = [
         f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
         + (f", {each.held_by} has not passed the next that is due" if each.held_by else "")
         for each in shard.retention.run_once()
-    )
+    ]
+    compacted = [
+        f"the log of topic {each.topic} has {each.into} blocks instead of {each.blocks} small ones"
+        for each in shard.compactor.run_once()
+        if each.blocks
+    ]
+    return "; ".join(dropped + compacted)
 
 
 drop_old_segments = _shard_op(
-    "drop_old_segments", "Drops the segments of topics that are beyond their retention.", _drop_segments
+    "drop_old_segments",
+    "Drops the segments of topics that are beyond their retention, and merges small blocks.",
+    _drop_segments,
 )
 
 

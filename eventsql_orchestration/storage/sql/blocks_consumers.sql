@@ -1,10 +1,14 @@
 -- parts of consumers
+-- parts of blocks_parts
 
 -- part offset -- Where a partition of a consumer has come to.
 coalesce(c.eql_last_event_id, 0)
 
 -- part until -- Where a partition of a consumer waits.
 coalesce(c.eql_until, 9223372036854775807)
+
+-- part left -- How many events of a block come after the offset.
+(eql_events - {up_to of {offset}})
 
 -- part of_partition -- The blocks of a partition after its offset. The row comparison leaves only the index of partition
 -- and id; the condition on the id alone excludes the segments before the offset.
@@ -13,11 +17,12 @@ WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, {offset})
   AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
   AND e.eql_id > {offset}
 
--- part next_block -- The first block of a partition after its offset, if the first event of it is before `until`.
+-- part next_block -- The first block of a partition after its offset, if the first event of it is before `until`. A block
+-- with gaps lies on one side of each offset where consumers wait.
 LEFT JOIN LATERAL (
     SELECT true AS some
     FROM (
-        SELECT greatest(e.eql_id - e.eql_events, {offset}) AS before
+        SELECT greatest({base}, {offset}) AS before
         {of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT 1
@@ -35,9 +40,8 @@ LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_
 LEFT JOIN LATERAL (
     SELECT true AS some
     FROM (
-        SELECT least(e.eql_id, {until}) - greatest(e.eql_id - e.eql_events, {offset}) AS held,
-               sum(e.eql_id - greatest(e.eql_id - e.eql_events, {offset})) OVER (ORDER BY e.eql_partition, e.eql_id)
-                   AS total
+        SELECT least(eql_id, {until}) - greatest({base}, {offset}) AS held,
+               sum({left}) OVER (ORDER BY e.eql_partition, e.eql_id) AS total
         {of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END
@@ -55,7 +59,7 @@ JOIN {schema}.consumer c
 CROSS JOIN LATERAL (
     SELECT
     FROM (
-        SELECT sum(e.eql_id - greatest(e.eql_id - e.eql_events, {offset})) OVER (ORDER BY e.eql_id) AS total
+        SELECT sum({left}) OVER (ORDER BY e.eql_id) AS total
         FROM {schema}.{block_table} e
         WHERE e.eql_id > {offset}
         ORDER BY e.eql_id
@@ -97,7 +101,7 @@ SELECT EXISTS (
     SELECT FROM {schema}.consumer c
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
     CROSS JOIN LATERAL (
-        SELECT greatest(e.eql_id - e.eql_events, {offset}) AS before
+        SELECT greatest({base}, {offset}) AS before
         {of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT 1
@@ -108,7 +112,7 @@ SELECT EXISTS (
     SELECT FROM {schema}.consumer c
     JOIN {schema}.shard_fence f ON f.eql_topic = c.eql_topic AND f.eql_generation = %(generation)s
     CROSS JOIN LATERAL (
-        SELECT greatest(e.eql_id - e.eql_events, {offset}) AS before
+        SELECT greatest({base}, {offset}) AS before
         FROM {schema}.{block_table} e
         WHERE e.eql_id > {offset}
         ORDER BY e.eql_id

@@ -1,16 +1,16 @@
+-- parts of blocks_parts
+
 -- part offset -- Where a partition of a consumer has come to.
 coalesce(c.eql_last_event_id, 0)
 
--- part numbered -- Blocks, each with the offset before its events that are left, their number, and that of earlier blocks.
-SELECT greatest(e.eql_id - e.eql_events, {offset}) AS start, e.eql_id,
-       e.eql_id - greatest(e.eql_id - e.eql_events, {offset}) AS held
+-- part numbered_blocks -- Blocks, each with the numbers of its events before the offset and after it.
+SELECT e.*, {up_to of {offset}} AS passed, eql_events - {up_to of {offset}} AS held
 FROM {schema}.{block_table} e
 
--- part seconds -- The first event that is left, and the seconds since it was published.
-SELECT greatest(e.eql_id - e.eql_events, {offset}) + 1 AS id,
-       extract(epoch FROM clock_timestamp() - coalesce(
-           e.eql_times[greatest({offset} - (e.eql_id - e.eql_events), 0)::int + 1], e.eql_buffered_at
-       ))::float8 AS seconds
+-- part seconds -- The first event of a block that is left, and the seconds since it was published.
+SELECT {id_at of {up_to of {offset}} + 1} AS id,
+       extract(epoch FROM clock_timestamp() - coalesce(eql_times[{up_to of {offset}} + 1], eql_buffered_at))::float8
+           AS seconds
 FROM {schema}.{block_table} e
 
 -- part of_partition -- The conditions of `ready`.
@@ -20,7 +20,7 @@ WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, {offset})
 
 -- part counted -- How many events are left, at most `most`, and the last of these.
 SELECT coalesce(sum(least(held, %(most)s - before)), 0)::bigint AS events,
-       max(start + least(held, %(most)s - before)) AS furthest
+       max({id_at of passed + least(held, %(most)s - before)}) AS furthest
 FROM (SELECT block.*, (sum(held) OVER (ORDER BY eql_id))::bigint - held AS before FROM (
 
 -- waiting -- The events of a log that each consumer partition has left, as for rows; an index step for each block.
@@ -28,7 +28,7 @@ SELECT c.eql_name, c.eql_partition, counted.events, counted.furthest, first.seco
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
     {counted}
-        {numbered}
+        {numbered_blocks}
         {of_partition}
         ORDER BY e.eql_partition, e.eql_id
         LIMIT %(most)s
@@ -47,7 +47,7 @@ SELECT c.eql_name, c.eql_partition, counted.events, counted.furthest, first.seco
 FROM {schema}.consumer c
 CROSS JOIN LATERAL (
     {counted}
-        {numbered}
+        {numbered_blocks}
         WHERE e.eql_id > {offset}
         ORDER BY e.eql_id
         LIMIT %(most)s

@@ -1,52 +1,40 @@
--- part base -- The id before the first event of a block.
-(eql_id - eql_events)
+-- parts of blocks_parts
 
--- part wanted_held -- How many events of a block one of the wanted ranges holds.
-greatest(least(eql_id, wanted.upto) - greatest({base}, wanted.after), 0)
+-- part after -- Where the range begins.
+wanted.after
 
--- part in_wanted -- The blocks that one of the wanted ranges has events of. A block has at most 20,000 events.
-eql_id > wanted.after AND eql_id <= (least(wanted.upto, 9223372036854755807) + 20000) AND {wanted_held} > 0
+-- part upto -- Where the range ends.
+wanted.upto
 
--- part held -- How many events of a block a range holds.
-greatest(least(eql_id, %(upto)s::bigint) - greatest({base}, %(after)s::bigint), 0)
-
--- part in_range -- The blocks that a range has events of.
-eql_id > %(after)s AND eql_id <= (least(%(upto)s::bigint, 9223372036854755807) + 20000) AND {held} > 0
+-- part one -- The given range.
+(SELECT %(after)s::bigint AS after, %(upto)s::bigint AS upto) wanted
 
 -- samples -- For each given range with events: first and last offset, the number of its first events, at most
 -- `sample`, and the last offset of these.
-SELECT sampled.first, last.eql_id, sampled.events, sampled.upto
+SELECT sampled.first, last.id, sampled.events, sampled.upto
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
 CROSS JOIN LATERAL (
-    SELECT min(start) + 1 AS first, max(start + least(held, %(sample)s - before)) AS upto,
-           sum(least(held, %(sample)s - before))::bigint AS events
-    FROM (
-        SELECT block.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
-        FROM (
-            SELECT greatest({base}, wanted.after) AS start, {wanted_held} AS held
-            FROM {schema}.{block_table}
-            WHERE {in_partition} {in_wanted}
-            ORDER BY eql_id
-            LIMIT %(sample)s
-        ) block
-    ) found
-    WHERE before < %(sample)s
+    SELECT min(start) + 1 AS first, max(start + least(held, %(sample)s::bigint - before)) AS upto,
+           sum(least(held, %(sample)s::bigint - before))::bigint AS events
+    FROM ({numbered of %(sample)s::bigint}) numbered
+    WHERE before < %(sample)s::bigint
 ) sampled
 CROSS JOIN LATERAL (
-    SELECT least(eql_id, wanted.upto) AS eql_id FROM {schema}.{block_table}
-    WHERE {in_partition} {in_wanted}
-    ORDER BY {block_table}.eql_id DESC
-    LIMIT 1
+    SELECT greatest((
+        SELECT eql_id FROM {schema}.{block_table}
+        WHERE {in_partition} eql_id > {after} AND eql_id <= {upto}
+        ORDER BY eql_id DESC
+        LIMIT 1
+    ), (
+        SELECT max({id_at of {up_to of {upto}}}) FROM {schema}.{block_table}
+        WHERE {in_partition} eql_id > {upto} AND {near} AND {base} < {upto} AND {held} > 0
+    )) AS id
 ) last
+WHERE sampled.first IS NOT NULL
 ORDER BY sampled.first;
 
 -- firsts -- The first offset within each of the given ranges, in their order, NULL for one that holds no event.
-SELECT (
-    SELECT greatest({base}, wanted.after) + 1 FROM {schema}.{block_table}
-    WHERE {in_partition} {in_wanted}
-    ORDER BY eql_id
-    LIMIT 1
-)
+SELECT (SELECT min(start) + 1 FROM ({next_runs of 1}) runs)
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
 ORDER BY wanted.number;
 
@@ -55,22 +43,24 @@ SELECT wanted.number
 FROM unnest(%(numbers)s::int[], %(partitions)s::smallint[], %(after)s::bigint[], %(upto)s::bigint[])
     AS wanted (number, part, after, upto)
 WHERE EXISTS (
-    SELECT FROM {schema}.{block_table} WHERE eql_partition = wanted.part AND {in_wanted}
+    SELECT FROM {schema}.{block_table} WHERE eql_partition = wanted.part AND {in_range} AND {held} > 0
 );
 
 -- occupied_topic -- The same over all partitions.
 SELECT wanted.number
 FROM unnest(%(numbers)s::int[], %(after)s::bigint[], %(upto)s::bigint[]) AS wanted (number, after, upto)
-WHERE EXISTS (SELECT FROM {schema}.{block_table} WHERE {in_wanted});
+WHERE EXISTS (SELECT FROM {schema}.{block_table} WHERE {in_range} AND {held} > 0);
 
 -- ends_of_events -- The last offset of each of the windows of so many events that a range of offsets is cut into.
 WITH numbered AS (
-    SELECT block.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
+    SELECT runs.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
     FROM (
-        SELECT greatest({base}, %(after)s::bigint) AS start, {held} AS held
-        FROM {schema}.{block_table}
-        WHERE {in_range}
-    ) block
+        SELECT {of_runs}
+        FROM {one}
+        JOIN {schema}.{block_table} ON {in_range}
+        {runs}
+        WHERE run.last > {after} AND run.before < {upto}
+    ) runs
 )
 SELECT start + ((number * %(events)s) - before) AS ending
 FROM numbered
@@ -80,24 +70,32 @@ SELECT max(start + held) FROM numbered HAVING count(*) > 0
 ORDER BY ending;
 
 -- ends_of_periods -- The last offset of each period of so many seconds, counted from 1970, that a range has events of.
-SELECT max(least(eql_id, %(upto)s::bigint))
-FROM {schema}.{block_table}
-WHERE {in_range}
-GROUP BY date_bin(make_interval(secs => %(seconds)s), eql_created_at, 'epoch'::timestamptz)
+SELECT max(each.id)
+FROM {one}
+JOIN {schema}.{block_table} ON {in_range}
+CROSS JOIN LATERAL (
+    SELECT {id_at of {up_to of {upto}}} AS id, eql_created_at AS entered WHERE eql_entered IS NULL AND {held} > 0
+    UNION ALL
+    SELECT {base} + coalesce(place, number), own.entered
+    FROM unnest(eql_entered, eql_places) WITH ORDINALITY AS own (entered, place, number)
+) each
+WHERE each.id > {after} AND each.id <= {upto}
+GROUP BY date_bin(make_interval(secs => %(seconds)s), each.entered, 'epoch'::timestamptz)
 ORDER BY 1;
 
 -- contents -- Of each window and partition that has events: their number, and when the first and the last were logged.
-SELECT wanted.upto, eql_partition, sum({wanted_held})::bigint, min(eql_created_at), max(eql_created_at)
+SELECT wanted.upto, eql_partition, sum({held})::bigint, min({entered_at of {up_to of {after}} + 1}),
+       max({entered_at of {up_to of {upto}}})
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) AS wanted (after, upto)
-JOIN {schema}.{block_table} ON {in_wanted}
+JOIN {schema}.{block_table} ON {in_range} AND {held} > 0
 GROUP BY wanted.upto, eql_partition
 ORDER BY wanted.upto, eql_partition;
 
 -- part described -- The events of blocks without their keys and values.
-SELECT {base} + e.number AS id, coalesce(e.published, eql_buffered_at) AS published, e.metadata
+SELECT {base} + coalesce(own.place, own.number) AS id, coalesce(own.published, eql_buffered_at) AS published, own.metadata
 FROM {schema}.{block_table}
-CROSS JOIN LATERAL unnest(array_fill(NULL::boolean, ARRAY[eql_events]), eql_metadata, eql_times)
-    WITH ORDINALITY AS e (nothing, metadata, published, number)
+CROSS JOIN LATERAL unnest(array_fill(NULL::boolean, ARRAY[eql_events]), eql_metadata, eql_times, eql_places)
+    WITH ORDINALITY AS own (nothing, metadata, published, place, number)
 
 -- publication -- The events of a publication in the log: number, first and last offset, run. They have the publication's
 -- time, because they are of its transaction; the asset excludes others of the same time.
@@ -123,10 +121,11 @@ SELECT coalesce(metadata ->> 'dagster_run_id',
        coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') AS asset,
        coalesce(metadata ->> 'dagster_partition', metadata ->> 'airflow_map_index') AS run_partition,
        count(*), min(id), max(id), min(published), max(published)
-FROM ({described} WHERE {in_partition} {in_range}) logged
+FROM {one}
+CROSS JOIN LATERAL ({described} WHERE {in_partition} {in_range}) logged
 WHERE id > %(after)s AND id <= %(upto)s
 GROUP BY run, asset, run_partition
 ORDER BY min(id);
 
 -- first -- The first event of a range of offsets, NULL where it has none.
-SELECT min(greatest({base}, %(after)s::bigint) + 1) FROM {schema}.{block_table} WHERE {in_range};
+SELECT (SELECT min(start) + 1 FROM ({next_runs of 1}) runs) FROM {one};

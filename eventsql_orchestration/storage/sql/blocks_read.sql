@@ -1,133 +1,199 @@
--- part base -- The id before the first event of a block.
-(eql_id - eql_events)
+-- parts of blocks_parts
 
--- part near -- Excludes the blocks after a range by their ids, so that an index and the segments serve: a block has at
--- most 20,000 events.
-eql_id <= (least(%(upto)s::bigint, 9223372036854755807) + 20000)
+-- part after -- Where the range begins.
+%(after)s::bigint
 
--- part held -- How many events of a block a range holds.
-greatest(least(eql_id, %(upto)s::bigint) - greatest({base}, %(after)s::bigint), 0)
+-- part upto -- Where the range ends.
+%(upto)s::bigint
 
--- read -- The blocks of a range of offsets, in order: first id, partition, number of events, times, and the arrays of
--- the events in the range, at most `limit` events of at most `blocks` blocks. Only these blocks' arrays are read.
-SELECT start + 1, eql_partition, taken::int, eql_buffered_at, eql_created_at,
+-- part most -- How many events are looked for.
+%(most)s::bigint
+
+-- part taken -- The blocks `near`: the id before the first event, partition, numbers of the events before and in the
+-- range, times, the arrays of the events in the range, and whether there may be more events before `upto`. At most
+-- `limit` events. Only these blocks' arrays are read.
+SELECT {base}, eql_partition, nth, taken::int, eql_buffered_at, eql_created_at,
        CASE WHEN taken = eql_events THEN eql_keys ELSE eql_keys[nth + 1:nth + taken] END,
        CASE WHEN taken = eql_events THEN eql_values ELSE eql_values[nth + 1:nth + taken] END,
        CASE WHEN taken = eql_events THEN eql_metadata ELSE eql_metadata[nth + 1:nth + taken] END,
-       CASE WHEN taken = eql_events THEN eql_times ELSE eql_times[nth + 1:nth + taken] END
+       CASE WHEN taken = eql_events THEN eql_times ELSE eql_times[nth + 1:nth + taken] END,
+       CASE WHEN taken = eql_events THEN eql_places ELSE eql_places[nth + 1:nth + taken] END,
+       CASE WHEN taken = eql_events THEN eql_entered ELSE eql_entered[nth + 1:nth + taken] END,
+       more
 FROM (
-    SELECT found.*, (start - {base})::int AS nth,
-           least(held, coalesce(%(limit)s::bigint - before, held))::int AS taken
-    FROM (
-        SELECT block.*, (sum(held) OVER (ORDER BY eql_id))::bigint - held AS before
-        FROM (
-            SELECT *, greatest({base}, %(after)s::bigint) AS start, {held} AS held
-            FROM {schema}.{block_table}
-            WHERE {in_partition} eql_id > %(after)s AND {near} AND {held} > 0
-            ORDER BY eql_id
-            LIMIT %(blocks)s
-        ) block
-    ) found
+    SELECT found.*, least(held, coalesce(%(limit)s::bigint - before, held))::int AS taken
+    FROM (SELECT near.*, (sum(held) OVER (ORDER BY eql_id))::bigint - held AS before FROM near) found
 ) cut
 WHERE taken > 0
-ORDER BY eql_id;
+ORDER BY eql_id
+
+-- read_partition -- The events of a range of one partition, in blocks, of at most `blocks` blocks. Planned as for rows.
+WITH near AS (
+    SELECT *, {up_to of {after}} AS nth, {held} AS held, false AS more
+    FROM {schema}.{block_table}
+    WHERE eql_partition = %(partition)s AND {in_range}
+    ORDER BY eql_id
+    LIMIT %(blocks)s
+)
+{taken};
+
+-- read -- The same of all partitions. `more` says that there are blocks with gaps: then it may not be in order.
+WITH own AS MATERIALIZED (
+    SELECT *, {up_to of {after}} AS nth, {held} AS held
+    FROM {schema}.{block_table}
+    WHERE {in_range}
+    ORDER BY eql_id
+    LIMIT %(blocks)s
+), near AS (
+    SELECT *, EXISTS (
+        SELECT FROM {schema}.{block_table}
+        WHERE {in_range} AND eql_span IS NOT NULL AND eql_id <= ((SELECT max(own.eql_id) FROM own) + 20000)
+    ) AS more
+    FROM own
+)
+{taken};
+
+-- read_between -- The same where blocks with gaps lie between those of other partitions: all blocks of a range of ids,
+-- which has at most `limit` events.
+WITH first AS MATERIALIZED (
+    SELECT * FROM {schema}.{block_table}
+    WHERE {in_range}
+    ORDER BY eql_id
+    LIMIT %(blocks)s
+), ends AS MATERIALIZED (
+    SELECT max(eql_id) AS last, bool_or(eql_span IS NOT NULL) AS gaps FROM first
+), late AS MATERIALIZED (
+    SELECT * FROM {schema}.{block_table}
+    WHERE {in_range} AND eql_span IS NOT NULL AND eql_id > (SELECT ends.last FROM ends)
+      AND eql_id <= ((SELECT ends.last FROM ends) + 20000) AND {base} < (SELECT ends.last FROM ends)
+), both_kinds AS (
+    SELECT * FROM first UNION ALL SELECT * FROM late
+), cut AS MATERIALIZED (
+    SELECT CASE WHEN ends.gaps OR EXISTS (SELECT FROM late)
+        THEN least({upto}, ends.last, (SELECT min({id_at of {up_to of {after}} + 1}) FROM both_kinds) + (%(limit)s::bigint - 1))
+        ELSE {upto} END AS upto
+    FROM ends
+), near AS (
+    SELECT *, {up_to of {after}} AS nth, {up_to of (SELECT cut.upto FROM cut)} - {up_to of {after}} AS held,
+           (SELECT cut.upto < {upto} FROM cut) AS more
+    FROM both_kinds
+    WHERE {base} < (SELECT cut.upto FROM cut)
+)
+{taken};
 
 -- count -- How many events a range of offsets holds.
 SELECT coalesce(sum({held}), 0)::bigint
 FROM {schema}.{block_table}
-WHERE {in_partition} eql_id > %(after)s AND {near};
+WHERE {in_partition} {in_range};
 
 -- extent -- How many events a range of offsets holds, and the first of them.
-SELECT coalesce(sum({held}), 0)::bigint, min(greatest({base}, %(after)s::bigint) + 1)
+SELECT coalesce(sum({held}), 0)::bigint, min({id_at of {up_to of {after}} + 1})
 FROM {schema}.{block_table}
-WHERE {in_partition} eql_id > %(after)s AND {near} AND {held} > 0;
+WHERE {in_partition} {in_range} AND {held} > 0;
 
--- part numbered -- The blocks of a range in order, each with the offset before its part of the range, the events of this
--- part, and those of the blocks before it.
-SELECT block.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
-FROM (
-    SELECT eql_created_at, greatest({base}, %(after)s::bigint) AS start, {held} AS held
-    FROM {schema}.{block_table}
-
--- waiting -- Of the events of a range, at most `limit`: number, last offset, seconds since the first was moved.
-SELECT coalesce(sum(least(held, %(limit)s - before)), 0)::bigint, max(start + least(held, %(limit)s - before)),
-       extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
-FROM (
-    {numbered}
-        WHERE {in_partition} eql_id > %(after)s AND {near} AND {held} > 0
-        ORDER BY eql_id
-        LIMIT %(limit)s
-    ) block
-) next
-WHERE before < %(limit)s;
+-- waiting -- Of the events of a range, at most `most`: number, last offset, seconds since the first was moved.
+SELECT coalesce(sum(least(held, {most} - before)), 0)::bigint, max(start + least(held, {most} - before)),
+       extract(epoch FROM clock_timestamp() - min(entered))::float8
+FROM ({numbered of {most}}) numbered
+WHERE before < {most};
 
 -- oldest -- Seconds since the first event after an offset was published.
-SELECT extract(epoch FROM clock_timestamp()
-    - coalesce(eql_times[greatest(%(after)s::bigint - {base}, 0)::int + 1], eql_buffered_at))::float8
-FROM {schema}.{block_table}
-WHERE {in_partition} eql_id > %(after)s
-ORDER BY eql_id
+SELECT extract(epoch FROM clock_timestamp() - published)::float8
+FROM ({next_runs of 1}) runs
+ORDER BY start
 LIMIT 1;
 
+-- part oldest_block -- The block that ends first.
+SELECT * FROM {schema}.{block_table} ORDER BY eql_id LIMIT 1
+
+-- part first_offset -- The first offset of a log; NULL where it is empty. A block with gaps may begin first and end later.
+SELECT min({base} + 1)
+FROM (
+    ({oldest_block})
+    UNION ALL
+    SELECT * FROM {schema}.{block_table}
+    WHERE eql_span IS NOT NULL AND eql_id <= ((SELECT oldest.eql_id FROM ({oldest_block}) oldest) + 20000)
+) block
+
 -- bounds -- The ids of the oldest and the newest event of a topic; 1 and 0 where it is empty.
-SELECT coalesce((SELECT {base} + 1 FROM {schema}.{block_table} ORDER BY eql_id LIMIT 1), 1),
-       coalesce((SELECT max(eql_id) FROM {schema}.{block_table}), 0);
+SELECT coalesce(({first_offset}), 1), coalesce((SELECT max(eql_id) FROM {schema}.{block_table}), 0);
 
 -- before_time -- The id of the last event that entered the log before a time, or else one before the first id. Bisects
--- as for rows: the events of a block entered the log together. Blocks below `low` are older than the time.
+-- as for rows: blocks below `low` are older than the time. Then it looks into the blocks that the time may lie in.
 WITH RECURSIVE search (low, high) AS (
-    SELECT coalesce((SELECT {base} + 1 FROM {schema}.{block_table} ORDER BY eql_id LIMIT 1), 1),
-           coalesce((SELECT max(eql_id) FROM {schema}.{block_table}), 0) + 1
+    SELECT coalesce(({first_offset}), 1), coalesce((SELECT max(eql_id) FROM {schema}.{block_table}), 0) + 1
     UNION ALL
     SELECT CASE WHEN probe.older THEN probe.eql_id + 1 ELSE search.low END,
            CASE WHEN probe.older THEN search.high ELSE search.low + ((search.high - search.low) / 2) END
     FROM search
     CROSS JOIN LATERAL (
-        SELECT eql_id, eql_created_at < %(time)s::timestamptz AS older
+        SELECT eql_id, coalesce(eql_entered[eql_events], eql_created_at) < %(time)s::timestamptz AS older
         FROM {schema}.{block_table}
         WHERE eql_id >= (search.low + ((search.high - search.low) / 2))
         ORDER BY eql_id
         LIMIT 1
     ) probe
     WHERE search.low < search.high
+), wholly AS (
+    SELECT low FROM search WHERE low >= high
 )
-SELECT low - 1 FROM search WHERE low >= high;
+SELECT greatest(low - 1, (
+    SELECT max({id_at of partly.older})
+    FROM (
+        SELECT block.*, width_bucket(%(time)s::timestamptz - '1 microsecond'::interval, eql_entered) AS older
+        FROM {schema}.{block_table} block
+        WHERE eql_entered IS NOT NULL AND eql_id >= wholly.low AND eql_id <= (20000 + (
+            SELECT eql_id FROM {schema}.{block_table} WHERE eql_id >= wholly.low ORDER BY eql_id LIMIT 1
+        ))
+    ) partly
+    WHERE partly.older > 0
+))
+FROM wholly;
 
--- nth_before -- The offset of the n-th event from an offset backwards, if there are as many; `skip` is n - 1.
+-- nth_before -- The offset of the n-th event from an offset backwards, if there are as many; `skip` is n - 1. The last
+-- blocks with as many events are found by the index. Between the events of a block with gaps lie those of blocks that
+-- end earlier.
+WITH last AS MATERIALIZED (
+    SELECT min(eql_id) AS first, bool_or(eql_span IS NOT NULL) AS gaps
+    FROM (
+        SELECT eql_id, eql_span, (sum(held) OVER (ORDER BY eql_id DESC))::bigint - held AS before
+        FROM (
+            SELECT eql_id, eql_span, {up_to of %(offset)s::bigint} AS held
+            FROM {schema}.{block_table}
+            WHERE {in_partition} eql_id <= (least(%(offset)s::bigint, 9223372036854755807) + 20000)
+              AND {base} < %(offset)s::bigint
+            ORDER BY eql_id DESC
+            LIMIT %(skip)s::bigint + 1
+        ) block
+    ) found
+    WHERE before <= %(skip)s
+)
 SELECT upto - (%(skip)s - before)
 FROM (
-    SELECT block.*, (sum(held) OVER (ORDER BY upto DESC))::bigint - held AS before
+    SELECT upto, held, (sum(held) OVER (ORDER BY upto DESC))::bigint - held AS before
     FROM (
-        SELECT least(eql_id, %(offset)s::bigint) AS upto, least(eql_id, %(offset)s::bigint) - {base} AS held
+        SELECT least(run.last, %(offset)s::bigint) AS upto, least(run.last, %(offset)s::bigint) - run.before AS held
         FROM {schema}.{block_table}
+        {runs}
         WHERE {in_partition} eql_id <= (least(%(offset)s::bigint, 9223372036854755807) + 20000)
-          AND {base} < %(offset)s::bigint
-        ORDER BY eql_id DESC
-        LIMIT %(skip)s::bigint + 1
-    ) block
+          AND eql_id >= (SELECT CASE WHEN last.gaps THEN last.first - 20000 ELSE last.first END FROM last)
+          AND {base} < %(offset)s::bigint AND run.before < %(offset)s::bigint
+    ) runs
 ) found
 WHERE before + held > %(skip)s
 ORDER BY upto DESC
 LIMIT 1;
 
 -- count_upto -- How many events a range of offsets holds, at most `most`.
-SELECT least(coalesce(sum(held), 0), %(most)s)::bigint
+SELECT least(coalesce(sum(held), 0), {most})::bigint
 FROM (
     SELECT {held} AS held FROM {schema}.{block_table}
-    WHERE {in_partition} eql_id > %(after)s AND {near} AND {held} > 0
+    WHERE {in_partition} {in_range} AND {held} > 0
     ORDER BY eql_id
-    LIMIT %(most)s
+    LIMIT {most}
 ) found;
 
--- nth -- The offset of the n-th event after an offset, if there are as many; `skip` is n - 1.
-SELECT start + %(skip)s - before + 1
-FROM (
-    {numbered}
-        WHERE {in_partition} eql_id > %(after)s AND {near} AND {held} > 0
-        ORDER BY eql_id
-        LIMIT %(skip)s::bigint + 1
-    ) block
-) found
-WHERE before + held > %(skip)s
-ORDER BY start
-LIMIT 1;
+-- nth -- The offset of the n-th event after an offset, if there are as many; `most` is n.
+SELECT start + ({most} - before)
+FROM ({numbered of {most}}) numbered
+WHERE before < {most} AND before + held >= {most};

@@ -4,9 +4,11 @@ SELECT coalesce((SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass(%(lo
 -- exists -- Whether there is a relation of this name.
 SELECT to_regclass(%(name)s) IS NOT NULL;
 
--- create_blocks -- The table of a log in blocks. A block has the events of one partition with consecutive ids; its id is
--- that of its last event. The arrays have an element for each event: keys, values, metadata, times of publication. NULL
--- stands for no keys, no metadata, and one time for all. A block with a wrong number or a cut array is refused.
+-- create_blocks -- The table of a log in blocks. A block has events of one partition; its id is that of its last event.
+-- The arrays have an element for each event: keys, values, metadata, times of publication, places, times when it entered
+-- the log. NULL stands for no keys, no metadata, one time for all, and consecutive ids. A place is how far an id is
+-- behind the id before the block's first event, and `eql_span` is the last place. A block with a wrong number or a cut
+-- array is refused.
 CREATE TABLE {schema}.{block_table} (
     eql_id bigserial PRIMARY KEY,
     eql_partition smallint NOT NULL,
@@ -17,6 +19,9 @@ CREATE TABLE {schema}.{block_table} (
     eql_keys text[],
     eql_metadata json[],
     eql_values bytea[] NOT NULL,
+    eql_span integer,
+    eql_places smallint[],
+    eql_entered timestamptz[],
     CONSTRAINT eql_events_of_block CHECK (eql_events >= 1 AND eql_events <= 20000 AND eql_id >= eql_events),
     CONSTRAINT eql_whole_values CHECK (
         array_ndims(eql_values) = 1 AND array_lower(eql_values, 1) = 1 AND cardinality(eql_values) = eql_events
@@ -33,25 +38,41 @@ CREATE TABLE {schema}.{block_table} (
     CONSTRAINT eql_whole_times CHECK (
         eql_times IS NULL
         OR array_ndims(eql_times) = 1 AND array_lower(eql_times, 1) = 1 AND cardinality(eql_times) = eql_events
+    ),
+    CONSTRAINT eql_whole_places CHECK (
+        (eql_places IS NULL) = (eql_span IS NULL) AND (
+            eql_places IS NULL
+            OR array_ndims(eql_places) = 1 AND array_lower(eql_places, 1) = 1 AND cardinality(eql_places) = eql_events
+            AND eql_places[1] = 1 AND eql_places[eql_events] = eql_span
+            AND eql_span > eql_events AND eql_span <= 20000 AND eql_id >= eql_span
+        )
+    ),
+    CONSTRAINT eql_whole_entered CHECK (
+        eql_entered IS NULL
+        OR array_ndims(eql_entered) = 1 AND array_lower(eql_entered, 1) = 1 AND cardinality(eql_entered) = eql_events
     )
 ) PARTITION BY RANGE (eql_id);
 
 -- store_apart -- Keep arrays out of the rows and as they are: most of their bytes would not get smaller.
 ALTER TABLE {schema}.{block_table}
     ALTER COLUMN eql_times SET STORAGE EXTERNAL, ALTER COLUMN eql_keys SET STORAGE EXTERNAL,
-    ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL;
+    ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,
+    ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL;
 
 -- create_partition_index -- The index that the readers of one partition need.
 CREATE INDEX ON {schema}.{block_table} (eql_partition, eql_id);
 
+-- create_gap_index -- The index of the blocks with gaps, which may lie between those of other partitions.
+CREATE INDEX ON {schema}.{block_table} (eql_id) WHERE eql_span IS NOT NULL;
+
 -- create_view -- The events of a log in blocks, with the columns of a log in rows.
 CREATE VIEW {schema}.{event_table} AS
-SELECT b.eql_id - b.eql_events + e.number AS eql_id, b.eql_partition, e.key AS eql_key, e.value AS eql_value,
-       coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at, b.eql_created_at,
-       coalesce(e.metadata, '{{}}'::json) AS eql_metadata
+SELECT b.eql_id - coalesce(b.eql_span, b.eql_events) + coalesce(e.place, e.number) AS eql_id, b.eql_partition,
+       e.key AS eql_key, e.value AS eql_value, coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at,
+       coalesce(e.entered, b.eql_created_at) AS eql_created_at, coalesce(e.metadata, '{{}}'::json) AS eql_metadata
 FROM {schema}.{block_table} b
-CROSS JOIN LATERAL unnest(b.eql_values, b.eql_keys, b.eql_metadata, b.eql_times)
-    WITH ORDINALITY AS e (value, key, metadata, published, number);
+CROSS JOIN LATERAL unnest(b.eql_values, b.eql_keys, b.eql_metadata, b.eql_times, b.eql_places, b.eql_entered)
+    WITH ORDINALITY AS e (value, key, metadata, published, place, entered, number);
 
 -- refuse_rows -- Tell programs that know no blocks, such as EventSQL's Java library, that they cannot write to the log.
 CREATE TRIGGER eql_refuse_rows INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.{event_table}
@@ -63,27 +84,44 @@ DROP VIEW {schema}.{event_table};
 -- drop_blocks -- Drop the table of a log in blocks.
 DROP TABLE {schema}.{block_table};
 
--- broken_blocks -- At most 100 blocks that are not whole, overlap the block before them, or are of a partition that
--- their topic never had. Only the newest 1,000 blocks' arrays are read.
+-- broken_blocks -- At most 100 blocks that are not whole, overlap a block before them, or are of a partition that their
+-- topic never had. Only the newest 1,000 blocks' arrays are read. A block with gaps may lie between blocks of other
+-- partitions.
 SELECT eql_id, eql_partition,
        CASE WHEN NOT whole THEN 'its number of events is not that of its values'
+           WHEN NOT ascending THEN 'its ids do not ascend'
            WHEN overlapping THEN 'it overlaps the block before it'
            ELSE 'the topic never had its partition' END
 FROM (
-    SELECT eql_id, eql_partition,
-           CASE WHEN row_number() OVER (ORDER BY eql_id DESC) <= 1000
-               THEN eql_events >= 1 AND cardinality(eql_values) = eql_events
-                   AND coalesce(cardinality(eql_keys), eql_events) = eql_events
-                   AND coalesce(cardinality(eql_metadata), eql_events) = eql_events
-                   AND coalesce(cardinality(eql_times), eql_events) = eql_events
-               ELSE true END AS whole,
-           coalesce(lag(eql_id) OVER (ORDER BY eql_id) > (eql_id - eql_events), false) AS overlapping,
-           eql_partition >= greatest(
+    SELECT block.eql_id, block.eql_partition,
+           newest IS NOT TRUE OR eql_events >= 1 AND cardinality(eql_values) = eql_events
+               AND coalesce(cardinality(eql_keys), eql_events) = eql_events
+               AND coalesce(cardinality(eql_metadata), eql_events) = eql_events
+               AND coalesce(cardinality(eql_times), eql_events) = eql_events
+               AND coalesce(cardinality(eql_places), eql_events) = eql_events
+               AND coalesce(cardinality(eql_entered), eql_events) = eql_events AS whole,
+           newest IS NOT TRUE OR eql_span IS NULL OR (
+               SELECT min(place) = 1 AND max(place) = eql_span AND bool_and(place > before IS NOT FALSE)
+               FROM (
+                   SELECT place, lag(place) OVER (ORDER BY number) AS before
+                   FROM unnest(eql_places) WITH ORDINALITY AS own (place, number)
+               ) places
+           ) AS ascending,
+           coalesce(block.eql_id - coalesce(eql_span, eql_events)
+               < greatest(of_partition, CASE WHEN eql_span IS NULL THEN without_gaps END), false) AS overlapping,
+           block.eql_partition >= greatest(
                (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s),
                (SELECT max(eql_partitions) FROM {schema}.topic_layout WHERE eql_topic = %(topic)s), 0
            ) AS foreign_partition
-    FROM {schema}.{block_table}
+    FROM (
+        SELECT *, row_number() OVER (ORDER BY eql_id DESC) <= 1000 AS newest,
+               lag(eql_id) OVER (PARTITION BY eql_partition ORDER BY eql_id) AS of_partition,
+               max(CASE WHEN eql_span IS NULL THEN eql_id END) OVER (
+                   ORDER BY eql_id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
+               ) AS without_gaps
+        FROM {schema}.{block_table}
+    ) block
 ) block
-WHERE NOT whole OR overlapping OR foreign_partition
+WHERE NOT whole OR NOT ascending OR overlapping OR foreign_partition
 ORDER BY eql_id
 LIMIT 100;

@@ -28,13 +28,13 @@ SELECT count(*) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(afte
 -- extent -- How many events a range of offsets holds, and the first of them.
 SELECT count(*), min(eql_id) FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s;
 
--- waiting -- Of the events of a range, at most `limit`: number, last offset, seconds since the first was moved.
+-- waiting -- Of the events of a range, at most `most`: number, last offset, seconds since the first was moved.
 SELECT count(*), max(eql_id), extract(epoch FROM clock_timestamp() - min(eql_created_at))::float8
 FROM (
     SELECT eql_id, eql_created_at FROM {schema}.{event_table}
     WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
-    LIMIT %(limit)s
+    LIMIT %(most)s
 ) next;
 
 -- oldest -- Seconds since the first event after an offset was published.
@@ -80,10 +80,10 @@ SELECT count(*) FROM (
     SELECT FROM {schema}.{event_table} WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s LIMIT %(most)s
 ) found;
 
--- nth -- The offset of the n-th event after an offset, if there are as many; `skip` is n - 1.
+-- nth -- The offset of the n-th event after an offset, if there are as many; `most` is n.
 SELECT eql_id
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 ORDER BY eql_id
-OFFSET %(skip)s
+OFFSET %(most)s::bigint - 1
 LIMIT 1;

@@ -1,0 +1,73 @@
+"""Merging small blocks of a log into larger ones, a window of ids at a time, in the caller's transaction.
+
+Ids, times and contents of events stay, so a reader that goes on after an offset finds the same events after it. One
+statement replaces the blocks of a window: every snapshot has each event once.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Final, NamedTuple
+
+import psycopg
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.log_names import block_table
+from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.storage.log_form import ROOM
+
+WINDOW_IDS: Final = 20_000
+"""The ids of a window, and the most ids of a block: `storage/sql/forms.sql` has the constraint."""
+
+
+class Window(NamedTuple):
+    """The blocks up to the id `upto` that may be merged: their number and events, and their partitions.
+
+    `upto` is None if the log has no further blocks.
+    """
+
+    upto: int | None
+    blocks: int
+    events: int
+    partitions: list[int]
+
+
+class Merged(NamedTuple):
+    """A number of blocks with their events, and the number of blocks and of events that took their place."""
+
+    blocks: int
+    events: int
+    into: int
+    kept: int
+
+
+class LogCompactor:
+    """Merges the blocks of one topic's log."""
+
+    def __init__(self, schema: str, topic: str) -> None:
+        self._topic = topic
+        self._queries = Queries("compacting", schema, room=ROOM)
+        self._names = {"block_table": block_table(topic)}
+
+    def newest(self, connection: Connection) -> int:
+        """The last id of the log; 0 if it is empty."""
+        (newest,) = fetch_one(connection, self._queries("newest", **self._names), prepare=False)
+        return int(newest)
+
+    def window(self, connection: Connection, *, after: int, upto: int) -> Window:
+        """The next blocks with ids in `after < id <= upto` that may be merged."""
+        values = {"topic": self._topic, "after": after, "upto": upto, "ids": WINDOW_IDS}
+        return Window(*fetch_one(connection, self._queries("window", **self._names), values, prepare=False))
+
+    def merge(self, connection: Connection, *, after: int, upto: int, partitions: list[int]) -> Merged:
+        """Merge the blocks of these partitions in a window. No other transaction may change blocks meanwhile."""
+        values = {"after": after, "upto": upto, "partitions": partitions}
+        return Merged(*fetch_one(connection, self._queries("merge", **self._names), values, prepare=False))
+
+    def vacuum(self, connection: Connection, segment: str) -> None:
+        """Free the space of merged blocks in the table of a segment, on a connection in autocommit mode.
+
+        Where others are in the way, or the session's own limits are too short, the server does it later.
+        """
+        with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+            connection.execute(self._queries("vacuum", table=segment))

@@ -1,0 +1,100 @@
+-- parts of blocks_parts
+
+-- newest -- The last id of a log in blocks, 0 where it is empty.
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{block_table};
+
+-- part border -- The first offset from which on consumers wait for a layout or for a shard: no block has events on both
+-- sides of it.
+SELECT min(each.border)
+FROM (
+    SELECT eql_after AS border FROM {schema}.topic_layout WHERE eql_topic = %(topic)s
+    UNION ALL SELECT eql_fence FROM {schema}.shard_fence WHERE eql_topic = %(topic)s
+    UNION ALL SELECT eql_until FROM {schema}.consumer WHERE eql_topic = %(topic)s
+) each
+WHERE each.border > %(after)s
+
+-- window -- The next blocks after an id that may be merged: the id up to which they go, their number, and the partitions
+-- that have many small ones. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border.
+-- NULL where no block is left. Blocks that begin before the window stay as they are.
+WITH first AS MATERIALIZED (
+    SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_table}
+    WHERE eql_id > %(after)s AND eql_id <= %(upto)s
+    ORDER BY eql_id
+    LIMIT 1
+), ends AS MATERIALIZED (
+    SELECT least(first.id + %(ids)s, %(upto)s::bigint, ({border})) AS id FROM first
+), block AS MATERIALIZED (
+    SELECT *, (sum(bytes) OVER (ORDER BY eql_id))::bigint AS total
+    FROM (
+        SELECT eql_id, eql_partition, eql_events, pg_column_size(eql_values) AS bytes
+        FROM {schema}.{block_table}
+        WHERE eql_id > %(after)s AND eql_id <= (SELECT ends.id FROM ends) AND {base} >= %(after)s
+    ) own
+), chosen AS (
+    SELECT * FROM block WHERE total <= 33554432
+)
+SELECT (SELECT CASE WHEN bool_or(total > 33554432)
+            THEN greatest(max(eql_id) FILTER (WHERE total <= 33554432), min(eql_id))
+            ELSE (SELECT ends.id FROM ends) END FROM block),
+       coalesce(sum(small.blocks), 0)::bigint, coalesce(sum(small.events), 0)::bigint,
+       coalesce(array_agg(small.eql_partition), ARRAY[]::smallint[])
+FROM (
+    SELECT eql_partition, count(*) AS blocks, sum(eql_events) AS events
+    FROM chosen
+    GROUP BY eql_partition
+    HAVING count(*) >= (4 * ((sum(bytes) / 1048576) + 1))
+) small;
+
+-- merge -- Replace the blocks of a window that are of these partitions by larger ones: how many there were, their events,
+-- and how many there are. A block has at most 10,000 events, and less than 1 MiB besides its first event.
+WITH gone AS (
+    DELETE FROM {schema}.{block_table}
+    WHERE eql_id > %(after)s AND eql_id <= %(upto)s AND {base} >= %(after)s
+      AND eql_partition = ANY (%(partitions)s::smallint[])
+    RETURNING *
+), event AS (
+    SELECT {base} + coalesce(own.place, own.number) AS id, eql_partition, own.key, own.value,
+           coalesce(own.published, eql_buffered_at) AS published, coalesce(own.entered, eql_created_at) AS entered,
+           coalesce(own.metadata, '{{}}'::json) AS metadata
+    FROM gone
+    CROSS JOIN LATERAL unnest(eql_values, eql_keys, eql_metadata, eql_times, eql_places, eql_entered)
+        WITH ORDINALITY AS own (value, key, metadata, published, place, entered, number)
+), numbered AS (
+    SELECT *, (row_number() OVER own - 1) / 10000 AS by_number,
+           sum(octet_length(value) + coalesce(octet_length(key), 0) + octet_length(metadata::text)) OVER own
+               / 1048576 AS by_size
+    FROM event
+    WINDOW own AS (PARTITION BY eql_partition ORDER BY id)
+), packed AS (
+    SELECT eql_partition, min(id) AS first, max(id) AS last, count(*)::int AS events, min(published) AS published,
+           min(entered) AS entered,
+           CASE WHEN min(published) < max(published) THEN array_agg(published ORDER BY id) END AS times,
+           CASE WHEN min(entered) < max(entered) THEN array_agg(entered ORDER BY id) END AS entries,
+           CASE WHEN count(key) > 0 THEN array_agg(key ORDER BY id) END AS keys,
+           array_agg(value ORDER BY id) AS vals,
+           CASE WHEN bool_or(metadata::text <> '{{}}') THEN array_agg(metadata ORDER BY id) END AS metadata,
+           array_agg(id ORDER BY id) AS ids
+    FROM numbered
+    GROUP BY eql_partition, by_number, trunc(by_size)
+), entered AS (
+    INSERT INTO {schema}.{block_table} (
+        eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values,
+        eql_metadata, eql_span, eql_places, eql_entered
+    )
+    SELECT last, eql_partition, events, published, entered, times, keys, vals, metadata,
+           CASE WHEN last - first >= events THEN (last - first) + 1 END,
+           CASE WHEN last - first >= events
+               THEN ARRAY(
+                   SELECT ((own.id - first) + 1)::smallint
+                   FROM unnest(ids) WITH ORDINALITY AS own (id, number)
+                   ORDER BY own.number
+               ) END,
+           entries
+    FROM packed
+    RETURNING eql_events
+)
+SELECT (SELECT count(*) FROM gone), (SELECT coalesce(sum(eql_events), 0) FROM gone)::bigint,
+       (SELECT count(*) FROM entered), (SELECT coalesce(sum(eql_events), 0) FROM entered)::bigint;
+
+-- vacuum -- Free the space of merged blocks in a segment.
+VACUUM {schema}.{table};

@@ -1,0 +1,181 @@
+"""Compaction: small blocks become larger ones, and nobody who reads, erases or drops events beside it notices."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
+from eventsql_orchestration.maintenance import compaction
+from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.storage import compacting, copy_out, log_table
+from eventsql_orchestration.storage.erasing import try_change
+from tests.fixtures import Sessions
+
+SCHEMA = "eventsql"
+PARTITIONS = 3
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 30)
+    monkeypatch.setattr(compaction, "RETRY_SECONDS", 0.0)
+
+
+def publish_singly(platform: EventSQL, events: int, *, first: int = 0, partitions: int = PARTITIONS) -> None:
+    """Publish and transfer events one by one: each becomes a block."""
+    for each in range(first, first + events):
+        partition = each * 7 % partitions if partitions > 0 else None
+        platform.publisher.publish(Publication("orders", b"%d" % each, key=f"k{each % 5}", partition=partition))
+        platform.transfer.run_once()
+
+
+def content(events: list[Event]) -> list[tuple[object, ...]]:
+    return [(e.id, e.partition, e.key, e.value, e.buffered_at, e.created_at, e.metadata) for e in events]
+
+
+def blocks(session: Connection) -> int:
+    row = session.execute("SELECT count(*) FROM eventsql.orders_block").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+@pytest.fixture(params=[PARTITIONS, -1], ids=["partitioned", "whole"])
+def single(platform: EventSQL, request: pytest.FixtureRequest) -> EventSQL:
+    """A platform whose topic `orders` has a block for each of 100 events."""
+    platform.registry.register_topic(Topic("orders", request.param, storage="blocks"))
+    publish_singly(platform, 100, partitions=request.param)
+    return platform
+
+
+def test_a_compacted_log_has_the_same_events_in_fewer_blocks(single: EventSQL, session: Connection) -> None:
+    before = content(single.reader.read("orders"))
+    plan = single.compactor.plan("orders")
+    assert (plan.blocks, plan.events, plan.into, blocks(session)) == (90, 90, None, 100)
+    done = single.compactor.execute("orders")
+    assert (done.blocks, done.events) == (90, 90)
+    assert done.into is not None
+    assert blocks(session) == 10 + done.into < 20
+    assert content(single.reader.read("orders")) == before
+    assert log_table.broken_blocks(session, SCHEMA, "orders") == []
+    again = single.compactor.execute("orders")
+    assert (again.blocks, again.into) == (0, 0)
+
+
+def test_readers_of_any_batch_size_see_each_event_once_and_in_order_while_it_is_compacted(single: EventSQL) -> None:
+    whole = content(single.reader.read("orders"))
+    for limit in (1, 7, 64):
+        found: list[Event] = []
+        while batch := single.reader.read("orders", after=found[-1].id if found else 0, limit=limit):
+            found += batch
+            if len(found) > 20:
+                single.compactor.execute("orders")
+        assert content(found) == whole
+
+
+def test_a_snapshot_that_is_open_meanwhile_has_each_event_once(
+    single: EventSQL, session: Connection, sessions: Sessions
+) -> None:
+    reader = sessions()
+    count = "SELECT count(*), count(DISTINCT eql_id) FROM eventsql.orders_event"
+    with reader.transaction():
+        reader.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        assert reader.execute(count).fetchone() == (100, 100)
+        single.compactor.execute("orders")
+        assert reader.execute(count).fetchone() == (100, 100)
+    assert session.execute(count).fetchone() == (100, 100)
+
+
+def test_an_interrupted_window_stays_as_it_was(single: EventSQL, session: Connection, sessions: Sessions) -> None:
+    before = content(single.reader.read("orders"))
+    compactor = compacting.LogCompactor(SCHEMA, "orders")
+    killed = sessions()
+    with pytest.raises(psycopg.OperationalError), killed.transaction():
+        window = compactor.window(killed, after=0, upto=60)
+        assert window.upto is not None
+        compactor.merge(killed, after=0, upto=window.upto, partitions=window.partitions)
+        session.execute("SELECT pg_terminate_backend(%s)", (killed.info.backend_pid,))
+        killed.execute("SELECT 1")
+    assert blocks(session) == 100
+    single.compactor.execute("orders")
+    assert content(single.reader.read("orders")) == before
+
+
+def test_it_waits_for_an_erasure_and_erased_events_stay_erased(single: EventSQL, sessions: Sessions) -> None:
+    with sessions() as other, other.transaction():
+        assert try_change(other, SCHEMA, "orders")
+        with pytest.raises(DatabaseBusyError):
+            single.compactor.execute("orders")
+    single.eraser.execute("orders", ["k1"])
+    single.compactor.execute("orders")
+    single.eraser.execute("orders", ["k2"])
+    found = single.reader.read("orders")
+    assert {event.key for event in found if event.erased} == {"k1", "k2"}
+    assert sum(event.erased for event in found) == 40
+    assert {event.value for event in found if event.erased} == {None}
+
+
+def test_no_block_lies_on_both_sides_of_a_repartitioning(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", PARTITIONS, storage="blocks"))
+    publish_singly(platform, 45)
+    platform.repartitioner.repartition("orders", 2)
+    publish_singly(platform, 45, first=45, partitions=2)
+    platform.compactor.execute("orders")
+    border = session.execute("SELECT max(eql_after) FROM eventsql.topic_layout").fetchone()
+    straddling = "SELECT FROM eventsql.orders_block WHERE eql_id > %s AND eql_id - coalesce(eql_span, eql_events) < %s"
+    assert border is not None
+    assert session.execute(straddling, (border[0], border[0])).fetchall() == []
+    assert blocks(session) < 45
+    values = sorted(int(event.value) for event in platform.reader.read("orders"))
+    assert values == list(range(90))
+
+
+def test_a_range_that_a_task_of_spark_reads_holds_the_same_before_and_after(
+    single: EventSQL, session: Connection
+) -> None:
+    def read() -> list[object]:
+        found: list[object] = []
+        for partition in range(-1, PARTITIONS):
+            for after in range(0, 100, 17):
+                offsets = OffsetRange("orders", partition, after, after + 17)
+                query = copy_out.range_query(SCHEMA, "orders_block", offsets, ["offset", "value", "key"])
+                found.append(sorted(session.execute(query.encode()).fetchall()))
+        return found
+
+    before = read()
+    single.compactor.execute("orders")
+    assert read() == before
+
+
+def test_consuming_in_sql_finds_the_same_before_and_after(single: EventSQL, session: Connection) -> None:
+    def find() -> list[object]:
+        found: list[object] = []
+        for partition in range(-1, PARTITIONS):
+            for after, upto, most in ((0, 1000, 7), (13, 61, 100), (29, 30, 1), (55, 1000, 20), (88, 95, 3)):
+                waiting = "SELECT * FROM eventsql.partition_waiting('orders', %s::smallint, %s, %s, %s)"
+                events = "SELECT id, value FROM eventsql.partition_events('orders', %s::smallint, %s, %s)"
+                found.append(session.execute(waiting, (partition, after, upto, most)).fetchall())
+                found.append(session.execute(events, (partition, after, upto)).fetchall())
+        return found
+
+    before = find()
+    single.compactor.execute("orders")
+    assert find() == before
+
+
+def test_a_damaged_block_is_not_merged_away(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    publish_singly(platform, 40, partitions=-1)
+    session.execute("ALTER TABLE eventsql.orders_block DROP CONSTRAINT eql_whole_values")
+    session.execute("UPDATE eventsql.orders_block SET eql_values = '{a,b}' WHERE eql_id = 5")
+    with pytest.raises(DatabaseError):
+        platform.compactor.execute("orders")
+    assert blocks(session) == 40
+
+
+def test_a_topic_in_rows_is_refused(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", storage="rows"))
+    with pytest.raises(RegistryError):
+        platform.compactor.plan("orders")
