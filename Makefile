@@ -14,6 +14,9 @@ VENV_AIRFLOW := .venv-airflow
 # Processes of tests. Most tests wait for a server, a daemon or Spark; with more, Spark misses its 10 s for a worker.
 PROCESSES ?= 3
 
+# Without bytecode, each process that a test starts compiles all that it imports: twice the time for one with Dagster.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Of the PostgreSQL that the tests run on: the directory of its programs.
 PG ?=
 ifneq ($(PG),)

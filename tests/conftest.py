@@ -10,6 +10,7 @@ import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import psycopg
@@ -26,6 +27,11 @@ from tests.fixtures import memory_disk, said_by, session, sessions, spawn, until
 from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 
+if TYPE_CHECKING:
+    from xdist.remote import Producer  # type: ignore[import-untyped]  # it has no types
+
+    from tests.scheduling import OneSparkSession
+
 __all__ = [
     "said_by",
     "session",
@@ -37,7 +43,7 @@ __all__ = [
 
 TEMPLATE = "eventsql_template"
 
-LONGEST = ("system", "spark", "assets", "dagster", "cli", "shards")
+LONGEST = ("spark", "system", "dagster", "assets", "cli", "log", "shards")
 """The rooms whose files take longest."""
 
 TIMEOUT_AGAIN = 60
@@ -79,6 +85,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return LONGEST.index(room) if room in LONGEST else len(LONGEST)
 
     items.sort(key=place)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> OneSparkSession | None:
+    """Start one Spark session for all processes of `--dist loadfile`."""
+    # Not at the top: Airflow's tests run without xdist.
+    from tests.scheduling import OneSparkSession
+
+    return OneSparkSession(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

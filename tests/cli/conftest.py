@@ -82,7 +82,7 @@ def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     yield start_on_database
     for process in started:
         process.kill()
-        process.wait()
+        process.wait(60)
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()

@@ -182,6 +182,7 @@ def location_file(directory: Path, kind: str) -> Path:
     return file
 
 
+@pytest.mark.nightly
 def test_definitions_that_a_function_makes_are_found_and_run(run: Run, ledger: Ledger, tmp_path: Path) -> None:
     ids = ledger.publish(50)
     file = location_file(tmp_path, "a function with @dg.definitions")
@@ -294,6 +295,7 @@ def test_a_deleted_backfill_leaves_nothing_behind(run: Run, ledger: Ledger) -> N
     assert run("backfill", "delete", "orders", "ledger", "may").exit_code == 1
 
 
+@pytest.mark.nightly
 def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
     ids = ledger.publish(4)
     result = run("backfill", "orders", "fragile", "--from", "earliest", "--take-over", "--execute", *MODULE)
@@ -319,6 +321,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
     assert ledger.effects() == ids
 
 
+@pytest.mark.nightly
 def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run, start: Start, ledger: Ledger) -> None:
     ids = ledger.publish(80)
     process = start(
@@ -327,7 +330,7 @@ def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run
     )  # fmt: skip
     await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.kill()
-    process.wait()
+    process.wait(60)
     resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)
     assert resumed.exit_code == 0, resumed.stderr
     assert ledger.effects() == ids

@@ -62,7 +62,10 @@ FIGURES: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 
-LONG = {"stream --through-buffer --hold-xmin", "transfer", "consume", "buffered --in-flight 100"}
+LONG = {
+    "stream --through-buffer --hold-xmin", "stream --rate 2000 --handler-delay 5", "transfer", "consume",
+    "buffered --in-flight 100",
+}  # fmt: skip
 """Commands that take long even where they are quick."""
 
 
@@ -175,7 +178,13 @@ def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform
     assert left_behind(platform) == []
 
 
-@pytest.mark.parametrize(("ending", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_benchmark_that_is_ended_takes_its_topics_and_processes_along(
     start: Start, platform: EventSQL, ending: signal.Signals, code: int
 ) -> None:

@@ -36,6 +36,7 @@ def test_a_driver_that_is_missing_is_named_before_anything_is_measured(run: Run,
     assert "--jdbc-jar" in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_jar_that_is_no_driver_ends_it_and_leaves_nothing(run: Run, platform: EventSQL, tmp_path: Path) -> None:
     jar = tmp_path / "other.jar"
     # An archive without anything in it.

@@ -205,7 +205,7 @@ def webserver(pipeline: Pipeline) -> Iterator[str]:
         yield url
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
 
 
 def test_a_webserver_is_asked_the_same_and_linked_to(

@@ -749,7 +749,7 @@ def process(bench: Workbench, tmp_path: Path) -> Iterator[Any]:
     yield start
     for each in started:
         each.kill()
-        each.wait()
+        each.wait(60)
 
 
 def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
@@ -760,7 +760,7 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
     killed = process(key, delay=0.5)
     await_(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
     killed.send_signal(signal.SIGKILL)
-    killed.wait()
+    killed.wait(60)
     reached = len(bench.effects())
     assert reached < len(ids)
     assert replay(bench, location.ledger_backfill, key).success
@@ -768,6 +768,7 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
     assert backfills.registered() == []
 
 
+@pytest.mark.nightly
 def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
     bench.publish("orders", 60, partition=0)
     key = begin(backfills)

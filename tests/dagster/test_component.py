@@ -252,31 +252,46 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
+COMPONENT = f"{EventSQLConsumerComponent.__module__.rpartition('.')[0]}.{EventSQLConsumerComponent.__name__}"
+
+
+def dg_command(project: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("dg")), *arguments],
+        cwd=project,
+        env={**os.environ, "PYTHONPATH": str(project / "src"), "EVENTSQL_DSN": "postgresql://nowhere"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def scaffold(project: Path, name: str) -> Path:
+    """Scaffold a consumer of a topic with 3 partitions; gives its folder."""
+    dg_command(project, "scaffold", "defs", COMPONENT, name, "--topic", "rides", "--partitions", "3")
+    return project / "src" / "rides" / "defs" / name
+
+
 @pytest.mark.timeout(180)
-def test_dg_scaffolds_consumers_and_lists_their_definitions(project: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(project / "src"), "EVENTSQL_DSN": "postgresql://nowhere"}
-
-    def dg_command(*arguments: str) -> str:
-        command = [str(Path(sys.executable).with_name("dg")), *arguments]
-        done = subprocess.run(
-            command, cwd=project, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    component = f"{EventSQLConsumerComponent.__module__.rpartition('.')[0]}.{EventSQLConsumerComponent.__name__}"
-    dg_command("scaffold", "defs", component, "billing", "--topic", "rides", "--partitions", "3")
-    folder = project / "src" / "rides" / "defs" / "billing"
+def test_dg_scaffolds_a_consumer(project: Path) -> None:
+    folder = scaffold(project, "billing")
     written = yaml.safe_load((folder / "defs.yaml").read_text())
-    assert written["type"] == component
+    assert written["type"] == COMPONENT
     assert written["attributes"]["topic"] == "rides"
     assert (folder / "consume.py").exists()
 
+
+@pytest.mark.nightly
+@pytest.mark.timeout(180)
+def test_dg_lists_the_definitions_of_scaffolded_consumers(project: Path) -> None:
+    scaffold(project, "billing")
     # A second one, in a folder whose name is none for Dagster.
-    dg_command("scaffold", "defs", component, "my-mailer", "--topic", "rides", "--partitions", "3")
-    second = yaml.safe_load((folder.with_name("my-mailer") / "defs.yaml").read_text())["attributes"]
+    second = yaml.safe_load((scaffold(project, "my-mailer") / "defs.yaml").read_text())["attributes"]
     assert (second["name"], second["platform"]) == ("my_mailer", False)
-    listed = json.loads(dg_command("list", "defs", "--json"))
+    listed = json.loads(dg_command(project, "list", "defs", "--json"))
     consuming = sorted(f"consume_{name}_{number}" for name in ("billing", "my_mailer") for number in range(3))
     assert sorted(each["name"] for each in listed["sensors"]) == [*consuming, "lag"]
     assert [each["name"] for each in listed["jobs"] if "register" in each["name"]] == ["register"]

@@ -78,7 +78,7 @@ class Machine:
         """Every process at once, as when the power goes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        self._process.wait(60)
 
 
 @pytest.fixture

@@ -100,7 +100,7 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
         # Told to end, it would wait for the ticks under way.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        process.wait(60)
 
 
 @pytest.mark.timeout(600)

@@ -47,7 +47,7 @@ def test_the_pid_of_an_ended_owner_is_not_killed(tmp_path: Path) -> None:
             assert bystander.poll() is None
     finally:
         bystander.kill()
-        bystander.wait()
+        bystander.wait(60)
 
 
 def test_a_taken_port_is_not_chosen() -> None:

@@ -54,7 +54,7 @@ def run_process(bench: Workbench, request: dg.RunRequest, *, delay: float) -> It
         raise
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
 
 
 def writes(bench: Workbench) -> bool:
@@ -84,7 +84,7 @@ def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: W
         await_(lambda: len(bench.effects()) >= 2 * location.SLOW_BATCH, "two batches")
         await_(lambda: writes(bench), "the effects of a third, before their commit")
         process.kill()
-        process.wait()
+        process.wait(60)
     reached = bench.effects()[-1]
     assert 2 * location.SLOW_BATCH <= len(bench.effects()) < 100
     (run,) = bench.instance.get_runs()

@@ -95,7 +95,7 @@ class Processes:
         if process is None or process.poll() is not None:
             return False
         process.kill()
-        process.wait()
+        process.wait(60)
         return True
 
     def kill_group(self, name: str) -> bool:

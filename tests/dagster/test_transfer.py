@@ -261,7 +261,7 @@ def test_a_run_that_is_terminated_ends_at_once(
         process.wait(30)
     finally:
         process.kill()
-        process.wait()
+        process.wait(60)
     (run_,) = shared_instance.get_runs()
     assert run_.status in (dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
 

@@ -355,7 +355,7 @@ def test_a_pid_file_whose_number_belongs_to_a_stranger_does_not_block_the_start(
         assert stranger.poll() is None
     finally:
         stranger.kill()
-        stranger.wait()
+        stranger.wait(60)
 
 
 def test_a_copy_of_a_running_server_is_not_taken_for_it(postgres: EmbeddedPostgres, base: Path) -> None:

@@ -160,7 +160,7 @@ class Cast:
     def close(self) -> None:
         for process, wire in self._playing.values():
             process.kill()
-            process.join()
+            process.join(60)
             process.close()
             wire.close()
 
@@ -276,7 +276,7 @@ class Run:
             first = dies_after if not outcomes else None
             process = context.Process(target=playing.add, args=(old, new, first, only_prepare), daemon=True)
             process.start()
-            process.join()
+            process.join(60)
             outcomes.append(process.exitcode)
             process.close()
             return outcomes[-1] == 0

@@ -831,8 +831,8 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
 @pytest.mark.parametrize(
     ("storage", "examples"),
     [
-        ("rows", 12),
-        ("blocks", 8),
+        ("rows", 6),
+        ("blocks", 5),
         *(pytest.param(storage, 60, marks=pytest.mark.nightly) for storage in STORAGES),
     ],
 )

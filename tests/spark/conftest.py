@@ -1,4 +1,4 @@
-"""One Spark session for all of Spark's tests, on two cores, with three attempts for each task."""
+"""One Spark session for all of Spark's tests, on two cores, with three attempts for each task, and Spark Connect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pyspark.sql import DataFrame, SparkSession
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.spark.processes import free_port
 
 LOOKS = 3
 
@@ -31,7 +32,13 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     home = tmp_path_factory.mktemp("spark")
     ensure_java(home)
     builder = SparkSession.Builder()
-    settings = {"spark.master": "local[2,3]", "spark.sql.warehouse.dir": str(home / "warehouse")}
+    settings = {
+        "spark.master": "local[2,3]",
+        "spark.sql.warehouse.dir": str(home / "warehouse"),
+        "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
+        "spark.connect.grpc.binding.address": "127.0.0.1",
+        "spark.connect.grpc.binding.port": str(free_port()),
+    }
     for name, value in spark_config(**settings).items():
         builder = builder.config(name, value)
     session = builder.getOrCreate()

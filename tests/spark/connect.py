@@ -55,7 +55,7 @@ def connect_server(home: Path) -> Iterator[str]:
         yield f"sc://127.0.0.1:{port}"
     finally:
         kill(server)
-        server.wait()
+        server.wait(60)
 
 
 def _answers(server: psutil.Popen, port: int) -> bool:

@@ -82,6 +82,7 @@ def application(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> I
         yield running
 
 
+@pytest.mark.nightly
 class TestAnApplicationOfADeployment:
     """One application for all of these, because each takes its time to start; it has both cores until it ends."""
 

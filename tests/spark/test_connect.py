@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pyspark
 import pytest
+from pyspark.sql import SparkSession
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from tests.shards.conftest import Databases, databases
@@ -53,10 +54,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("connect")
 
 
-@pytest.fixture(scope="module")
-def address(home: Path) -> Iterator[str]:
-    with connect_server(home) as address:
-        yield address
+@pytest.fixture(scope="module", params=["in a driver", pytest.param("alone", marks=pytest.mark.nightly)])
+def address(request: pytest.FixtureRequest, home: Path) -> Iterator[str]:
+    """A server in the process of the tests' session, and one without a Python driver."""
+    if request.param == "alone":
+        with connect_server(home) as address:
+            yield address
+        return
+    session: SparkSession = request.getfixturevalue("spark")
+    yield f"sc://127.0.0.1:{session.conf.get('spark.connect.grpc.binding.port')}"
 
 
 @pytest.fixture(scope="module")

@@ -185,6 +185,7 @@ def failure_of(query: StreamingQuery) -> str:
     return str(error)
 
 
+@pytest.mark.nightly
 def test_a_shard_that_goes_down_stops_a_stream_which_goes_on_when_it_is_back(
     spark: SparkSession, databases: Databases, second: EmbeddedPostgres, checkpoint: Path
 ) -> None:

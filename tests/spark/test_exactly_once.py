@@ -158,13 +158,12 @@ def write(spark: SparkSession, dsn: str) -> None:
 @pytest.mark.parametrize(
     ("stop", "events", "published"),
     [
-        (at_record, EVENTS, 0),
-        (at_events, EVENTS, 0),
-        (at_check, EVENTS, 0),
-        (at_check, FEW, 0),
-        (after_commit, EVENTS, EVENTS),
+        pytest.param(at_record, EVENTS, 0, id="at-record", marks=pytest.mark.nightly),
+        pytest.param(at_events, EVENTS, 0, id="at-events", marks=pytest.mark.nightly),
+        pytest.param(at_check, EVENTS, 0, id="at-check"),
+        pytest.param(at_check, FEW, 0, id="at-check-few", marks=pytest.mark.nightly),
+        pytest.param(after_commit, EVENTS, EVENTS, id="after-commit"),
     ],
-    ids=["at-record", "at-events", "at-check", "at-check-few", "after-commit"],
 )
 def test_a_publication_whose_process_is_killed_is_made_once_by_the_next(
     platform: EventSQL, dsn: str, stop: Stop, events: int, published: int
@@ -203,6 +202,7 @@ def test_a_batch_whose_driver_is_killed_while_its_python_lives_on_is_published_o
     assert counted(platform, "spark_publication") == 1
 
 
+@pytest.mark.nightly
 def test_a_stream_that_ends_before_or_after_its_commit_replays_the_batch_and_publishes_it_once(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:

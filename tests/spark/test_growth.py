@@ -97,7 +97,13 @@ def test_writes_stop_growing(platform: EventSQL, live: Round) -> None:
     assert grown(platform, live) == {}
 
 
-@pytest.mark.parametrize("live", [stream, without_a_name], ids=lambda live: live.__name__)
+@pytest.mark.parametrize(
+    "live",
+    [
+        pytest.param(stream, id="stream"),
+        pytest.param(without_a_name, id="without_a_name", marks=pytest.mark.nightly),
+    ],
+)
 def test_writes_over_shards_stop_growing(databases: Databases, opened: Open, live: Round) -> None:
     platform = opened(*databases(2))
     prepare(platform)

@@ -219,6 +219,7 @@ def test_a_runtime_of_the_machine_leaves_path_alone(
     assert os.environ["PATH"] == str(runtime / "bin")
 
 
+@pytest.mark.nightly
 def test_spark_runs_a_job_on_a_machine_without_java(home: Path, tmp_path: Path) -> None:
     programs = tmp_path / "programs"
     programs.mkdir()

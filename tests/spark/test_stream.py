@@ -407,7 +407,11 @@ def test_a_failure_of_a_running_stream_is_one_of_this_package(
 # Triggers
 
 
-@pytest.mark.parametrize("trigger", [{"once": True}, {"processingTime": "100 milliseconds"}])
+@pytest.mark.parametrize(
+    "trigger",
+    [pytest.param({"once": True}, marks=pytest.mark.nightly), {"processingTime": "100 milliseconds"}],
+    ids=["once", "processing-time"],
+)
 def test_a_trigger_reads_every_event_once(
     *, spark: SparkSession, publish: Publish, dsn: str, orders: str, checkpoint: Path, trigger: dict[str, Any]
 ) -> None:

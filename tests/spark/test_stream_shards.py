@@ -164,6 +164,7 @@ def test_a_stream_starts_at_the_end_of_each_shard(platform: EventSQL, dsn: str) 
         assert sum(events_in(reader, start, end).values()) == 40
 
 
+@pytest.mark.nightly
 def test_a_shard_that_was_added_between_two_starts_is_read_from_its_beginning(
     *, spark: SparkSession, platform: EventSQL, dsn: str, urls: list[str], checkpoint: Path, add: Add
 ) -> None:

@@ -643,6 +643,7 @@ def test_a_stream_publishes_each_event_once_also_when_a_batch_is_replayed(
     assert staged_in(platform) == 0
 
 
+@pytest.mark.nightly
 def test_a_writer_with_a_name_outlives_its_checkpoint(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:
@@ -722,6 +723,7 @@ def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_even
     assert in_numbers(values_in(platform, "fares")) == list(range(35))
 
 
+@pytest.mark.nightly
 def test_a_batch_of_foreach_batch_that_has_other_events_is_refused_instead_of_losing_them(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path, write: Write
 ) -> None:

@@ -82,6 +82,7 @@ def test_a_reader_who_gets_started_counts_each_event_once(home: Path) -> None:
     assert lag.split()[:4] == ["order_placed", "stock", "all", "0"]
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_every_command_of_the_tutorial_works_and_the_table_equals_the_count_over_the_file(home: Path) -> None:
     checkout = home / "checkout"

@@ -193,6 +193,7 @@ def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: we
     screenshot(browser, "delivered-check", tmp_path)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
     system: System, browser: webdriver.Chrome, tmp_path: Path
@@ -216,6 +217,7 @@ def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
     assert not system.alerted("check delivered of order_status is green again")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_backfills_progress_is_that_of_its_partitions(
     system: System, browser: webdriver.Chrome, tmp_path: Path

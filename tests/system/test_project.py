@@ -59,6 +59,7 @@ def publish(platform: EventSQL, item: str) -> None:
     platform.publisher.publish(Publication("order_placed", b'{"item": "%s"}' % item.encode(), key=item))
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(project: Path) -> None:
     log = project.parent / "dev.log"
@@ -99,7 +100,7 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
         assert left == []
     finally:
         dev.kill()
-        dev.wait()
+        dev.wait(60)
 
     said = log.read_text()
     assert len(re.findall(r"(?:started|using) the embedded server", said)) == 1

@@ -103,8 +103,10 @@ def test_a_run_is_terminated_from_the_ui(deployment: Deployment) -> None:
 
 @pytest.mark.parametrize(
     ("then", "reason", "timeout"),
-    [("raise ValueError('no licence')", "no licence", 120), ("threading.Event().wait()", "was not imported within", 1)],
-    ids=["fails", "hangs"],
+    [
+        pytest.param("raise ValueError('no licence')", "no licence", 120, id="fails"),
+        pytest.param("threading.Event().wait()", "was not imported within", 1, id="hangs", marks=pytest.mark.nightly),
+    ],
 )
 def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str, reason: str, timeout: int) -> None:
     with deployed(tmp_path, "first", before=IN_SERVER + then, import_timeout_seconds=timeout) as deployment:
@@ -113,6 +115,7 @@ def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str
         assert [sum(reason in message for message in deployment.said(run)) for run in runs] == [1, 0]
 
 
+@pytest.mark.nightly
 def test_runs_of_a_location_that_is_replaced_under_load_execute_once_and_new_ones_have_the_new_code(
     tmp_path: Path,
 ) -> None:

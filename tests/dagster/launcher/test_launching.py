@@ -160,6 +160,7 @@ def test_a_reload_of_the_location_replaces_the_server(deployment: Deployment) ->
     assert deployment.seen(late)[1] == replaced
 
 
+@pytest.mark.nightly
 def test_the_server_of_a_removed_location_ends_before_the_launcher_and_after_its_runs(tmp_path: Path) -> None:
     with deployed(tmp_path, "first", "second") as deployment:
         runs = {name: deployment.waiting(location=name) for name in ("first", "second")}
@@ -226,6 +227,7 @@ def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> No
     assert len(deployment.servers()) == 1
 
 
+@pytest.mark.nightly
 def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> None:
     with deployed(tmp_path, "first") as deployment:
         running = deployment.waiting()

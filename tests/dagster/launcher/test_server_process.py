@@ -37,7 +37,13 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize(("before", "reason", "timeout"), REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(
+    ("before", "reason", "timeout"),
+    [
+        pytest.param(*REFUSED[way], id=way, marks=[pytest.mark.nightly] if way in {"fails", "dies"} else [])
+        for way in REFUSED
+    ],
+)
 def test_a_server_refuses_a_location_that(tmp_path: Path, before: str, reason: str, timeout: int) -> None:
     origin = _origin(tmp_path, before)
     with dg.instance_for_test() as instance, pytest.raises(Unforkable) as refused:
@@ -45,6 +51,7 @@ def test_a_server_refuses_a_location_that(tmp_path: Path, before: str, reason: s
     assert reason in refused.value.reason
 
 
+@pytest.mark.nightly
 def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served(tmp_path: Path) -> None:
     origin = _origin(tmp_path, "import numpy")
     with dg.instance_for_test() as instance:
@@ -88,6 +95,7 @@ def test_the_programs_of_a_virtual_environment_come_first(tmp_path: Path) -> Non
     assert _environment(sys.executable) == dict(os.environ)
 
 
+@pytest.mark.nightly
 def test_a_launch_beyond_the_limit_of_runs_is_refused_so_that_the_queue_tries_again(deployment: Deployment) -> None:
     runs = [deployment.create(then) for then in ("wait", "")]
     server = _server(deployment, runs[0], max_runs=1)
@@ -146,6 +154,7 @@ def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deploymen
     await_(server.has_ended, "the end of the server")
 
 
+@pytest.mark.nightly
 def test_a_launch_by_a_server_that_is_to_end_does_not_wait_for_its_runs(deployment: Deployment) -> None:
     runs = [deployment.create(then) for then in ("wait", "")]
     server = _server(deployment, runs[0])
@@ -171,6 +180,7 @@ def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment
     assert not (deployment.root / "first" / run).exists()
 
 
+@pytest.mark.nightly
 def test_a_process_that_the_system_refuses_is_refused_to_the_queue_and_a_report_is_made_later(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
