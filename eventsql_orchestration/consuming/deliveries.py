@@ -232,22 +232,29 @@ class Deliveries:
     ) -> list[tuple[Event, int | None, int]]:
         """Take over events that nobody holds, in the order of their keys: each with its key and its attempts."""
         accepts = self._dead_letters.accepts(self._topic, connection)
-        asked = {**own, "limit": limit, "accepts": accepts, "max_attempts": locked.state.max_attempts}
-        found = fetch_all(connection, self._queries("free"), asked, prepare=False)
-        if not found:
-            return []
-        ids = {**own, "ids": [event for event, _ in found]}
-        lockable = {event for (event,) in fetch_all(connection, self._queries("lock_free"), ids, prepare=False)}
-
+        asked = {**own, "after": own["offset"], "accepts": accepts, "max_attempts": locked.state.max_attempts}
         keys: dict[int, int | None] = {}
         waiting: set[int] = set()
-        for event, key in found:
-            if event in lockable and key not in waiting:
-                keys[event] = key
-            elif key is not None:
-                # The acknowledgement that is under way may still fail: nothing of its key may overtake it.
-                waiting.add(key)
+        while missing := limit - len(keys):
+            found = fetch_all(connection, self._queries("free"), {**asked, "limit": missing}, prepare=False)
+            if not found:
+                break
+            ids = {**own, "ids": [event for event, _ in found]}
+            lockable = {event for (event,) in fetch_all(connection, self._queries("lock_free"), ids, prepare=False)}
 
+            for event, key in found:
+                if event in lockable and key not in waiting:
+                    keys[event] = key
+                elif key is not None:
+                    # The acknowledgement that is under way may still fail: nothing of its key may overtake it.
+                    waiting.add(key)
+
+            asked["after"] = found[-1][0]
+            if len(found) < missing:
+                break
+
+        if not keys:
+            return []
         taken = fetch_all(connection, self._queries("take"), {**own, "ids": list(keys)}, prepare=False)
         attempts: dict[int, int] = dict(taken)
         events = self._log.read_ids(connection, self._topic, sorted(attempts), partition=locked.key.partition)

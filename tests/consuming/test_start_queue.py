@@ -532,6 +532,26 @@ def test_a_lost_answer_after_a_seek_leaves_no_event_with_a_process_that_does_not
     assert [each.event.id for each in own.hand_out(own.register("another"), -1, 9).deliveries] == ids
 
 
+def test_an_acknowledgement_that_a_lost_process_has_under_way_holds_up_its_key_alone(
+    platform: EventSQL, session: Connection
+) -> None:
+    ids = fill(platform, "aabc")
+    shard = platform.shards[0]
+    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=4)
+    lost = own.register("a lost process")
+    held = own.hand_out(lost, -1, 4).deliveries
+    session.autocommit = False
+    own._acknowledge_in(session, held[0])
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.consumer_worker")
+
+    worker = own.register("a process")
+    assert [own.hand_out(worker, -1, 1).deliveries[0].event.id for _ in range(2)] == ids[2:]
+    assert own.hand_out(worker, -1, 1).deliveries == []
+    session.rollback()
+    assert [each.event.id for each in own.hand_out(worker, -1, 2).deliveries] == ids[:2]
+
+
 def test_events_of_a_key_begin_anew_in_their_order_after_a_seek(
     platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
 ) -> None:

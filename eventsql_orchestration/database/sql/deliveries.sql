@@ -40,7 +40,7 @@ WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s;
 SELECT eql_attempts, eql_failure, eql_due_at
 FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s;
 
--- free -- The first events that no live process holds, which are due, and before which no event of the same key waits for
+-- free -- The next events that no live process holds, which are due, and before which no event of the same key waits for
 -- another process or for its retry. Events whose attempts are spent wait until somebody takes dead letters.
 SELECT eql_id, eql_key FROM (
     SELECT d.eql_id, d.eql_key, ready.free,
@@ -55,7 +55,7 @@ SELECT eql_id, eql_key FROM (
     ) ready
     WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s
 ) waiting
-WHERE free AND clear
+WHERE free AND clear AND eql_id > %(after)s
 ORDER BY eql_id
 LIMIT %(limit)s;
 
