@@ -258,12 +258,16 @@ class LogWriter:
             most = min(batch.rows, MOST_BLOCKS)
             self._tried = most, firsts[0]
             mark = self._low_water.marks.get(topic, 0)
-            moved = self._blocks.move(connection, topic, low_water=mark, upto=upto, most=most)
+            moved = self._blocks.move(
+                connection, topic, low_water=mark, upto=upto, most=most, partitions=batch.definition[0]
+            )
             events, upto = moved.events, moved.upto
         else:
             upto = firsts[0]
             self._tried = 1, upto
-            events = self._blocks.move_packed(connection, topic, upto, zoned=self._zoned[topic], blocks=batch.blocks)
+            events = self._blocks.move_packed(
+                connection, topic, upto, zoned=self._zoned[topic], partitions=batch.definition[0], blocks=batch.blocks
+            )
         self._drew(topic, events)
         return events, upto
 

@@ -39,6 +39,9 @@ the transfer makes large blocks of those of many publications."""
 MOST_COPIED: Final = 16 * 1024 * 1024
 """The most bytes of blocks whose events go to the buffer instead."""
 
+MOST_MOVED: Final = 64 * 1024 * 1024
+"""The most bytes of values that one statement moves, unless a single block has more."""
+
 ORPHANED_AFTER_HOURS: Final = 24
 """How long a staged block waits for its publication before a sweep deletes it."""
 
@@ -99,29 +102,41 @@ class StagedBlocks:
         if not complete:
             raise missing_blocks()
 
-    def move(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
+    def move(
+        self, connection: Connection, topic: str,
+        *, low_water: int, upto: int, most: int, partitions: int, reference: int = REFERENCE,
+    ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
-        The caller's transaction holds the topic. Raises `psycopg.errors.DataException` if a block is missing or
-        damaged.
+        `partitions` are those of the topic, which the caller's transaction holds. Raises
+        `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic has not.
         """
-        moved = self._appender.move_blocks(connection, topic, low_water=low_water, upto=upto, most=most)
+        moved = self._appender.move_blocks(
+            connection, topic, low_water=low_water, upto=upto, most=most, size=MOST_MOVED, partitions=partitions,
+            reference=reference,
+        )  # fmt: skip
         if not moved.whole:
             # Its SQLSTATE makes the transfer halve the batch, down to the block.
             raise psycopg.errors.DataException(
                 f"{moved.rows} blocks up to row {moved.upto} of the buffer should have {moved.events} events: "
-                f"{moved.rows - moved.blocks} blocks are missing, and {moved.entered} events were found"
+                f"{moved.rows - moved.blocks} blocks are missing or damaged, and {moved.entered} events were found"
             )
         return moved
 
     def move_packed(
-        self, connection: Connection, topic: str, reference: int, *, zoned: bool, blocks: bool = False
+        self, connection: Connection, topic: str, reference: int, *, zoned: bool, partitions: int, blocks: bool = False
     ) -> int:
         """Copy the packed block that the buffer's row `reference` stands for to the end of the log. Gives its events.
 
         The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `blocks`: the log is in
         blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
+        if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
+            # An older version has published what a newer one had staged, and took it for packed.
+            return self.move(
+                connection, topic, low_water=reference - 1, upto=reference, most=1, partitions=partitions,
+                reference=PACKED,
+            ).events  # fmt: skip
         row = connection.execute(self._blocks("take_packed"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
         if row is None:
             raise _damaged(reference, "is gone")
@@ -210,10 +225,13 @@ class StagedBlocks:
             try:
                 return {"packed": replaced(packed, change), "values": None, "metadata": None}, found
             except (zlib.error, ValueError) as error:
-                raise psycopg.DataError(
-                    f"block {position} of attempt {attempt} cannot be unpacked ({error})"
-                ) from error
+                raise DatabaseError(f"block {position} of attempt {attempt} cannot be unpacked ({error})") from error
         none = [None] * len(contents)
+        if not len(contents) == len(keys or none) == len(metadata or none):
+            raise DatabaseError(
+                f"block {position} of attempt {attempt} has {len(contents)} values, {len(keys or none)} keys and "
+                f"{len(metadata or none)} metadata"
+            )
         changed = [
             change(EncodedEvent(partition, None if key is None else key.encode(), value, (text or "{}").encode()))
             for key, value, text in zip(keys or none, contents, metadata or none, strict=True)

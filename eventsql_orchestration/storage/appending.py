@@ -51,8 +51,8 @@ class BufferedBatch(NamedTuple):
 class MovedBlocks(NamedTuple):
     """Blocks that left the buffer: how many rows stood for them, and the last of these rows' ids.
 
-    `blocks` and `events` are the blocks that there were, and the events that these should have; `entered` is the number
-    of events that entered the log.
+    `blocks` are those that there were and that are sound, `events` the events that they should have; `entered` is the
+    number of events that entered the log.
     """
 
     rows: int
@@ -101,9 +101,19 @@ class LogAppender:
         moved = connection.execute(self._queries(name, topic=topic, blocks=blocks), values, prepare=False)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
-    def move_blocks(self, connection: Connection, topic: str, *, low_water: int, upto: int, most: int) -> MovedBlocks:
-        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`."""
-        values = {"topic": topic, "low_water": low_water, "upto": upto, "most": most}
+    def move_blocks(
+        self, connection: Connection, topic: str,
+        *, low_water: int, upto: int, most: int, size: int, partitions: int, reference: int,
+    ) -> MovedBlocks:  # fmt: skip
+        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
+
+        Their values have at most `size` bytes, unless a single block has more. `reference` is the partition of the rows
+        that stand for them, `partitions` the topic's number of partitions.
+        """
+        values = {
+            "topic": topic, "low_water": low_water, "upto": upto, "most": most, "size": size, "partitions": partitions,
+            "reference": reference,
+        }  # fmt: skip
         query = self._queries.on(connection, "move_blocks", topic)
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 

@@ -690,7 +690,9 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
 
 
 def test_blocks_and_the_rows_that_stand_for_them_are_found_by_their_ids(buffered: EventSQL) -> None:
-    values = {"topic": "orders", "low_water": 0, "upto": 2**62, "most": 16}
+    values = {
+        "topic": "orders", "low_water": 0, "upto": 2**62, "most": 16, "size": 2**26, "partitions": 3, "reference": -3,
+    }  # fmt: skip
     with buffered.database.connection() as connection, connection.transaction(force_rollback=True):
         connection.execute(
             "INSERT INTO eventsql.spark_staged_event "

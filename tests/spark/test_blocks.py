@@ -19,7 +19,10 @@ from psycopg import sql
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, RegistryError, StuckEventError
-from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS
+from eventsql_orchestration.model import STORAGES, Storage
+from eventsql_orchestration.publishing import copy_format, staged_blocks
+from eventsql_orchestration.publishing.copy_format import EncodedEvent
+from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS, ORPHANED_AFTER_HOURS, StagedBlocks
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.encoder import Encoder
 from eventsql_orchestration.spark.options import Source
@@ -27,6 +30,7 @@ from eventsql_orchestration.spark.staging import Attempt, WriteTarget, stage
 from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.forms import check_order, in_blocks, stored
+from tests.publishing.test_packed_blocks import packed
 from tests.spark.processes import wait_until
 
 MANY = LEAST_BY_BLOCKS
@@ -53,7 +57,7 @@ def staged(source: Source, first: int, *, topics: Sequence[str] = ("orders",), b
         "topic": pa.array([topics[number % len(topics)] for number in numbers], pa.string()),
     }
     whole = pa.record_batch(columns)
-    encoder = Encoder({"orders": 4, "fares": -1}, None, {"source": "here"})
+    encoder = Encoder({"orders": 4, "fares": -1, "clicks": 4}, None, {"source": "here"})
     return stage([WriteTarget(source, encoder)], (whole.slice(start, batch) for start in range(0, MANY, batch)))
 
 
@@ -297,8 +301,10 @@ def test_an_event_that_is_committed_while_blocks_are_moved_is_moved_after_them(
         "UPDATE eventsql.spark_staged_event SET eql_values = eql_values[1:2]",
         "UPDATE eventsql.spark_staged_event SET eql_metadata = '{\"events\": 7}'",
         "DELETE FROM eventsql.spark_staged_event",
+        "UPDATE eventsql.spark_staged_event SET eql_keys = eql_keys[:2]",
+        "UPDATE eventsql.spark_staged_event SET eql_partition = 4",
     ],
-    ids=["cut", "other-number", "gone"],
+    ids=["cut", "other-number", "gone", "cut-keys", "foreign-partition"],
 )
 def test_a_block_that_is_damaged_stops_its_topic_and_no_other(
     platform: EventSQL, dsn: str, publish_many: PublishMany, damage: str
@@ -311,6 +317,99 @@ def test_a_block_that_is_damaged_stops_its_topic_and_no_other(
     with pytest.raises(DatabaseError, match="'orders' stay in the buffer"):
         platform.transfer.run_once()
     assert (values(platform, "fares"), values(platform)) == ([1], [])
+
+
+def test_an_erasure_names_a_block_whose_arrays_are_unequal(platform: EventSQL, publish_many: PublishMany) -> None:
+    publish_many()
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.spark_staged_event SET eql_keys = eql_keys[:2]")
+    with pytest.raises(DatabaseError, match="2 keys"):
+        platform.eraser.plan("orders", ["key-1"])
+
+
+def test_blocks_are_moved_by_so_many_bytes_at_once(
+    platform: EventSQL, publish_many: PublishMany, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    move = LogAppender.move_blocks
+
+    def watched(own: LogAppender, *arguments: Any, **named: Any) -> Any:
+        outcome = move(own, *arguments, **named)
+        moved.append(outcome.rows)
+        return outcome
+
+    monkeypatch.setattr(LogAppender, "move_blocks", watched)
+    publish_many()
+    blocks = len(rows_of(platform, "spark_staged_event"))
+    assert platform.transfer.run_once() == {"orders": MANY}
+    monkeypatch.setattr(staged_blocks, "MOST_MOVED", 1)
+    publish_many(MANY)
+    assert platform.transfer.run_once() == {"orders": MANY}
+    assert moved == [blocks, *[1] * blocks]
+    check(platform, range(2 * MANY))
+
+
+OLDER_PLACE = """
+WITH ordered AS MATERIALIZED (
+    SELECT block.eql_attempt, block.eql_position, block.eql_topic,
+           row_number() OVER (ORDER BY published.number, block.eql_position) AS number
+    FROM unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
+    JOIN eventsql.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
+), referenced AS (
+    INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
+    SELECT eql_topic, -2, '', '{}' FROM ordered ORDER BY number
+    RETURNING eql_id
+), placed AS (
+    SELECT eql_id, row_number() OVER (ORDER BY eql_id) AS number FROM referenced
+)
+UPDATE eventsql.spark_staged_event block
+SET eql_buffer_id = placed.eql_id
+FROM ordered JOIN placed ON placed.number = ordered.number
+WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position
+"""
+"""How versions before revision 0026 publish staged blocks."""
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_blocks_that_an_older_process_publishes_for_a_newer_one_are_moved(
+    platform: EventSQL, source: Source, storage: Storage
+) -> None:
+    platform.registry.register_topic(Topic("clicks", 4, storage=storage))
+    attempt = staged(source, 0, topics=["clicks"])
+    platform.publisher.publish(Publication("clicks", b"-1", key="before"))
+    with platform.database.connection() as connection:
+        connection.execute(OLDER_PLACE, {"attempts": [attempt.id]})
+    platform.publisher.publish(Publication("clicks", str(MANY).encode(), key="after"))
+    assert platform.transfer.run_once() == {"clicks": MANY + 2}
+    check_order(platform.reader.read("clicks"), [str(number) for number in range(-1, MANY + 1)], staged=True)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("placed", [True, False])
+def test_blocks_that_an_older_version_has_packed_are_published_and_moved(
+    platform: EventSQL, source: Source, storage: Storage, *, placed: bool
+) -> None:
+    platform.registry.register_topic(Topic("clicks", storage=storage))
+    attempt = uuid.uuid4()
+    rows = [
+        copy_format.encode_again(EncodedEvent(-1, b"key", b"%d" % number, b'{"source": "here"}')) for number in range(9)
+    ]
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.spark_staged_event "
+            "(eql_attempt, eql_position, eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES (%s, 0, 'clicks', -1, %b, '{\"events\": 9}')",
+            (attempt, packed(*rows)),
+        )
+        if placed:
+            connection.execute(OLDER_PLACE, {"attempts": [attempt]})
+        else:
+            with connection.transaction():
+                StagedBlocks("eventsql").publish(connection, [attempt])
+    assert platform.transfer.run_once() == {"clicks": 9}
+    found = platform.reader.read("clicks")
+    assert [int(event.value) for event in found] == list(range(9))
+    assert {(event.key, event.metadata["source"]) for event in found} == {("key", "here")}
 
 
 def test_the_blocks_before_a_missing_one_are_moved(platform: EventSQL, publish_many: PublishMany) -> None:

@@ -2,13 +2,20 @@
 unnest(%(attempts)s::uuid[]) WITH ORDINALITY AS published (attempt, number)
     JOIN {schema}.spark_staged_event block ON block.eql_attempt = published.attempt AND block.eql_buffer_id IS NULL
 
--- to_buffer -- Write the events of the blocks of attempts to the buffer.
+-- to_buffer -- Write the events of the blocks of attempts to the buffer. An erasure of a block that is under way ends first:
+-- the block is read as it is then.
+WITH block AS MATERIALIZED (
+    SELECT published.number, block.eql_position, block.eql_topic, block.eql_partition, block.eql_keys, block.eql_values,
+           block.eql_event_metadata
+    FROM {published}
+    FOR UPDATE OF block
+)
 INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
 SELECT block.eql_topic, block.eql_partition, event.key, event.value, coalesce(event.metadata, '{{}}')
-FROM {published}
+FROM block
     CROSS JOIN LATERAL unnest(block.eql_keys, block.eql_values, block.eql_event_metadata)
         WITH ORDINALITY AS event (key, value, metadata, number)
-ORDER BY published.number, block.eql_position, event.number;
+ORDER BY block.number, block.eql_position, event.number;
 
 -- place -- Publish the blocks of attempts, in the order of the array: a row of the buffer for each, in its place.
 WITH ordered AS MATERIALIZED (
@@ -27,6 +34,9 @@ UPDATE {schema}.spark_staged_event block
 SET eql_buffer_id = placed.eql_id
 FROM ordered JOIN placed ON placed.number = ordered.number
 WHERE block.eql_attempt = ordered.eql_attempt AND block.eql_position = ordered.eql_position;
+
+-- has_arrays -- A row if the published block is not packed, whatever its row of the buffer says.
+SELECT FROM {schema}.spark_staged_event WHERE eql_buffer_id = %(id)s AND eql_values IS NOT NULL;
 
 -- take_packed -- Take a packed block and its row out of the buffer: content, number of events, publication time, and now. If not
 -- `zoned`, both times are the session's clock readings, as in the topic's log.

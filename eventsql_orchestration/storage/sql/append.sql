@@ -76,30 +76,42 @@ SELECT CASE
 FROM moved
 ORDER BY eql_id;
 
--- part taken -- Take the next blocks of the buffer, at most `most`, and the rows that stand for them. Events that were
--- committed since the batch was looked at stay.
-WITH chosen AS MATERIALIZED (
-    SELECT eql_id FROM {schema}.event_buffer
+-- part taken -- Take the next blocks of the buffer, at most `most` and `size` bytes of values, but at least one, and the
+-- rows that stand for them. Events that were committed since the batch was looked at stay. `at_home`: the topic has the
+-- partition.
+WITH next AS MATERIALIZED (
+    SELECT eql_id, coalesce((
+               SELECT pg_column_size(eql_values) FROM {schema}.spark_staged_event WHERE eql_buffer_id = buffered.eql_id
+           ), 0) AS size
+    FROM {schema}.event_buffer buffered
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
-      AND eql_partition = -3
+      AND eql_partition = %(reference)s
     ORDER BY eql_topic, eql_id
     LIMIT %(most)s
+), chosen AS MATERIALIZED (
+    SELECT eql_id FROM (SELECT *, sum(size) OVER (ORDER BY eql_id) AS whole FROM next) sized
+    WHERE whole <= %(size)s OR whole = size
 ), block AS (
     DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = ANY (ARRAY(SELECT eql_id FROM chosen))
     RETURNING eql_buffer_id, eql_partition, (eql_metadata ->> 'events')::int AS events, eql_keys, eql_values,
-              eql_event_metadata
+              eql_event_metadata,
+              eql_partition >= least(%(partitions)s, 0) AND eql_partition < greatest(%(partitions)s, 0) AS at_home
 ), reference AS (
     DELETE FROM {schema}.event_buffer WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
     RETURNING eql_id, eql_created_at
 )
 
--- part outcome -- How many rows stood for blocks, the id of the last; how many blocks there were, and their events.
+-- part outcome -- How many rows stood for blocks, the id of the last; how many sound blocks there were, and their events.
 SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
-       (SELECT count(*) FROM block), (SELECT sum(events) FROM block)::bigint
+       (SELECT count(*) FROM sound), (SELECT sum(events) FROM block)::bigint
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, in their order: what `outcome` says,
 -- and how many events entered the log.
-{taken}, entered AS (
+{taken}, sound AS (
+    SELECT FROM block
+    WHERE at_home AND cardinality(eql_values) = events
+      AND coalesce(cardinality(eql_keys) = events, true) AND coalesce(cardinality(eql_event_metadata) = events, true)
+), entered AS (
     INSERT INTO {schema}.{event_table} (
         eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
     )

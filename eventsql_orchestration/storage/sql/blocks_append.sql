@@ -72,7 +72,9 @@ RETURNING eql_events
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. Without consecutive ids,
 -- and where one says that it has more events than a block may have, they get none and are refused.
-{taken}, wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {drawn}, entered AS (
+{taken}, sound AS (SELECT FROM block WHERE at_home),
+wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {drawn},
+entered AS (
     INSERT INTO {schema}.{block_table} (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
     )
