@@ -31,7 +31,10 @@ Given = ParamSpec("Given")
 Returned = TypeVar("Returned")
 
 TRACEPARENT: Final = "traceparent"
-"""The name of the context in an event's metadata, by W3C's Trace Context; `tracestate` may stand beside it."""
+"""The name of the context in an event's metadata, by W3C's Trace Context."""
+
+TRACESTATE: Final = "tracestate"
+"""The name of what else belongs to the context, if anything does."""
 
 MOST_LINKS: Final = 128
 """The most publications that a span of a batch is linked to. OpenTelemetry's SDK keeps as many by default."""
@@ -69,7 +72,9 @@ def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
     given: object = publication
     if not context or not isinstance(given, Publication) or TRACEPARENT in publication.metadata:
         return publication
-    return replace(publication, metadata={**publication.metadata, **context})
+    # The state of another context, from an event whose metadata were forwarded, does not belong to this one.
+    kept = {name: value for name, value in publication.metadata.items() if name != TRACESTATE}
+    return replace(publication, metadata={**kept, **context})
 
 
 class Tracing:
@@ -202,10 +207,10 @@ def _contexts(events: Iterable[Event]) -> list[trace.SpanContext]:
     found: dict[tuple[str, str], trace.SpanContext] = {}
     for event in events:
         metadata = event.metadata
-        parent, state = metadata.get(TRACEPARENT), metadata.get("tracestate", "")
+        parent, state = metadata.get(TRACEPARENT), metadata.get(TRACESTATE, "")
         if not isinstance(parent, str) or not isinstance(state, str) or (parent, state) in found:
             continue
-        context = _W3C.extract({TRACEPARENT: parent, "tracestate": state}, Context())
+        context = _W3C.extract({TRACEPARENT: parent, TRACESTATE: state}, Context())
         span = trace.get_current_span(context).get_span_context()
         if span.is_valid:
             found[parent, state] = span

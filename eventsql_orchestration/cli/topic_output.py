@@ -22,7 +22,7 @@ from eventsql_orchestration.cli.output import (
     show_items,
 )
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest, Place
@@ -254,8 +254,16 @@ def statistics(platform: EventSQL, topics: Sequence[str]) -> list[Statistics]:
                 raise
             complain(str(error))
             continue
-        chosen = [each for each in figures.topics if not wanted or each.topic in wanted]
-        found += [_statistics(shard, each) for each in chosen]
+        for each in figures.topics:
+            if not wanted or each.topic in wanted:
+                try:
+                    found.append(_statistics(shard, each))
+                except EventSQLError:
+                    if each.topic in {topic.name for topic in shard.registry.topics()}:
+                        raise
+    # Of topics that were deleted meanwhile there are none; of one that was asked for, that is an error.
+    for name in wanted - {each.topic for each in found}:
+        platform.registry.topic(name)
     return sorted(found, key=lambda each: (each.topic, each.shard or ""))
 
 

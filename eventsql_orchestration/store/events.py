@@ -142,6 +142,14 @@ class Events:
             ) from error
 
 
+def check_events(aggregate_class: type[EventAggregate]) -> None:
+    """Raise `ValidationError` for a class that declares no types of events."""
+    if not isinstance(getattr(aggregate_class, "events", None), Events):
+        raise ValidationError(
+            f"{aggregate_class.__name__} declares no events: set its `events` to Events([EventType(…), …])"
+        )
+
+
 @checked
 class EventAggregate(Aggregate):
     """An aggregate whose changes are events of declared types. `when` alters its state by one.
@@ -160,6 +168,10 @@ class EventAggregate(Aggregate):
     """
 
     events: ClassVar[Events]
+
+    def __init__(self, aggregate_id: str) -> None:
+        super().__init__(aggregate_id)
+        check_events(type(self))
 
     @abstractmethod
     @checks_itself

@@ -17,6 +17,7 @@ from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many, check_publication
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import check_schema_version
+from eventsql_orchestration.store.events import EventAggregate, check_events
 from eventsql_orchestration.store.projection import Projections
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.validation import check_kind, check_name, check_whole
@@ -31,7 +32,7 @@ class Repository(Generic[A]):
     """The aggregates of one class.
 
     `publisher` belongs to the database of `store`. `projections` follow each save in its transaction. Raises
-    `ValidationError` for a class with an invalid `aggregate_type`, `snapshot_every` or `snapshot_schema`.
+    `ValidationError` for a class with an invalid `aggregate_type`, `events`, `snapshot_every` or `snapshot_schema`.
     """
 
     def __init__(
@@ -39,6 +40,8 @@ class Repository(Generic[A]):
         *, projections: Projections | None = None,
     ) -> None:  # fmt: skip
         self._type = check_name("aggregate type", getattr(aggregate_class, "aggregate_type", ""))
+        if issubclass(aggregate_class, EventAggregate):
+            check_events(aggregate_class)
         if issubclass(aggregate_class, SnapshottingAggregate):
             check_whole(f"snapshot_every of {aggregate_class.__name__}", aggregate_class.snapshot_every, least=1)
             check_schema_version(f"snapshot_schema of {aggregate_class.__name__}", aggregate_class.snapshot_schema)

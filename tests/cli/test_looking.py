@@ -16,8 +16,11 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.cli import topic_output
 from eventsql_orchestration.cli.lag import sparkline
 from eventsql_orchestration.cli.output import cell, progress_bar
+from eventsql_orchestration.metrics.figures import TopicFigures
+from eventsql_orchestration.shards.shard import Shard
 from tests.cli.conftest import PROGRAM
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
@@ -104,6 +107,25 @@ def test_statistics_of_topics(run: Run, rides: EventSQL) -> None:
     assert "events/s, 1m" in shown.stdout
     missing = run("topic", "stats", "nowhere")
     assert (missing.exit_code, missing.stdout) == (1, "")
+
+
+def test_a_topic_that_is_deleted_meanwhile_has_no_statistics(
+    run: Run, rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = topic_output._statistics
+
+    def delete_first(shard: Shard, figures: TopicFigures) -> topic_output.Statistics:
+        if figures.topic == "prices":
+            rides.registry.unregister_topic("prices", force=True)
+        return taken(shard, figures)
+
+    monkeypatch.setattr(topic_output, "_statistics", delete_first)
+    named = run("topic", "stats", "prices")
+    assert (named.exit_code, named.stdout) == (1, "")
+    assert "'prices'" in named.stderr
+    rides.registry.register_topic(Topic("prices"))
+    others = run("topic", "stats")
+    assert (others.exit_code, [row[0] for row in rows(others)]) == (0, ["rides"])
 
 
 def test_an_empty_topic_has_statistics_too(run: Run, platform: EventSQL) -> None:

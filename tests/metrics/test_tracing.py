@@ -157,6 +157,13 @@ def test_other_publishers_take_an_event_that_carries_the_context(orders: EventSQ
     assert carrying(plain) is plain
 
 
+def test_the_state_of_a_forwarded_context_does_not_go_on_in_another(orders: EventSQL, traces: Traces) -> None:
+    forwarded = Publication("orders", b"1", metadata={"of": "ann", "tracestate": "vendor=stale"})
+    traces.tracing.publisher(orders.publisher).publish(forwarded)
+    [event] = stored(orders)
+    assert event.metadata.keys() == {"of", "traceparent"}
+
+
 def test_without_an_sdk_nothing_is_written_into_events(orders: EventSQL) -> None:
     tracing = Tracing()
     publisher = tracing.publisher(orders.publisher)

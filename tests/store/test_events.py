@@ -236,6 +236,18 @@ def test_types_that_cannot_be_are_refused(make: Callable[[], object]) -> None:
         make()
 
 
+def test_an_aggregate_without_types_of_events_is_refused_at_once(store: Store, platform: EventSQL) -> None:
+    class Forgetful(EventAggregate):
+        aggregate_type = "forgetful"
+
+        def when(self, event: Any) -> None: ...
+
+    with pytest.raises(ValidationError):
+        Forgetful("1")
+    with pytest.raises(ValidationError):
+        Repository(store, Forgetful, platform.publisher)
+
+
 def test_the_data_of_a_change_is_plain_json() -> None:
     change = EVENTS.change(Closed(at=datetime(2026, 1, 5, tzinfo=UTC), lastBalance=Decimal("1.50")))
     assert json.loads(change.encoded) == {"at": "2026-01-05T00:00:00Z", "lastBalance": "1.50", "reasons": []}
