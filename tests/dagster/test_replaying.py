@@ -227,6 +227,24 @@ def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replay
     assert reexecuting.effects() == ids
 
 
+def test_a_run_that_succeeds_after_a_person_has_executed_it_again_is_not_replayed(bench: Workbench) -> None:
+    job = bench.job(define())
+    instance = bench.instance
+    paused = instance.create_run_for_job(job, status=dg.DagsterRunStatus.STARTED)
+
+    def child() -> dg.DagsterRun:
+        run = instance.create_run_for_job(job, parent_run_id=paused.run_id, root_run_id=paused.run_id)
+        starting = dg.DagsterEvent(dg.DagsterEventType.RUN_STARTING.value, run.job_name)
+        instance.report_dagster_event(starting, run_id=run.run_id)
+        return run
+
+    early = child()
+    success = dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, paused.job_name)
+    instance.report_dagster_event(success, run_id=paused.run_id)
+    late = child()
+    assert [repeats_success(run, instance) for run in (early, late)] == [False, True]
+
+
 def test_a_retry_is_known_by_its_own_tag_or_by_that_of_its_parent(bench: Workbench) -> None:
     job = bench.job(define())
 

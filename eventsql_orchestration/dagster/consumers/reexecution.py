@@ -42,14 +42,19 @@ def repeats_success(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     """Whether a run is a person's re-execution of a run that had succeeded.
 
     A parent that was once reported as failed or canceled does not count: the person may have executed it again before
-    it wrote its success over that report.
+    it wrote its success over that report. Nor does one that succeeded after the person had executed it again, such as a
+    run that stood still.
     """
     if FROM_FAILURE_TAG in run.tags or is_automatic_retry(run, instance):
         return False
     parent = _parent_of(run, instance)
     if parent is None or parent.status is not dg.DagsterRunStatus.SUCCESS:
         return False
-    return not instance.get_records_for_run(parent.run_id, of_type=_REPORTED_DEAD, limit=1).records
+    if instance.get_records_for_run(parent.run_id, of_type=_REPORTED_DEAD, limit=1).records:
+        return False
+    success = instance.get_records_for_run(parent.run_id, of_type=dg.DagsterEventType.RUN_SUCCESS, limit=1).records
+    first = instance.get_records_for_run(run.run_id, limit=1).records
+    return not (success and first) or success[0].timestamp <= first[0].timestamp
 
 
 def ancestors(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Iterator[str]:
