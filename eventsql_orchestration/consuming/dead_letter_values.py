@@ -65,7 +65,10 @@ def describe(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetterCause:
-    """The reason why an event was given up. `exception` is the name of the type of `error`."""
+    """The reason why an event was given up. `exception` is the name of the type of the handler's error.
+
+    If the event was erased meanwhile, `message` and `error` are not the handler's, because these may quote the event.
+    """
 
     consumer: str
     exception: str

@@ -25,7 +25,13 @@ from eventsql_orchestration.consuming.dead_letter_values import (
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first, query_all, query_first
-from eventsql_orchestration.errors import DatabaseError, EventSQLError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    ConsumptionError,
+    DatabaseError,
+    EventSQLError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
@@ -112,8 +118,8 @@ class DeadLetters:
         copy_events(connection, self._database.schema, event.topic)
         now = self._log.read(connection, event.topic, after=event.id - 1, upto=event.id)
         if now and now[0].erased:
-            # The message may quote the value, which the handler had before.
-            event, cause = now[0], replace(cause, message=FAILURE)
+            # Message and error may quote the value, which the handler had before.
+            event, cause = now[0], replace(cause, message=FAILURE, error=ConsumptionError(now[0], FAILURE))
         letter: object = (self._factory or dead_letter)(event, cause)
         if letter is None:
             return False

@@ -98,7 +98,7 @@ class Queries:
         """`room` is the package that has the file, in its directory `sql`."""
         self._file = file
         self._room = room
-        self._schema = schema
+        self.schema = schema
         self._composed: dict[tuple[str, tuple[tuple[str, str], ...]], sql.SQL] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -113,6 +113,6 @@ class Queries:
             # The text comes from a file of this package, never from a caller.
             text = sql.SQL(_statements(self._file, self._room)[name])
             # Rendered once: with nothing but identifiers in it, it is the same for every connection.
-            rendered = text.format(schema=sql.Identifier(self._schema), **identifiers).as_string()
+            rendered = text.format(schema=sql.Identifier(self.schema), **identifiers).as_string()
             composed = self._composed[key] = sql.SQL(rendered)
         return composed

@@ -333,8 +333,10 @@ class _Run:
             if erased := [event.id for event in found if event.erased]:
                 self._step(connection, partial(eraser.replace_failures_of_deliveries, events=erased))
 
+        last = MAX_OFFSET if self._resumed else max((upto for _, upto in self._changed[name]), default=0)
         for consumer, partition, event in eraser.failures(connection):
-            if any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
+            # The failure of a range is noted at its first event, and may quote any of the others.
+            if event <= last or any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
                 self._step(
                     connection,
                     partial(eraser.replace_failure, consumer=consumer, partition=partition, event=event),

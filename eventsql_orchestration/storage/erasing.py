@@ -21,8 +21,8 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.segment_drops import detached
 from eventsql_orchestration.storage.segments import segments
 
-FAILURE: Final = "the event was erased"
-"""What replaces the text of a failure of an erased event."""
+FAILURE: Final = "erased, because it may have quoted an erased event"
+"""What replaces the text of a failure."""
 
 
 class LogEraser:

@@ -14,6 +14,8 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.claim_values import Claim
+from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.maintenance import erasure
@@ -261,7 +263,99 @@ def test_the_failures_of_a_topic_consumed_as_a_queue_are_not_shown_any_more(
     assert "consumer_delivery" in tables_with(platform, b"the secret of ann 1")
 
 
+def test_the_failure_of_a_range_that_quotes_a_later_event_is_not_shown_any_more(
+    platform: EventSQL, form: Storage
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
+    publish(platform, "bob", value=b"bob's own")
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    claims = platform.shards[0].claims
+    claim = claims.claim("orders", "mailer", -1, owner="a run")
+    assert isinstance(claim, Claim)
+    claims.fail(claim, ValueError(SECRET.decode()))
+    assert "consumer" in tables_with(platform)
+    platform.eraser.execute("orders", ["ann"])
+    assert tables_with(platform) == set()
+
+
 # Beside others
+
+
+def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(platform: EventSQL, form: Storage) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+
+    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
+        platform.eraser.execute("orders", ["ann"])
+        raise ValueError(events[0].value.decode())
+
+    platform.consumers.consume_once("orders", "mailer", erase_and_refuse)
+    assert [each.failure for each in platform.registry.consumer("orders", "mailer")] == [FAILURE]
+    assert tables_with(platform) == set()
+
+
+def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
+    platform: EventSQL, form: Storage, until: Until
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+
+    def erase_and_refuse(event: Event) -> None:
+        value = event.value or SECRET
+        platform.eraser.execute("orders", ["ann"])
+        raise ValueError(value.decode())
+
+    with platform.consumers.start_queue("orders", "mailer", erase_and_refuse, polling_delay=0.02):
+        until(lambda: "consumer_delivery" in tables_with(platform, FAILURE.encode()))
+    assert tables_with(platform) == set()
+
+
+def test_a_dead_letter_factory_sees_nothing_of_an_event_that_was_erased_meanwhile(
+    dsn: str, platform: EventSQL, form: Storage
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    seen: list[str] = []
+
+    def note(event: Event, cause: DeadLetterCause) -> None:
+        seen.append(f"{event.value!r} {cause.message} {cause.error} {cause.error.__cause__}")
+
+    platform.dead_letters.configure(note)
+
+    def erase_and_refuse(events: Sequence[Event], connection: Connection) -> None:
+        platform.eraser.execute("orders", ["ann"])
+        raise ValueError(events[0].value.decode())
+
+    platform.consumers.consume_once("orders", "mailer", erase_and_refuse)
+    assert len(seen) == 1
+    assert SECRET.decode() not in seen[0]
+
+
+def test_staged_events_that_are_copied_to_the_buffer_wait_for_their_erasure(
+    platform: EventSQL, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    attempt = stage(platform, "ann", "bob")
+    staged, eraser = StagedBlocks("eventsql"), sessions()
+    staged.erase(
+        eraser, attempt, 0,
+        lambda event: event._replace(value=b"", metadata=b"{}") if event.key == b"ann" else event,
+    )  # fmt: skip
+
+    def publish_staged() -> None:
+        with platform.database.transaction() as connection:
+            staged.publish(connection, [attempt])
+            staged.delete(connection, [attempt])
+
+    publisher = threading.Thread(target=publish_staged)
+    publisher.start()
+    until_blocked()
+    eraser.commit()
+    publisher.join(60)
+    assert {event.key: event.value for event in events(platform)} == {"ann": b"", "bob": SECRET}
 
 
 def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platform: EventSQL, form: Storage) -> None:
