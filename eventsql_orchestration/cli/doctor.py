@@ -32,6 +32,7 @@ from eventsql_orchestration.errors import (
     ShardsDifferError,
 )
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
+from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
 from eventsql_orchestration.storage import sequences
@@ -160,6 +161,7 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
         for check in (_sequences, _blocks, _captures, _stranded, _order, _leftovers, _consumers, _views):
             yield from check(platform)
         yield from _store(platform, stalled_after)
+        yield from _queues(platform, stalled_after)
 
 
 def _server(database: Database) -> Finding:
@@ -285,6 +287,23 @@ def _store(platform: Shard, stalled_after: float) -> Iterator[Finding]:
                 "store",
                 f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
                 "mend its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
+            )
+
+
+def _queues(platform: Shard, stalled_after: float) -> Iterator[Finding]:
+    """Queues whose messages nobody receives, and queues that have given messages up."""
+    for each in queue_lags(platform.database):
+        if each.seconds > stalled_after and not each.for_dead_letters:
+            yield warning(
+                "queues",
+                f"a message of queue {each.queue} has been visible for {each.seconds:.0f} s",
+                f"see whether its workers run; eventsql queue work {each.queue} --help",
+            )
+        if each.dead:
+            yield warning(
+                "queues",
+                f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
+                f"mend the handler, and then: eventsql queue redrive {each.queue}",
             )
 
 

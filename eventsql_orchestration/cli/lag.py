@@ -26,6 +26,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import ConsumerNotFoundError, PermissionDeniedError, RestoredStoreError
+from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
@@ -69,7 +70,8 @@ def lag(
     transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
     the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
     the events of the last refreshes. With --json, --watch prints a line for each refresh. Subscriptions of the event
-    store that are behind stand in a table below; `eventsql store subscriptions --json` has them as JSON.
+    store that are behind stand in a table below, and queues with messages in another one; `eventsql store subscriptions
+    --json` and `eventsql queue list --json` have them as JSON.
     """
 
     def rows() -> list[Any]:
@@ -92,6 +94,7 @@ def lag(
             _show(context, rows(), as_json=as_json, totals=totals)
             if topic is None and consumer is None and not as_json and len(platform.shards) == 1:
                 _show_subscriptions(platform)
+                _show_queues(platform)
         elif as_json or not stdout_is_terminal():
             while True:
                 _show(context, rows(), as_json=as_json, totals=totals, indent=None)
@@ -188,6 +191,19 @@ def _show_subscriptions(platform: EventSQL) -> None:
     behind = [each for each in found if each.waiting or each.held_back or each.dead_letters]
     if behind:
         show(table_of(behind, _SUBSCRIPTIONS))
+
+
+def _show_queues(platform: EventSQL) -> None:
+    """The queues that have messages or dead letters."""
+    found = [each for each in queue_lags(platform.database) if each.depth or each.dead]
+    if found:
+        show(table_of(found, {**same("queue"), **QUEUE_COLUMNS}))
+
+
+QUEUE_COLUMNS: Final[Columns] = {
+    **same("visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"), "waiting s": "seconds",
+}  # fmt: skip
+"""The columns of a queue's messages."""
 
 
 _SUBSCRIPTIONS: Final[Columns] = {

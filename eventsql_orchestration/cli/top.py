@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import sparkline
+from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, sparkline
 from eventsql_orchestration.cli.output import (
     Columns,
     counted,
@@ -91,6 +91,21 @@ class StoppedRow:
     detail: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueRow:
+    """A queue on a shard, at most 10,000 messages counted of each state. `seconds` as `QueueLag` has it."""
+
+    queue: str
+    shard: str | None
+    visible: int
+    in_flight: int
+    delayed: int
+    blocked: int
+    dead: int
+    seconds: float
+    trend: tuple[float, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Screen:
     """What one refresh shows. `down` are shards that do not answer."""
@@ -99,10 +114,11 @@ class Screen:
     topics: Sequence[TopicRow]
     consumers: Sequence[ConsumerRow]
     stopped: Sequence[StoppedRow]
+    queues: Sequence[QueueRow]
     down: Sequence[str]
 
     def as_json(self) -> dict[str, Any]:
-        def plain(row: TopicRow | ConsumerRow | StoppedRow) -> dict[str, Any]:
+        def plain(row: TopicRow | ConsumerRow | StoppedRow | QueueRow) -> dict[str, Any]:
             left_out = {"trend"} if row.shard is not None else {"trend", "shard"}
             return {name: value for name, value in asdict(row).items() if name not in left_out}
 
@@ -111,6 +127,7 @@ class Screen:
             "topics": [plain(row) for row in self.topics],
             "consumers": [plain(row) for row in self.consumers],
             "stopped": [plain(row) for row in self.stopped],
+            "queues": [plain(row) for row in self.queues],
             **({"down": list(self.down)} if self.down else {}),
         }
 
@@ -127,6 +144,8 @@ def top(
     as_json: AsJson,
 ) -> None:
     """Show the rates of TOPIC, or of all topics, the lag of their consumers, and the partitions that stand still.
+
+    Without TOPIC, it shows queues that have messages, too.
 
     It refreshes until Ctrl-C. Rates are events per second since the refresh before. Behind is the number of partitions
     with events to consume, by the cause; claims counts the ranges that runs have, and of these the expired ones. A
@@ -179,6 +198,7 @@ class _Look:
         topics: list[TopicRow] = []
         consumers: list[ConsumerRow] = []
         stopped: list[StoppedRow] = []
+        queues: list[QueueRow] = []
         down: list[str] = []
         for label, reader in self._readers.items():
             try:
@@ -194,11 +214,13 @@ class _Look:
             topics += self._topics(figures, shard)
             consumers += self._consumers(figures, shard)
             stopped += self._stopped(figures, shard)
+            queues += self._queues(figures, shard)
         return Screen(
             datetime.now().astimezone(),
             sorted(topics, key=lambda row: (-(row.published_rate or 0), -row.buffered, row.topic)),
             sorted(consumers, key=lambda row: (-row.seconds, -row.events, row.topic, row.consumer)),
             sorted(stopped, key=lambda row: (_STOPPED.index(row.cause), row.topic, row.consumer, row.partition)),
+            sorted(queues, key=lambda row: (-row.seconds, row.queue)),
             down,
         )
 
@@ -245,6 +267,15 @@ class _Look:
                     events=each.events, detail=each.detail,
                 )  # fmt: skip
 
+    def _queues(self, figures: Figures, shard: str | None) -> Iterator[QueueRow]:
+        for each in figures.queues:
+            if self._topic is None and (each.depth or each.dead):
+                yield QueueRow(
+                    queue=each.queue, shard=shard, visible=each.visible, in_flight=each.in_flight,
+                    delayed=each.delayed, blocked=each.blocked, dead=each.dead, seconds=each.seconds,
+                    trend=self._trend((shard, "queue", each.queue), each.depth),
+                )  # fmt: skip
+
     def _rate(self, key: object, count: int) -> float | None:
         """Events per second since the count before, None for the first count. A count that went back counts as none."""
         now = self._clock()
@@ -289,10 +320,20 @@ _STANDING: Final[Columns] = {
 }  # fmt: skip
 
 
+_QUEUES: Final[Columns] = {
+    **same("queue", "shard"), **QUEUE_COLUMNS, "trend": lambda row: sparkline(row.trend),
+}  # fmt: skip
+
+
 def _drawn(screen: Screen, height: int | None) -> RenderableType:
-    """The tables of a screen, which has a title, three headings and three lines between: `height` lines in all."""
+    """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all."""
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
-    tables = [(screen.topics, _TOPICS), (screen.consumers, _CONSUMERS), (screen.stopped, _STANDING)]
+    tables = [
+        (screen.topics, _TOPICS),
+        (screen.consumers, _CONSUMERS),
+        (screen.stopped, _STANDING),
+        (screen.queues, _QUEUES),
+    ]
     shown = [(rows, columns) for rows, columns in tables if rows]
     most = None if height is None else max(_LEAST_ROWS, (height - 1 - 3 * len(shown)) // max(1, len(shown)))
     for rows, columns in shown:

@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import EventSQLError, MissingExtraError, Vali
 from eventsql_orchestration.metrics.counts import Highest, Totals
 from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
 from eventsql_orchestration.metrics.readings import Reading, Readings
+from eventsql_orchestration.queue.lag import QueueLag
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.store.lag import SubscriptionLag
 
@@ -86,7 +87,7 @@ class _Families:
 
 class PlatformCollector(Collector):
     """Metrics of a platform's databases: rates, lag, buffer, claims, dead letters, retention,
-    and subscriptions of the event store.
+    subscriptions of the event store, and queues.
 
     Register it once: `prometheus_client.REGISTRY.register(PlatformCollector(platform))`. A scrape reads each database
     at most every `interval` seconds, and rests for nine times as long as the last reading took. A database that does
@@ -157,6 +158,8 @@ class PlatformCollector(Collector):
             families.gauge("claim_oldest_seconds", "Age of the oldest live claim.", claim.oldest_seconds, **own)
         for lag in figures.subscriptions:
             _add_subscription(families, lag)
+        for queue in figures.queues:
+            _add_queue(families, queue)
         if self._by_partition:
             for each in figures.partitions:
                 own = {"topic": each.topic, "consumer": each.consumer, "partition": str(each.partition)}
@@ -215,6 +218,17 @@ def _add_subscription(families: _Families, lag: SubscriptionLag) -> None:
     families.gauge("subscription_held_back_seconds", "Age of that transaction.", held, **own)
     families.gauge("subscription_attempts", "Failed attempts at the next change.", lag.attempts, **own)
     families.gauge("subscription_dead_letters", "Changes that were given up and not redriven.", lag.dead_letters, **own)
+
+
+def _add_queue(families: _Families, lag: QueueLag) -> None:
+    own = {"queue": lag.queue}
+    states = {"visible": lag.visible, "in_flight": lag.in_flight, "delayed": lag.delayed, "blocked": lag.blocked}
+    for state, messages in states.items():
+        families.gauge("queue_messages", "Messages in this state, at most 10,000.", messages, **own, state=state)
+    # Those of a queue of dead letters wait for a person.
+    seconds = 0.0 if lag.for_dead_letters else lag.seconds
+    families.gauge("queue_waiting_seconds", "Time for which a visible message has waited longest.", seconds, **own)
+    families.gauge("queue_dead_letters", "Messages given up and not redriven, at most 10,000.", lag.dead, **own)
 
 
 def _add_cause(families: _Families, cause: LagCause, parts: Sequence[PartitionFigures], own: dict[str, str]) -> None:

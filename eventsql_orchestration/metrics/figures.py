@@ -1,4 +1,4 @@
-"""The figures of one database: its topics, consumers, claims and subscriptions, read in one transaction."""
+"""The figures of one database: its topics, consumers, claims, subscriptions and queues, read in one transaction."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from eventsql_orchestration.database import Connection, Database, Queries, drive
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import RestoredStoreError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.queue.lag import QueueLag, QueueLagReader
 from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Waiting
 from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.topics.catalog import all_topics, consumer_states
@@ -87,12 +88,13 @@ class Figures:
     partitions: tuple[PartitionFigures, ...]
     claims: tuple[ClaimFigures, ...]
     subscriptions: tuple[SubscriptionLag, ...]
+    queues: tuple[QueueLag, ...]
 
 
 class FiguresReader:
     """Reads the figures of one database.
 
-    A reading has nine statements, three or four more with subscriptions, and two or three for each topic.
+    A reading has eleven statements, three or four more with subscriptions, and two or three for each topic.
     """
 
     def __init__(self, database: Database) -> None:
@@ -101,6 +103,7 @@ class FiguresReader:
         self._log_queries = Queries("log", database.schema)
         self._logs = LogMetrics(database.schema)
         self._subscriptions = SubscriptionLagReader(database)
+        self._queues = QueueLagReader(database)
 
     def read(self) -> Figures:
         """The figures of now. Raises database errors, also where a topic is deleted meanwhile.
@@ -125,6 +128,7 @@ class FiguresReader:
                 if name + DEAD_LETTER_SUFFIX in logs
             }
             subscriptions = self._subscription_lags(connection)
+            queues = self._queues.read(connection) if self._queues.is_allowed(connection) else []
 
         return Figures(
             tuple(_topic(topics[name], logs[name], buffered[name], letters.get(name)) for name in readable),
@@ -138,6 +142,7 @@ class FiguresReader:
             ),
             tuple(ClaimFigures(*row) for row in claims if row[0] in logs and backfill_of(row[1]) is None),
             tuple(subscriptions),
+            tuple(queues),
         )  # fmt: skip
 
     def _subscription_lags(self, connection: Connection) -> list[SubscriptionLag]:

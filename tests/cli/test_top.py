@@ -17,6 +17,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.top import _drawn, _Look
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import FiguresReader
+from eventsql_orchestration.queue import Queue
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 
@@ -55,6 +56,36 @@ def test_json_has_a_line_for_each_refresh(run: Run, rides: EventSQL) -> None:
         ("payout", -1, "paused")
     ]
     assert datetime.fromisoformat(first["time"]).tzinfo is not None
+
+
+def test_queues_with_messages_are_shown(run: Run, rides: EventSQL) -> None:
+    Queue(rides, "idle").definition()
+    commands = Queue(rides, "commands")
+    commands.send_all([b"1", b"2", b"3"])
+    commands.receive()
+    done = run("top", "--json", "--count", "1")
+    (queue,) = json.loads(done.stdout)["queues"]
+    assert queue.pop("seconds") >= 0
+    assert queue == {"queue": "commands", "visible": 2, "in_flight": 1, "delayed": 0, "blocked": 0, "dead": 0}
+    assert "commands" in run("top", "--count", "1").stdout
+    assert json.loads(run("top", "rides", "--json", "--count", "1").stdout)["queues"] == []
+    assert "commands" in run("lag").stdout
+
+
+def test_doctor_names_queues_that_nobody_receives_from_and_dead_letters(run: Run, platform: EventSQL) -> None:
+    commands = Queue(platform, "commands", max_receives=1, dead_letters="given_up")
+    commands.send_all([b"1", b"2"])
+    commands.release(commands.receive()[0])
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 day'")
+    found = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
+    assert [(each["status"], "commands" in each["message"]) for each in found] == [("warning", True)]
+    (last,) = commands.receive(max_messages=2)
+    commands.acknowledge(last)
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 day'")
+    (found,) = [each for each in json.loads(run("doctor", "--json").stdout)["findings"] if each["check"] == "queues"]
+    assert "dead letter" in found["message"]
 
 
 def test_a_pipe_gets_whole_tables(run: Run, rides: EventSQL) -> None:

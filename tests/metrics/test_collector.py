@@ -15,6 +15,8 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.metrics import figures as figures_module
 from eventsql_orchestration.metrics.figures import FiguresReader
+from eventsql_orchestration.queue import NewMessage, Queue
+from eventsql_orchestration.queue import lag as queue_lag
 from eventsql_orchestration.storage import metrics as storage_metrics
 from eventsql_orchestration.store import Change
 from tests.fixtures import SaidBy, Sessions
@@ -192,11 +194,48 @@ def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
     assert (of("lag_seconds"), of("held_back_seconds"), of("changes_handled_total")) == (0, 0, 3)
 
 
+def test_messages_of_queues_are_counted_by_their_state(
+    platform: EventSQL, scrape: Callable[[], Scrape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Queue(platform, "commands", ordered=True, max_receives=1, dead_letters="given_up")
+    commands.send_all([NewMessage(b"", key=key) for key in "aab"])
+    commands.send_all([NewMessage(b"", delay=600.0), NewMessage(b"", priority=9), NewMessage(b"", priority=9)])
+    assert len(commands.receive(max_messages=2)) == 2
+    execute(
+        platform, "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_key = 'b'"
+    )
+
+    def of(metric: str, **labels: str) -> float:
+        return now(f"eventsql_queue_{metric}", **{"queue": "commands", **labels})
+
+    def by_state() -> list[float]:
+        return [of("messages", state=state) for state in ("visible", "in_flight", "delayed", "blocked")]
+
+    now = scrape()
+    assert by_state() == [2, 2, 1, 1]
+    assert 3600 <= of("waiting_seconds") < 3700
+
+    assert [message.key for message in commands.receive(max_messages=10)] == ["a", "b"]
+    execute(
+        platform, "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_key = 'b'"
+    )
+    assert commands.receive() == []
+    now = scrape()
+    assert by_state() == [0, 3, 1, 1]
+    assert (of("waiting_seconds"), of("dead_letters")) == (0, 1)
+    assert (of("messages", queue="given_up", state="visible"), of("waiting_seconds", queue="given_up")) == (1, 0)
+
+    monkeypatch.setattr(queue_lag, "COUNTED", 2)
+    now = scrape()
+    assert by_state() == [0, 2, 1, 1]
+
+
 def test_a_reader_without_rights_on_the_store_has_the_other_metrics(owner: EventSQL, as_: As) -> None:
+    Queue(owner, "thumbnails").send(b"")
     owner.store.subscribe("mailer", lambda _change, _connection: None, background=False)
     found = Scrape(PlatformCollector(as_("reader")))
     assert found("eventsql_up") == 1
-    assert not [each for each in found.samples if "subscription" in each.name]
+    assert not [each for each in found.samples if "subscription" in each.name or "queue" in each.name]
 
 
 def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
@@ -236,7 +275,7 @@ def test_a_reading_has_a_fixed_number_of_statements_for_each_topic(orders: Event
         return len([each for each in said.statements() if each != ";"])
 
     one = statements()
-    assert one <= 15
+    assert one <= 17
     publish(orders, "orders", 50, 50, 50)
     for number in range(5):
         orders.registry.register_consumer(Consumer("orders", f"more_{number}", partitioned=True))

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.metrics import Latencies, PlatformCollector
+from eventsql_orchestration.queue import Queue
 
 REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
@@ -61,6 +62,7 @@ def samples(platform: EventSQL) -> dict[str, set[str]]:
     assert platform.claims.claim("orders", "mailer", 0, owner="me", lease=60.0, max_events=1) is not None
     latencies.handler("orders", "mailer", lambda _events, _connection: None)(None, None)  # type: ignore[arg-type]
     platform.store.subscribe("mailer", lambda _change, _connection: None, background=False)
+    Queue(platform, "thumbnails").definition()
     registry.register(PlatformCollector(platform, partitions=True))
     return {sample.name: set(sample.labels) for family in registry.collect() for sample in family.samples}
 

@@ -80,3 +80,11 @@ def test_the_next_due_time_takes_one_step_into_the_index(filled: Database) -> No
         for plan in plans(connection, QUERIES("due"), VALUES):
             assert "queue_message_visible" in plan
             assert "Seq Scan" not in plan
+
+
+def test_the_lag_of_queues_is_read_through_indexes_by_any_plan(filled: Database) -> None:
+    Queue(filled, "commands").definition()
+    with filled.connection() as connection:
+        connection.execute("VACUUM ANALYZE eventsql.queue")
+        for plan in plans(connection, QUERIES("lag"), {"limit": 100}):
+            assert "Seq Scan on queue_message" not in plan, plan

@@ -144,3 +144,45 @@ FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
 WHERE i.inhparent = to_regclass(%(archive)s) AND NOT i.inhdetachpending
   AND c.relname ~ '^queue_archive_[0-9]+$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 < now()
 ORDER BY c.relname;
+
+-- may_read_lag -- Whether this role may read these tables.
+SELECT bool_and(has_table_privilege(each, 'SELECT')) FROM unnest(%(tables)s::regclass[]) AS each;
+
+-- lag -- The messages of each queue by state, each counted up to a limit; the seconds for which a visible one has waited
+-- longest; whether the queue takes the dead letters of another one. Reads as many entries of indexes as it counts.
+SELECT q.eql_name, least(visible.messages, %(limit)s), least(hidden.held, %(limit)s), least(hidden.delayed, %(limit)s),
+       blocked.messages, dead.messages, greatest(0, coalesce(visible.seconds, 0)),
+       EXISTS (SELECT FROM {schema}.queue o WHERE o.eql_dead_letters = q.eql_id)
+FROM {schema}.queue q
+CROSS JOIN LATERAL (
+    SELECT count(*) AS messages, extract(epoch FROM clock_timestamp() - min(found.eql_visible_at))::float8 AS seconds
+    FROM generate_series(0, 9) AS level
+    CROSS JOIN LATERAL (
+        SELECT m.eql_visible_at FROM {schema}.queue_message m
+        WHERE m.eql_queue = q.eql_id AND m.eql_priority = level.level AND m.eql_visible_at <= now()
+        ORDER BY m.eql_visible_at LIMIT %(limit)s
+    ) found
+) visible
+CROSS JOIN LATERAL (
+    SELECT count(*) FILTER (WHERE found.eql_receipt IS NOT NULL) AS held,
+           count(*) FILTER (WHERE found.eql_receipt IS NULL) AS delayed
+    FROM generate_series(0, 9) AS level
+    CROSS JOIN LATERAL (
+        SELECT m.eql_receipt FROM {schema}.queue_message m
+        WHERE m.eql_queue = q.eql_id AND m.eql_priority = level.level
+          AND m.eql_visible_at > now() AND m.eql_visible_at < 'infinity'
+        ORDER BY m.eql_visible_at LIMIT %(limit)s
+    ) found
+) hidden
+CROSS JOIN LATERAL (
+    SELECT count(*) AS messages FROM (
+        SELECT FROM {schema}.queue_message m
+        WHERE m.eql_queue = q.eql_id AND m.eql_in_order AND m.eql_visible_at = 'infinity' LIMIT %(limit)s
+    ) found
+) blocked
+CROSS JOIN LATERAL (
+    SELECT count(*) AS messages FROM (
+        SELECT FROM {schema}.queue_message m WHERE m.eql_origin = q.eql_id LIMIT %(limit)s
+    ) found
+) dead
+ORDER BY q.eql_name;

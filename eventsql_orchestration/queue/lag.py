@@ -1,0 +1,65 @@
+"""The messages that wait in each queue of a database, counted up to a limit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
+
+COUNTED: Final = 10_000
+"""How many messages of each state are counted at most."""
+
+_TABLES: Final = ("queue", "queue_message")
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLag:
+    """The messages of a queue by state, at most 10,000 counted of each.
+
+    `seconds` is the time for which a visible message has waited longest, 0 without one. `dead` messages were moved from
+    this queue to its dead letters and are still there. `for_dead_letters` says that the queue takes those of another
+    one: its messages wait for a person.
+    """
+
+    queue: str
+    visible: int
+    in_flight: int
+    delayed: int
+    blocked: int
+    dead: int
+    seconds: float
+    for_dead_letters: bool
+
+    @property
+    def depth(self) -> int:
+        """All messages, without the dead letters."""
+        return self.visible + self.in_flight + self.delayed + self.blocked
+
+
+class QueueLagReader:
+    """Reads the lag of a database's queues. Unlike `Queue.statistics`, it takes no longer the more messages wait."""
+
+    def __init__(self, database: Database) -> None:
+        self._schema = database.schema
+        self._queries = Queries("queue", database.schema)
+
+    def is_allowed(self, connection: Connection) -> bool:
+        """Whether this role may read queues. Roles have no rights on queues unless they were given some."""
+        tables = [sql.Identifier(self._schema, name).as_string() for name in _TABLES]
+        return bool(fetch_one(connection, self._queries("may_read_lag"), {"tables": tables}, prepare=False)[0])
+
+    def read(self, connection: Connection) -> list[QueueLag]:
+        """The lag of every queue, by name."""
+        rows = fetch_all(connection, self._queries("lag"), {"limit": COUNTED}, prepare=False)
+        return [QueueLag(*row) for row in rows]
+
+
+def queue_lags(database: Database) -> list[QueueLag]:
+    """The lag of every queue of a database, by name; none where the role may not read queues."""
+    reader = QueueLagReader(database)
+    with database.connection() as connection:
+        return reader.read(connection) if reader.is_allowed(connection) else []
