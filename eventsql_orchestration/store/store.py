@@ -340,8 +340,10 @@ class Store:
         return all(ended)
 
     def subscriptions(self) -> list[SubscriptionLag]:
-        """The lag of every subscription, by name, with its cause."""
+        """The lag of every subscription, by name, with its cause. Raises `RestoredStoreError`."""
         with self.database.connection() as connection:
+            # A store without subscriptions is to be adopted, too.
+            self.order.home.era(connection)
             return SubscriptionLagReader(self.database).read(connection)
 
     def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
