@@ -44,7 +44,7 @@ FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
-    "capture_page", "forget_captures", "publish", "publish_all",
+    "capture_page", "capture_key", "forget_captures", "publish", "publish_all",
     "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
     "acknowledge_messages", "make_queue_archive", "queue_number", "queue_send", "queue_send_all", "queue_receive",
     "queue_acknowledge", "queue_acknowledge_all", "queue_release", "queue_extend",

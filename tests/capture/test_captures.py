@@ -242,6 +242,27 @@ def test_a_topic_with_captures_is_deleted_by_force_alone_and_its_tables_stay_wri
     assert triggers(session) == 0
 
 
+def test_an_idle_trigger_that_was_restored_into_a_younger_server_fails_no_transaction(
+    orders: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    orders.registry.unregister_topic("changes", force=True)
+    # The number of a transaction that this server has not come to.
+    session.execute(
+        "DO $$ DECLARE made text; BEGIN FOR made IN SELECT regexp_replace(pg_get_triggerdef(oid), "
+        "'^CREATE TRIGGER (.*)''[0-9]+''\\)$', 'CREATE OR REPLACE TRIGGER \\1''99999999999'')') "
+        "FROM pg_trigger WHERE tgname LIKE 'eventsql_capture%' LOOP EXECUTE made; END LOOP; END $$"
+    )
+    assert session.execute(
+        "SELECT FROM pg_trigger WHERE encode(tgargs, 'escape') LIKE '%99999999999%'"
+    ).rowcount == triggers(session)
+    writer = sessions()
+    writer.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    writer.execute("INSERT INTO orders VALUES (1, 'new', 'x')")
+    writer.execute("UPDATE orders SET status = 'paid'")
+    writer.execute("TRUNCATE orders")
+    writer.commit()
+
+
 def test_a_topic_that_comes_again_does_not_get_changes_of_a_former_capture(
     orders: EventSQL, session: Connection
 ) -> None:

@@ -238,6 +238,27 @@ def test_a_transaction_of_a_stricter_level_is_captured(
     assert differences(session, "orders", "id::text") == []
 
 
+@pytest.mark.parametrize("columns", ["name", "name, part"])
+def test_a_key_that_is_too_long_for_an_event_is_its_hash(platform: EventSQL, session: Connection, columns: str) -> None:
+    session.execute(f"CREATE TABLE files (name text, part int, size int, PRIMARY KEY ({columns}))".encode())
+    platform.registry.register_topic(Topic("changes"))
+    session.execute("INSERT INTO files VALUES (repeat('s', 70000), 1, 0)")
+    platform.capture("files", "changes")
+    session.execute("INSERT INTO files VALUES (repeat('x', 70000), 1, 0), ('short', 1, 0)")
+    session.execute("UPDATE files SET size = 1 WHERE name <> 'short'")
+    session.execute("UPDATE files SET name = repeat('y', 70000) WHERE name LIKE 'x%'")
+    session.execute("DELETE FROM files WHERE name LIKE 'y%'")
+    found = [event for event in events(session) if event["op"] != "r"]
+    long = next(event["key"] for event in found if event["op"] == "c" and event["after"]["name"] == "x" * 70_000)
+    moved = found[-1]["key"]
+    assert all(len(key) == 71 and key.startswith("sha256:") for key in (long, moved))
+    assert [(event["op"], event["key"]) for event in found if event["key"] in (long, moved)] == [
+        ("c", long), ("u", long), ("d", long), ("c", moved), ("d", moved),
+    ]  # fmt: skip
+    assert len({event["key"] for event in events(session)}) == 4
+    assert platform.transfer.run_once() == {"changes": len(events(session))}
+
+
 def test_a_transaction_that_began_before_the_capture_must_begin_anew(
     platform: EventSQL, sessions: Sessions, session: Connection
 ) -> None:
