@@ -34,8 +34,9 @@ class QueueBenchmark(Benchmark):
     """Send messages to a queue, then receive and acknowledge them, in batches, from several connections.
 
     Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given: the file
-    is run in a schema that the benchmark makes and drops, so no such schema may be there. Messages are those of the
-    other benchmarks: 150 bytes of JSON.
+    is run in a schema that the benchmark makes and drops, so no such schema may be there. With a backlog, or with
+    another transaction open, the ratio to the steps without is a figure. Messages are those of the other benchmarks:
+    150 bytes of JSON.
     """
 
     name = "queue"
@@ -45,7 +46,10 @@ class QueueBenchmark(Benchmark):
     messages: int = option(40_000, "Messages of each step", quick=400)
     batch: int = option(100, "Messages of a batch", most=10_000, quick=20)
     connections: int = workers(4, "Connections that send and receive")
-    backlog: int = option(0, "Messages that wait in the queue meanwhile", least=0, most=10_000_000)
+    backlog: int = option(
+        0, "Messages that wait in the queue meanwhile; the steps run with an empty queue, too", least=0, most=10_000_000
+    )
+    hold_xmin: bool = option(False, "Run the steps again while another transaction stays open")
     keys: int = option(1_000, "Different keys of an ordered queue")
     ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
     pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
@@ -61,13 +65,23 @@ class QueueBenchmark(Benchmark):
         with ExitStack() as opened:
             queue = opened.enter_context(_own_queue(session, ordered=self.ordered))
             opened.enter_context(_pgmq(session, text))
+            if self.backlog:
+                self._rounds(session, queue, figures, [""], phase="empty_")
             self._fill(session, queue)
-            kinds = ["", "pgmq_"] if text is not None else [""]
-            for _ in range(self.rounds):
-                for step in ("send", "receive"):
-                    for kind in kinds:
-                        figures.setdefault(f"{kind}{step}", []).append(self._step(session, queue.name, kind, step))
+            self._rounds(session, queue, figures, ["", "pgmq_"] if text is not None else [""])
+            if self.hold_xmin:
+                with session.holding_xmin():
+                    self._rounds(session, queue, figures, [""], phase="held_")
         return self._figures(figures)
+
+    def _rounds(
+        self, session: Session, queue: Queue, figures: dict[str, list[float]], kinds: list[str], *, phase: str = ""
+    ) -> None:
+        for _ in range(self.rounds):
+            for step in ("send", "receive"):
+                for kind in kinds:
+                    done = self._step(session, queue.name, kind, step)
+                    figures.setdefault(f"{phase}{kind}{step}", []).append(done)
 
     def _consume_topic(self, session: Session) -> list[Figure]:
         """Work off a filled topic with a handler of each kind, which does nothing."""
@@ -127,6 +141,11 @@ class QueueBenchmark(Benchmark):
                 ratios = sorted(own / other for own, other in zip(rates, theirs, strict=True))
                 ratio = ratios[len(ratios) // 2]
                 found.append(Figure(f"queue_{name}_of_pgmq", ratio, "ratio", details={"rounds": ratios}))
+        for step in ("send", "receive"):
+            for phase, other, name in (("", "empty_", "of_empty"), ("held_", "", "held_of_free")):
+                if (ran := figures.get(f"{phase}{step}")) and (beside := figures.get(f"{other}{step}")):
+                    ratio = sorted(ran)[len(ran) // 2] / sorted(beside)[len(beside) // 2]
+                    found.append(Figure(f"queue_{step}_{name}", ratio, "ratio", details=details))
         return found
 
 
