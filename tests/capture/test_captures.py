@@ -249,7 +249,7 @@ def test_an_idle_trigger_that_was_restored_into_a_younger_server_fails_no_transa
     # The number of a transaction that this server has not come to.
     session.execute(
         "DO $$ DECLARE made text; BEGIN FOR made IN SELECT regexp_replace(pg_get_triggerdef(oid), "
-        "'^CREATE TRIGGER (.*)''[0-9]+''\\)$', 'CREATE OR REPLACE TRIGGER \\1''99999999999'')') "
+        "'^CREATE (TRIGGER .*capture_changes.''[0-9]+'', '')[0-9]+', 'CREATE OR REPLACE \\199999999999') "
         "FROM pg_trigger WHERE tgname LIKE 'eventsql_capture%' LOOP EXECUTE made; END LOOP; END $$"
     )
     assert session.execute(
