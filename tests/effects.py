@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.database import Connection
 
 
-def make_table(platform: EventSQL) -> None:
+def make_table(platform: EventSQL | Shard) -> None:
     with platform.database.connection() as connection:
         connection.execute(
             "CREATE TABLE effects (id bigserial PRIMARY KEY, consumer text, partition int, key text, event_id bigint, "
@@ -22,7 +22,7 @@ def write(events: Sequence[Event], connection: Connection) -> None:
         cursor.executemany("INSERT INTO effects (event_id) VALUES (%s)", [(event.id,) for event in events])
 
 
-def effects(platform: EventSQL) -> list[int]:
+def effects(platform: EventSQL | Shard) -> list[int]:
     """The ids of the events whose effects were committed, in the order in which they were."""
     with platform.database.connection() as connection:
         return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
