@@ -16,9 +16,9 @@ import select
 import sys
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -37,6 +37,9 @@ _BOM: Final = b"\xef\xbb\xbf"
 
 _NOT_UTF8: Final = re.compile("[\ud800-\udfff]")
 """The characters that stand for bytes that are not UTF-8."""
+
+_SHOWN: Final = 40
+"""Characters of a bad field that its error shows."""
 
 _UNREADABLE: Final = (OSError, EOFError, zlib.error)
 """Errors of a bad disk, and of a gzip file that is bad or cut off."""
@@ -205,12 +208,84 @@ class JsonLinesFile(_File):
         return _json_records(self._chunks())
 
 
+def _as_text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _as_integer(text: str) -> str:
+    if not _INTEGER.fullmatch(text):
+        raise ValueError("no integer")
+    return text
+
+
+def _as_number(text: str) -> str:
+    if not _NUMBER.fullmatch(text):
+        raise ValueError("no number")
+    return text
+
+
+def _as_boolean(text: str) -> str:
+    written = _BOOLEANS.get(text.lower())
+    if written is None:
+        raise ValueError("neither true nor false")
+    return written
+
+
+def _as_nested(text: str) -> str:
+    try:
+        _parse(text.encode())
+    except ValueError as error:
+        raise ValueError("no JSON") from error
+    return text
+
+
+_INTEGER: Final = re.compile(r"-?(0|[1-9][0-9]*)")
+_NUMBER: Final = re.compile(_INTEGER.pattern + r"(\.[0-9]+)?([eE][+-]?[0-9]+)?")
+
+_BOOLEANS: Final = {"true": "true", "t": "true", "false": "false", "f": "false"}
+"""PostgreSQL writes t and f."""
+
+_TYPES: Final[Mapping[str, Callable[[str], str]]] = {
+    "text": _as_text,
+    "integer": _as_integer,
+    "number": _as_number,
+    "boolean": _as_boolean,
+    "json": _as_nested,
+}
+"""The JSON of a field of each type. A number keeps its written form, and so every digit."""
+
+
+@dataclass(frozen=True, slots=True)
+class CsvForm:
+    """The form of a CSV file: the delimiter of its fields, and the types of those that are no text.
+
+    Without a delimiter, it is the tab in a file that ends in .tsv, and the comma otherwise. A field of another type
+    than text may be surrounded by spaces; an empty one is null. Raises `ValidationError`.
+    """
+
+    delimiter: str | None = None
+    types: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n\0'):
+            raise ValidationError(f"{self.delimiter!r} is no delimiter: take one character, or tab")
+        for name, kind in self.types.items():
+            if kind not in _TYPES:
+                raise ValidationError(f"{kind!r} is no type for field {name!r}: take {', '.join(_TYPES)}")
+
+
 class CsvFile(_File):
-    """A CSV file with a header. Each row becomes a JSON object of texts."""
+    """A CSV file with a header. Each row becomes a JSON object of texts, and of the types that its form names."""
+
+    def __init__(self, path: Path, stack: ExitStack, form: CsvForm) -> None:
+        super().__init__(path, stack)
+        is_tabbed = path.name.lower().removesuffix(".gz").endswith(".tsv")
+        self._delimiter = form.delimiter or ("\t" if is_tabbed else ",")
+        self._types = form.types
 
     def records(self) -> Iterator[Record | BadRecord | None]:
         csv.field_size_limit(MAX_VALUE_BYTES)
-        rows = csv.reader(self._text_lines(), strict=True)
+        rows = csv.reader(self._text_lines(), strict=True, delimiter=self._delimiter)
         header: list[str] | None = None
         while True:
             number = rows.line_num + 1
@@ -219,7 +294,7 @@ class CsvFile(_File):
                 if header is None:
                     header = self._header(row, number)
                 elif row:
-                    yield _csv_record(number, header, row)
+                    yield self._record(number, header, row)
             except StopIteration:
                 return
             except csv.Error as error:
@@ -244,17 +319,37 @@ class CsvFile(_File):
                 raise InputError(f"{self.name}, line {number}: the header names {name!r} twice")
             if _NOT_UTF8.search(name):
                 raise InputError(f"{self.name}, line {number}: the header is not UTF-8")
+        missing = [name for name in self._types if row and name not in row]
+        if missing:
+            raise InputError(f"{self.name}, line {number}: the header has no field {missing[0]!r} for its type")
         return row or None
 
+    def _record(self, number: int, header: list[str], row: list[str]) -> Record | BadRecord:
+        if len(row) != len(header):
+            return BadRecord(number, f"{len(row)} fields, the header has {len(header)}")
 
-def _csv_record(number: int, header: list[str], row: list[str]) -> Record | BadRecord:
-    if len(row) != len(header):
-        return BadRecord(number, f"{len(row)} fields, the header has {len(header)}")
-    content = dict(zip(header, row, strict=True))
-    for name, text in content.items():
-        if _NOT_UTF8.search(text):
-            return BadRecord(number, f"field {name!r} is not UTF-8")
-    return Record(number, json.dumps(content, ensure_ascii=False).encode(), content)
+        fields = []
+        for name, text in zip(header, row, strict=True):
+            if _NOT_UTF8.search(text):
+                return BadRecord(number, f"field {name!r} is not UTF-8")
+            try:
+                fields.append(f"{_as_text(name)}: {self._encoded(name, text)}")
+            except ValueError as error:
+                return BadRecord(number, f"field {name!r} is {error}: {text[:_SHOWN]!r}")
+
+        value = f"{{{', '.join(fields)}}}".encode()
+        if not self._types:
+            return Record(number, value, dict(zip(header, row, strict=True)))
+        try:
+            return Record(number, value, _parse(value))
+        except ValueError as error:
+            return BadRecord(number, str(error))
+
+    def _encoded(self, name: str, text: str) -> str:
+        kind = self._types.get(name, "text")
+        if kind == "text":
+            return _as_text(text)
+        return _TYPES[kind](text.strip()) if text.strip() else "null"
 
 
 class ParquetFile(Source):
@@ -316,29 +411,35 @@ def _as_json(value: object) -> object:
 
 
 _FORMATS: Final[dict[str, type[JsonLinesFile | CsvFile | ParquetFile]]] = {
-    **dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonLinesFile), ".csv": CsvFile, ".parquet": ParquetFile
-}  # fmt: skip
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), JsonLinesFile),
+    **dict.fromkeys((".csv", ".tsv"), CsvFile),
+    ".parquet": ParquetFile,
+}
 
 
 @contextmanager
-def open_source(path: Path | None) -> Iterator[Source]:
-    """Open a file by the ending of its name, or standard input for None.
+def open_source(path: Path | None, form: CsvForm) -> Iterator[Source]:
+    """Open a file by the ending of its name, or standard input for None. `form` is for CSV alone.
 
-    Raises `ValidationError` for an unknown ending, `MissingExtraError`, `InputError`.
+    Raises `ValidationError` for an unknown ending, or for a form of a file that is no CSV, `MissingExtraError`,
+    `InputError`.
     """
+    ending = Path("" if path is None else path.name.lower().removesuffix(".gz")).suffix
+    kind = _FORMATS.get(ending)
+    if kind is not CsvFile and form != CsvForm():
+        raise ValidationError(
+            "a delimiter and types of fields are for a --file that ends in .csv or .tsv, also with .gz"
+        )
     if path is None:
         yield StandardInput("standard input")
         return
-    name = path.name.lower()
-    ending = Path(name.removesuffix(".gz")).suffix
-    form = _FORMATS.get(ending)
-    if form is None or (form is ParquetFile and name.endswith(".gz")):
+    if kind is None or (kind is ParquetFile and path.name.lower().endswith(".gz")):
         raise ValidationError(
-            f"{path} has no known ending: take .jsonl, .json, .ndjson or .csv, also with .gz, or .parquet, "
+            f"{path} has no known ending: take .jsonl, .json, .ndjson, .csv or .tsv, also with .gz, or .parquet, "
             "or send JSON lines to standard input"
         )
     with ExitStack() as stack:
-        yield form(path, stack)
+        yield CsvFile(path, stack, form) if kind is CsvFile else kind(path, stack)
 
 
 def stdin_is_terminal() -> bool:

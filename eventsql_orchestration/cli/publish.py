@@ -13,7 +13,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.input import BadRecord, Record, Source, open_source, stdin_is_terminal
+from eventsql_orchestration.cli.input import BadRecord, CsvForm, Record, Source, open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
@@ -37,8 +37,15 @@ _RECORDS_PER_UPDATE: Final = 200
 """Records between two updates of the progress bar."""
 
 _FILE: Final = (
-    ".jsonl, .json, .ndjson (JSON lines) or .csv (with a header), also with .gz, or .parquet. Without it, or with -, "
-    "JSON lines are read from standard input."
+    ".jsonl, .json, .ndjson (JSON lines), .csv or .tsv (with a header), also with .gz, or .parquet. Without it, or "
+    "with -, JSON lines are read from standard input."
+)
+
+_DELIMITER: Final = "The character between the fields of a CSV file, or tab. By default a comma, and a tab in .tsv."
+
+_TYPE: Final = (
+    "The type of a field of a CSV file: integer, number, boolean, json or text; repeat it. Fields are text without it. "
+    "An empty field of another type is null."
 )
 
 _COMMITS: Final = (
@@ -57,6 +64,8 @@ def publish(
         option(_FILE, "--file", type=click.Path(path_type=Path, exists=True, dir_okay=False, allow_dash=True)),
     ],
     key: Annotated[str | None, option("The field whose value, as text, is the event's key.", metavar="FIELD")],
+    delimiter: Annotated[str | None, option(_DELIMITER, metavar="CHARACTER")],
+    types: Annotated[tuple[tuple[str, str], ...], option(_TYPE, "--type", metavar="FIELD=TYPE")],
     metadata: Annotated[tuple[tuple[str, str], ...], option("For every event; repeat it.")],
     partition: Annotated[int | None, option("Every event goes to this partition.")],
     rate: Annotated[float | None, option("At most N events per second.", type=Number(0, min_open=True), metavar="N")],
@@ -84,7 +93,8 @@ def publish(
     template = Publication(topic, b"", metadata=dict(metadata), partition=partition)
     if path is not None and str(path) == "-":
         path = None
-    with open_source(path) as source, context.platform(transfer=transfer) as platform:
+    form = CsvForm("\t" if delimiter in ("tab", r"\t") else delimiter, dict(types))
+    with open_source(path, form) as source, context.platform(transfer=transfer) as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
             check_partition(topic, partition, found.partitions)

@@ -120,6 +120,77 @@ def test_csv_rows_become_json_objects(run: Run, platform: EventSQL, topic: str, 
     assert [event.key for event in found] == ["1", "2", "3"]
 
 
+def test_csv_fields_have_the_types_that_are_named(run: Run, platform: EventSQL, topic: str, directory: Path) -> None:
+    (directory / "e.csv").write_text(
+        'id;price;paid;lines;note\n1; 1.10 ;true;"[{""sku"": 7}]";007\n123456789012345678901;-2e3;f;;\n',
+        encoding="utf-8",
+    )
+    types = ["id=integer", "price=number", "paid=boolean", "lines=json"]
+    arguments = [word for each in types for word in ("--type", each)]
+    done = run("publish", topic, "--file", "e.csv", "--delimiter", ";", *arguments, "--key", "id")
+    assert done.exit_code == 0, done.stderr
+    first, second = events(platform, topic)
+    assert first.value == b'{"id": 1, "price": 1.10, "paid": true, "lines": [{"sku": 7}], "note": "007"}'
+    assert json.loads(second.value) == {
+        "id": 123456789012345678901, "price": -2000.0, "paid": False, "lines": None, "note": "",
+    }  # fmt: skip
+    assert [first.key, second.key] == ["1", "123456789012345678901"]
+
+
+def test_fields_are_separated_by_tabs(run: Run, platform: EventSQL, topic: str, directory: Path) -> None:
+    for name in ("e.tsv", "e.csv"):
+        (directory / name).write_text("id\tname\n1\ta,b\n")
+    assert run("publish", topic, "--file", "e.tsv").exit_code == 0
+    assert run("publish", topic, "--file", "e.csv", "--delimiter", "tab").exit_code == 0
+    assert [json.loads(event.value) for event in events(platform, topic)] == [{"id": "1", "name": "a,b"}] * 2
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("integer", "1.0", "no integer: '1.0'"),
+        ("integer", "007", "no integer: '007'"),
+        ("integer", "\u0661", "no integer: '\u0661'"),
+        ("number", "NaN", "no number: 'NaN'"),
+        ("number", "1_000", "no number: '1_000'"),
+        ("boolean", "yes", "neither true nor false: 'yes'"),
+        ("json", "1}, {", "no JSON: '1}, {'"),
+    ],
+)
+def test_a_field_of_another_type_is_a_bad_line(
+    run: Run, topic: str, stored: Stored, directory: Path, case: tuple[str, str, str]
+) -> None:
+    kind, text, reason = case
+    (directory / "e.tsv").write_text(f"id\tname\n1\t\n2\t{text}\n", encoding="utf-8")
+    result = run("publish", topic, "--file", "e.tsv", "--type", f"name={kind}")
+    assert result.exit_code == 1
+    assert one_line(result) == f"e.tsv, line 3: field 'name' is {reason}; nothing was published"
+    assert stored(topic) == 0
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("e.csv", "--delimiter", ";;"),
+        ("e.csv", "--delimiter", '"'),
+        ("e.csv", "--type", "id=date"),
+        ("e.csv", "--type", "other=integer"),
+        ("e.jsonl", "--delimiter", ";"),
+        ("e.jsonl", "--type", "id=integer"),
+    ],
+)
+def test_a_form_that_does_not_fit_the_file_is_one_line(
+    run: Run, topic: str, stored: Stored, directory: Path, case: tuple[str, str, str]
+) -> None:
+    name, *arguments = case
+    (directory / name).write_text("id\n1\n")
+    result = run("publish", topic, "--file", name, *arguments)
+    # Only the file shows that it lacks a field.
+    assert result.exit_code == (1 if arguments[1] == "other=integer" else 2)
+    assert one_line(result)
+    assert stored(topic) == 0
+
+
 def parquet(path: Path, columns: dict[str, Any]) -> Path:
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
     import pyarrow.parquet as pq  # type: ignore[import-untyped]  # it has no types
