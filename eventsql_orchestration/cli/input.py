@@ -439,7 +439,7 @@ def open_source(path: Path | None, form: CsvForm) -> Iterator[Source]:
             "or send JSON lines to standard input"
         )
     with ExitStack() as stack:
-        yield CsvFile(path, stack, form) if kind is CsvFile else kind(path, stack)
+        yield CsvFile(path, stack, form) if issubclass(kind, CsvFile) else kind(path, stack)
 
 
 def stdin_is_terminal() -> bool:
