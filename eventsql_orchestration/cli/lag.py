@@ -26,7 +26,6 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import ConsumerNotFoundError, PermissionDeniedError, RestoredStoreError
-from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
@@ -195,7 +194,7 @@ def _show_subscriptions(platform: EventSQL) -> None:
 
 def _show_queues(platform: EventSQL) -> None:
     """The queues that have messages or dead letters."""
-    found = [each for each in queue_lags(platform.database) if each.depth or each.dead]
+    found = [each for each in lazy.queue_lags(platform.database) if each.depth or each.dead]
     if found:
         show(table_of(found, {**same("queue"), **QUEUE_COLUMNS}))
 

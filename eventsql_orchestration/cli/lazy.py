@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.database.embedded import EmbeddedPostgres
     from eventsql_orchestration.database.notifications import LOG, STORE
     from eventsql_orchestration.metrics.figures import FiguresReader
+    from eventsql_orchestration.queue.lag import queue_lags
     from eventsql_orchestration.settings import SETTINGS_FILE, Settings
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.topics.catalog import choose_partitions
@@ -35,7 +36,7 @@ __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres", "EventSQL",
     "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table",
     "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers",
-    "message_of", "resolve", "topics",
+    "message_of", "queue_lags", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -57,6 +58,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.database": ("Queries",),
         f"{_PACKAGE}.database.notifications": ("LOG", "STORE"),
         f"{_PACKAGE}.metrics.figures": ("FiguresReader",),
+        f"{_PACKAGE}.queue.lag": ("queue_lags",),
         f"{_PACKAGE}.settings": ("SETTINGS_FILE", "Settings"),
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),

@@ -168,7 +168,7 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     until(lambda: "███" in terminal.shown.decode(errors="replace"))
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 130
-    shown = terminal.close().decode()
+    shown = terminal.close().decode(errors="replace")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
 
