@@ -14,7 +14,7 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import BrokenBlockError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import OffsetRange, Storage
 from eventsql_orchestration.publishing import block_format, copy_format
@@ -365,6 +365,10 @@ def test_an_upgrade_gives_logs_in_blocks_the_columns_of_gaps(platform: EventSQL,
         "WITH ORDINALITY AS e (value, key, metadata, published, number)"
     )
     session.execute("UPDATE eventsql.schema_version SET version_num = '0029'")
+    engine = platform.database.engine.execution_options(isolation_level="READ COMMITTED")
+    migrations.upgrade(engine, SCHEMA, to="0030")
+    # What later revisions make is there.
+    session.execute(f"UPDATE eventsql.schema_version SET version_num = '{migrations.HEAD}'".encode())
     with EventSQL(dsn, transfer=False) as upgraded:
         upgraded.open()
         compacted = LogCompactor(SCHEMA, "orders").merge(session, after=0, upto=8, partitions=[0, 1])
