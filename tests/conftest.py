@@ -28,7 +28,7 @@ from tests.poolers import through
 from tests.poolers.pgbouncer import PgBouncer, left_behind, running
 
 if TYPE_CHECKING:
-    from xdist.remote import Producer  # type: ignore[import-untyped]  # it has no types
+    from xdist.remote import Producer
 
     from tests.scheduling import OneSparkSession
 

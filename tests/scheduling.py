@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]  # it has no types
+from xdist.scheduler import LoadFileScheduling
 
 SPARK = ("tests/spark/", "tests/assets/", "tests/dagster/test_publishing.py", "tests/dagster/test_io_manager.py")
 """The tests with a Spark session."""

@@ -86,14 +86,16 @@ class EventSQLPublishOperator(BaseOperator):
             kwargs["outlets"] = [*_listed(kwargs.get("outlets")), topic_asset(topic, eventsql_conn_id)]
         super().__init__(**kwargs)
         self.topic = topic
-        self.events = events
+        # Airflow calls a function in a templated field with arguments of its own.
+        self.function = events if callable(events) else None
+        self.events = None if callable(events) else events
         self.key = key
         self.headers = headers
         self.batch = batch
         self.eventsql_conn_id = eventsql_conn_id
 
     def execute(self, context: Context) -> dict[str, Any]:
-        events = self.events(context) if callable(self.events) else self.events
+        events = self.events if self.function is None else self.function(context)
         publications = [self._publication(each) for each in _listed(events)]
         with EventSQLHook(self.eventsql_conn_id) as hook:
             summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))

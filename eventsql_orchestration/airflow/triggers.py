@@ -146,7 +146,9 @@ class ClaimProducer(SharedStreamProducer):
                                 yield asdict(ClaimEvent.of(claim)), claim
                             pause = FIRST_BACKOFF
                             with suppress(TimeoutError):
-                                await asyncio.wait_for(woken.wait(), self._poll_interval)
+                                # `asyncio.wait_for` of Python 3.11 can lose a cancellation.
+                                async with asyncio.timeout(self._poll_interval):
+                                    await woken.wait()
                 except EventSQLError as error:
                     # A trigger that failed would not come back, and its DAGs would not run any more.
                     logger.warning("claims of %s are tried again in %.0f s: %s", self._watched.topic, pause, error)

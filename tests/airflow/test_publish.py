@@ -48,6 +48,14 @@ def test_every_form_of_events_is_published(rides: EventSQL, events: Any, values:
     assert sorted(event.value for event in logged(rides)) == sorted(values)
 
 
+def test_airflows_rendering_leaves_a_function_of_the_context_alone(rides: EventSQL) -> None:
+    made = EventSQLPublishOperator(task_id="publish", topic="rides", events=lambda context: [context["ti"].task_id])
+    context = context_of("publish")
+    context["outlet_events"] = {outlet: SimpleNamespace(extra={}) for outlet in made.outlets}
+    made.render_template_fields(context)
+    assert made.execute(context)["events"] == 1
+
+
 def test_each_event_names_the_dag_its_run_the_task_and_the_map_index(rides: EventSQL) -> None:
     execute("x", context_of("publish", map_index=3), key="k", headers={"own": "1"})
     (event,) = logged(rides)
