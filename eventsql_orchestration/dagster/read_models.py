@@ -33,8 +33,13 @@ def store_asset(
     )  # fmt: skip
 
 
+def _upstream(deps: Upstream | None) -> list[Any]:
+    """The given assets; the event store if none are given."""
+    return [STORE_KEY] if deps is None else list(deps)
+
+
 def subscription_asset(
-    name: str, *, description: str | None = None, deps: Upstream = (STORE_KEY,), owners: Sequence[str] = (),
+    name: str, *, description: str | None = None, deps: Upstream | None = None, owners: Sequence[str] = (),
     group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip
@@ -44,7 +49,7 @@ def subscription_asset(
     """
     check_name("name of a subscription", name)
     return dg.AssetSpec(
-        dg.AssetKey([*STORE_KEY.path, "subscription", name]), deps=list(deps),
+        dg.AssetKey([*STORE_KEY.path, "subscription", name]), deps=_upstream(deps),
         description=description or f"Effects of subscription {name}.",
         metadata={SUBSCRIPTION: name, **(metadata or {})}, owners=list(owners), group_name=group_name,
         kinds={"eventsql"}, tags=dict(tags or {}),
@@ -52,7 +57,7 @@ def subscription_asset(
 
 
 def projection_asset(
-    projection: Projection | type[Projection], *, description: str | None = None, deps: Upstream = (STORE_KEY,),
+    projection: Projection | type[Projection], *, description: str | None = None, deps: Upstream | None = None,
     owners: Sequence[str] = (), group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip
@@ -62,7 +67,7 @@ def projection_asset(
     """
     tables = ", ".join(f"{projection.schema}.{table}" for table in projection.tables)
     return dg.AssetSpec(
-        dg.AssetKey([*STORE_KEY.path, "projection", projection.name]), deps=list(deps),
+        dg.AssetKey([*STORE_KEY.path, "projection", projection.name]), deps=_upstream(deps),
         description=description or f"Projection {projection.name}: {tables}.",
         metadata={SUBSCRIPTION: subscription_of(projection.name), "tables": tables, **(metadata or {})},
         owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),

@@ -220,7 +220,15 @@ def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: 
         text = custom_plan(
             connection,
             LogQueries("read", "eventsql")(statement, topic="orders"),
-            {"time": NOON, "partition": 1, "offset": 10_000, "after": 10_000, "upto": 2**63 - 1, "skip": 5},
+            {
+                "time": NOON,
+                "partition": 1,
+                "offset": 10_000,
+                "after": 10_000,
+                "upto": 2**63 - 1,
+                "skip": 5,
+                "most": 20_000,
+            },
         )
     scans = [line for line in text.splitlines() if "Scan" in line and "segment" in line]
     assert scans
