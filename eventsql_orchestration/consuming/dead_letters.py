@@ -35,7 +35,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Event, Publication, Topic
 from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.sharding import ANYWHERE
-from eventsql_orchestration.storage.erasing import FAILURE, copy_events
+from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.reader import Reader
@@ -115,11 +115,9 @@ class DeadLetters:
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
         """See `ClusterDeadLetters.bury`."""
         # An erasure that has erased the event by now would not look for this copy.
-        copy_events(connection, self._database.schema, event.topic)
-        now = self._log.read(connection, event.topic, after=event.id - 1, upto=event.id)
-        if now and now[0].erased:
+        if erased := erased_meanwhile(connection, self._database.schema, event):
             # Message and error may quote the value, which the handler had before.
-            event, cause = now[0], replace(cause, message=FAILURE, error=ConsumptionError(now[0], FAILURE))
+            event, cause = erased, replace(cause, message=FAILURE, error=ConsumptionError(erased, FAILURE))
         letter: object = (self._factory or dead_letter)(event, cause)
         if letter is None:
             return False

@@ -20,14 +20,14 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
-from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF, describe_unless_erased
+from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
-from eventsql_orchestration.storage.erasing import FAILURE
+from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
 from eventsql_orchestration.storage.reading import LogReader
 
 logger = logging.getLogger(__name__)
@@ -393,7 +393,7 @@ class Deliveries:
             "failure": failure, "delay": delay,
         }  # fmt: skip
         with self._database.transaction() as connection:
-            if describe_unless_erased(connection, self._database.schema, delivery.event, error) == FAILURE:
+            if erased_meanwhile(connection, self._database.schema, delivery.event):
                 values["failure"] = FAILURE
             if connection.execute(self._queries("fail"), values, prepare=False).rowcount != 1:
                 raise self._lost(delivery)

@@ -13,8 +13,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import Event, how_often
-from eventsql_orchestration.storage.erasing import FAILURE, copy_events
-from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
 
 logger = logging.getLogger(__name__)
 
@@ -42,16 +41,6 @@ def transaction_lost(connection: Connection) -> bool:
     return connection.info.transaction_status is not TransactionStatus.INTRANS
 
 
-def describe_unless_erased(connection: Connection, schema: str, event: Event, error: BaseException) -> str:
-    """The text of an event's failure, which may quote it, unless the event was erased since the handler got it.
-
-    An erasure that comes later waits for the caller's transaction, and finds the text.
-    """
-    copy_events(connection, schema, event.topic)
-    now = LogReader(schema).read(connection, event.topic, after=event.id - 1, upto=event.id)
-    return FAILURE if now and now[0].erased else describe(error)
-
-
 def record_failure(
     connection: Connection, queries: Queries, locked: LockedPartition, event: Event, error: BaseException,
     *, dead_letters: DeadLetters | None = None,
@@ -65,7 +54,8 @@ def record_failure(
     key, state = locked.key, locked.state
     attempts = (state.attempts if state.failed_event_id == event.id else 0) + 1
     backoff = min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
-    described = describe_unless_erased(connection, queries.schema, event, error)
+    # The text may quote the event.
+    described = FAILURE if erased_meanwhile(connection, queries.schema, event) else describe(error)
     failure = Failure(event.id, event.partition, described, attempts, Failure.RETRY)
 
     if attempts < state.max_attempts:

@@ -16,8 +16,10 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.model import Event
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.storage.segment_drops import detached
 from eventsql_orchestration.storage.segments import segments
 
@@ -137,6 +139,16 @@ class LogEraser:
                 # Retention has dropped the segment, or the session's own limits are too short.
                 vacuumed = False
         return vacuumed
+
+
+def erased_meanwhile(connection: Connection, schema: str, event: Event) -> Event | None:
+    """The event as it is now, if it was erased after the caller read it; None if it was not.
+
+    An erasure that comes later waits for the caller's transaction, and finds what it writes.
+    """
+    copy_events(connection, schema, event.topic)
+    now = LogReader(schema).read(connection, event.topic, after=event.id - 1, upto=event.id)
+    return now[0] if now and now[0].erased else None
 
 
 def copy_events(connection: Connection, schema: str, topic: str) -> None:

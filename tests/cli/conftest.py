@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeAlias
 
 import pytest
 from click.testing import CliRunner, Result
@@ -19,6 +19,8 @@ from tests.cli.terminals import Terminal
 from tests.conftest import is_setting, own_server
 
 PROGRAM = Path(sys.executable).parent / "eventsql"
+
+Start: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -30,11 +29,11 @@ from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, Val
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
+from tests.cli.conftest import Start
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 ROOT = Path(__file__).parents[2]
 MODULE = ("-m", "tests.dagster.backfill_location")

@@ -16,10 +16,10 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench.session import PREFIX
+from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 PATIENCE = 60.0
 

@@ -6,7 +6,6 @@ import base64
 import json
 import select
 import signal
-import subprocess
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
@@ -16,9 +15,9 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from tests.cli.conftest import Start
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 TOPIC = "account_created"
 

@@ -21,12 +21,11 @@ from eventsql_orchestration.cli.lag import sparkline
 from eventsql_orchestration.cli.output import cell, progress_bar
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
-from tests.cli.conftest import PROGRAM
+from tests.cli.conftest import PROGRAM, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture

@@ -21,11 +21,11 @@ from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
+from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until, UntilBlocked
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 TOPIC = "account_created"
 

@@ -18,9 +18,9 @@ from click.testing import Result
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.cli.conftest import Start
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 PASSWORD = "s3cret/p@ss"
 QUOTED = "s3cret%2Fp%40ss"

@@ -20,10 +20,10 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Event, EventSQL, Topic
+from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 Stored = Callable[[str], int]
 
 

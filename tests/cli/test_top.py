@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from collections.abc import Callable
 from datetime import datetime
 
@@ -18,11 +17,11 @@ from eventsql_orchestration.cli.top import _drawn, _Look
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.queue import Queue
+from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 
 Run = Callable[..., Result]
-Start = Callable[..., "subprocess.Popen[bytes]"]
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -14,9 +13,9 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
+from tests.cli.conftest import Start
 
 Run = Callable[..., Result]
-Start = Callable[..., subprocess.Popen[bytes]]
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 PARCELS = Timeline("parcels")
