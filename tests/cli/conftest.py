@@ -91,8 +91,10 @@ def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
 
 
 @pytest.fixture
-def terminal(start: Callable[..., subprocess.Popen[bytes]]) -> Iterator[Terminal]:
+def terminal(start: Start, monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     """A terminal of 30 lines of 120 characters for programs that `start` starts."""
+    # A width in the environment of the tests would go first.
+    monkeypatch.setenv("COLUMNS", "120")
     opened = Terminal()
     yield opened
     opened.close()
