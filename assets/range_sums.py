@@ -1,4 +1,4 @@
-"""What the Spark assets have in common: summing up a claimed range, and comparing a table with the whole log."""
+"""What the assets have in common: summing up a claimed range with Spark, and checks of the tables."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,11 +7,10 @@ import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 from pyspark.sql import DataFrame
 
+from assets.comparison import Comparison
 from assets.keyed_rows import keyed_rows
 from eventsql_orchestration import Claim, Topic
 from eventsql_orchestration.dagster import EventSQLResource, RangeLimits, publish_dataframe, spark_progress
-
-SHOWN = 5
 
 SPARK_LIMITS = RangeLimits(min_events=5_000, max_events=100_000, max_wait=10.0)
 """A session takes some 20 s to start: events that come within 10 s go to one session instead of two."""
@@ -43,16 +42,6 @@ def publish_sums(
     return {**published, **progress.metadata()}
 
 
-def compared(expected: Mapping[Any, Any], found: Mapping[Any, Any]) -> dg.AssetCheckResult:
-    """Whether a table's rows, by their keys, are those that the log gives, and how many and which are not."""
-    differing = [key for key, wanted in expected.items() if found.get(key) != wanted]
-    beyond = found.keys() - expected.keys()
-    return dg.AssetCheckResult(
-        passed=not differing and not beyond,
-        metadata={
-            "rows": len(expected),
-            "rows that differ": len(differing),
-            "rows beyond the log": len(beyond),
-            "differing": str([*differing, *sorted(beyond)][:SHOWN]),
-        },
-    )
+def check_result(comparison: Comparison) -> dg.AssetCheckResult:
+    """A comparison as the result of an asset check."""
+    return dg.AssetCheckResult(passed=comparison.passed, metadata=comparison.figures)

@@ -7,7 +7,9 @@ from typing import Final
 from sqlalchemy import BigInteger, Column, Date, DateTime, Integer, MetaData, Table, Text, text
 from sqlalchemy.schema import CreateSchema
 
-from eventsql_orchestration import Database
+from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
+from eventsql_orchestration import Database, Shard
+from eventsql_orchestration.views import Views
 
 RIDES: Final = "rides"
 CHURN: Final = "churn"
@@ -75,3 +77,9 @@ def create(database: Database) -> None:
         connection.execute(
             text("ALTER TABLE rides.zone_fares ADD COLUMN IF NOT EXISTS orders bigint NOT NULL DEFAULT 0")
         )
+
+
+def prepare(shard: Shard) -> None:
+    """Create on a shard the tables and the views that are missing."""
+    create(shard.database)
+    Views(shard.database).declare(ORDER_TIMELINE, CHANGES_PER_MINUTE)

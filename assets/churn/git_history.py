@@ -9,14 +9,18 @@ new path.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
+
+LAST_COMMIT: Final = "last commit"
+"""In the metadata of an asset: the commit up to which its history is published."""
 
 _COMMIT = "\x01"
 
@@ -41,6 +45,17 @@ def file_changes(
         detail = error.stderr.decode(errors="replace").strip().splitlines()
         raise ValueError(f"{repository} has no git history: {detail[-1] if detail else 'git log failed'}") from None
     yield from _parse(name or repository.resolve().name, log.stdout.decode(errors="replace"))
+
+
+def new_changes(repository: Path, *, since: str | None, limit: int) -> list[dict[str, Any]]:
+    """The changes of the newest commits, at most `limit`, that came after commit `since`.
+
+    A history that was rewritten, and so has no such commit any more, begins anew. Raises as `file_changes`.
+    """
+    if since is not None:
+        with contextlib.suppress(ValueError):
+            return list(file_changes(repository, since=since, limit=limit))
+    return list(file_changes(repository, limit=limit))
 
 
 def _parse(repo: str, log: str) -> Iterator[dict[str, Any]]:

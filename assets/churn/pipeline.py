@@ -1,6 +1,5 @@
 """File changes in, churn per directory and month out: a topic, a Spark asset, a second topic and a table."""
 
-import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,11 +8,10 @@ from typing import Any
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
-from assets.churn import sums
-from assets.churn.counting import count, stored
+from assets.churn import sums, verification
 from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
-from assets.churn.git_history import file_changes as history
-from assets.range_sums import SPARK_LIMITS, compared, publish_sums
+from assets.churn.git_history import LAST_COMMIT, new_changes
+from assets.range_sums import SPARK_LIMITS, check_result, publish_sums
 from eventsql_orchestration import Claim, Connection, Event, Publication
 from eventsql_orchestration.dagster import (
     PUBLISHED_EVENTS,
@@ -26,8 +24,6 @@ from eventsql_orchestration.dagster import (
     range_asset,
     topic_key,
 )
-
-LAST_COMMIT = "last commit"
 
 
 class HistoryConfig(dg.Config):
@@ -48,7 +44,11 @@ def file_changes(
     context: dg.AssetExecutionContext, config: HistoryConfig, file_changes_topic: TopicResource
 ) -> dg.MaterializeResult[None]:
     """Publish the file changes of the commits that came since the last time, in one commit of the database."""
-    changes = _new_changes(context, config)
+    try:
+        changes = new_changes(Path(config.repository), since=_last_commit(context), limit=config.commits)
+    except ValueError as error:
+        context.log.warning("there are no file changes to publish: %s", error)
+        changes = []
     published = file_changes_topic.publish_all(
         (
             Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
@@ -59,19 +59,6 @@ def file_changes(
     context.log.info("published %d file changes to topic %s", published, FILE_CHANGES.name)
     commit = {LAST_COMMIT: changes[-1]["commit"]} if changes else {}
     return dg.MaterializeResult(metadata={PUBLISHED_TOPIC: FILE_CHANGES.name, PUBLISHED_EVENTS: published, **commit})
-
-
-def _new_changes(context: dg.AssetExecutionContext, config: HistoryConfig) -> list[dict[str, Any]]:
-    repository, since = Path(config.repository), _last_commit(context)
-    try:
-        if since is not None:
-            # A history that was rewritten begins anew.
-            with contextlib.suppress(ValueError):
-                return list(history(repository, since=since, limit=config.commits))
-        return list(history(repository, limit=config.commits))
-    except ValueError as error:
-        context.log.warning("there are no file changes to publish: %s", error)
-        return []
 
 
 def _last_commit(context: dg.AssetExecutionContext) -> str | None:
@@ -119,9 +106,4 @@ def directory_churn_table(events: Sequence[Event], connection: Connection) -> No
 )
 def directory_churn_table_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
     """Count without Spark and compare row by row."""
-    platform = eventsql.platform
-    batches = platform.reader.stream(FILE_CHANGES.name)
-    expected = count(json.loads(event.value) for batch in batches for event in batch)
-    with platform.database.transaction() as connection:
-        found = stored(connection)
-    return compared(expected, found)
+    return check_result(verification.directory_churn_matches_log(eventsql.platform))

@@ -1,15 +1,13 @@
 """Fares and demand: Spark sums up orders and rides per zone and quarter of an hour, and publishes it as events."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
-from assets.range_sums import SPARK_LIMITS, compared, publish_sums
-from assets.rides import sums
-from assets.rides.counting import count_fares
+from assets.range_sums import SPARK_LIMITS, check_result, publish_sums
+from assets.rides import sums, verification
 from assets.rides.effects import ZONE_FARES, add_fares
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Claim, Connection, Event
@@ -58,10 +56,4 @@ def zone_fares_table(events: Sequence[Event], connection: Connection) -> None:
 )
 def zone_fares_table_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
     """Compute the sums without Spark and compare row by row."""
-    platform = eventsql.platform
-    batches = platform.reader.stream(RIDE_ORDERS.name)
-    expected = count_fares(json.loads(event.value) for batch in batches for event in batch)
-    with platform.database.transaction() as connection:
-        rows = connection.execute("SELECT zone, quarter_hour, orders, rides, fares_cents FROM rides.zone_fares")
-        found = {(zone, quarter): (orders, rides, cents) for zone, quarter, orders, rides, cents in rows}
-    return compared(expected, found)
+    return check_result(verification.zone_fares_match_log(eventsql.platform))

@@ -1,15 +1,13 @@
 """Driver utilisation: Spark sums up how long each driver drove on each day, and publishes the sums as events."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import dagster as dg
 from dagster_pyspark import LazyPySparkResource
 
-from assets.range_sums import SPARK_LIMITS, compared, publish_sums
-from assets.rides import sums
-from assets.rides.counting import count_utilisation
+from assets.range_sums import SPARK_LIMITS, check_result, publish_sums
+from assets.rides import sums, verification
 from assets.rides.effects import DRIVER_UTILISATION, add_utilisation
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import Claim, Connection, Event
@@ -58,12 +56,4 @@ def driver_utilisation_table(events: Sequence[Event], connection: Connection) ->
 )
 def driver_utilisation_table_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
     """Compute the sums without Spark and compare row by row."""
-    platform = eventsql.platform
-    batches = platform.reader.stream(RIDE_ORDERS.name)
-    expected = count_utilisation(json.loads(event.value) for batch in batches for event in batch)
-    with platform.database.transaction() as connection:
-        rows = connection.execute(
-            "SELECT driver, day, accepted, ended, completed, busy_micros FROM rides.driver_utilisation"
-        )
-        found = {(driver, day): tuple(counts) for driver, day, *counts in rows}
-    return compared(expected, found)
+    return check_result(verification.driver_utilisation_matches_log(eventsql.platform))

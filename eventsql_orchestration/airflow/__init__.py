@@ -11,14 +11,15 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.assets import topic_asset
     from eventsql_orchestration.airflow.consume import EventSQLConsumeOperator, eventsql_consume
     from eventsql_orchestration.airflow.hook import EventSQLHook
+    from eventsql_orchestration.airflow.lag import EventSQLLagOperator
     from eventsql_orchestration.airflow.publish import EventSQLPublishOperator, publish_output
     from eventsql_orchestration.airflow.sensor import EventSQLSensor
-    from eventsql_orchestration.airflow.triggers import EventSQLTrigger
+    from eventsql_orchestration.airflow.triggers import EventSQLTrigger, claims_asset
     from eventsql_orchestration.orchestration.limits import RunLimits
 
 __all__ = [
-    "EventSQLConsumeOperator", "EventSQLHook", "EventSQLPublishOperator", "EventSQLSensor", "EventSQLTrigger",
-    "RunLimits", "eventsql_consume", "publish_output", "topic_asset",
+    "EventSQLConsumeOperator", "EventSQLHook", "EventSQLLagOperator", "EventSQLPublishOperator", "EventSQLSensor",
+    "EventSQLTrigger", "RunLimits", "claims_asset", "eventsql_consume", "publish_output", "topic_asset",
 ]  # fmt: skip
 
 __getattr__ = on_first_use(
@@ -27,9 +28,10 @@ __getattr__ = on_first_use(
         ".assets": ("topic_asset",),
         ".consume": ("EventSQLConsumeOperator", "eventsql_consume"),
         ".hook": ("EventSQLHook",),
+        ".lag": ("EventSQLLagOperator",),
         ".publish": ("EventSQLPublishOperator", "publish_output"),
         ".sensor": ("EventSQLSensor",),
-        ".triggers": ("EventSQLTrigger",),
+        ".triggers": ("EventSQLTrigger", "claims_asset"),
         "..orchestration.limits": ("RunLimits",),
     },
 )

@@ -1,12 +1,13 @@
-"""Topics as Airflow's assets: `eventsql://<connection>/<topic>`."""
+"""Topics as Airflow's assets, `eventsql://<connection>/<topic>`; claims of a consumer have its name after that."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from airflow.sdk import Asset
 
-from eventsql_orchestration.model import check_topic_name
+from eventsql_orchestration.model import Publication, check_topic_name
 
 if TYPE_CHECKING:
     from urllib.parse import SplitResult
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 DEFAULT_CONNECTION: Final = "eventsql_default"
 
 SCHEME: Final = "eventsql"
+
+TEMPLATE: Final = "{{"
+"""In the name of a topic that is known only when the task runs: no asset has it."""
 
 
 def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -> Asset:
@@ -25,8 +29,20 @@ def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -
     return Asset(**{"name": topic, "uri": f"{SCHEME}://{conn_id}/{topic}", **options})
 
 
+def listed(given: object) -> list[Any]:
+    """One thing, or several, as a list; nothing is an empty list."""
+    if given is None:
+        return []
+    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping | Publication | Asset):
+        return list(given)
+    return [given]
+
+
 def sanitize_uri(uri: SplitResult) -> SplitResult:
     """Check the form of an asset's URI. Raises `ValueError`, as Airflow expects."""
-    if not uri.netloc or not uri.path.strip("/") or "/" in uri.path.strip("/"):
-        raise ValueError(f"the URI of a topic is {SCHEME}://<connection>/<topic>")
-    return uri._replace(path=f"/{uri.path.strip('/')}")
+    path = uri.path.strip("/")
+    if not uri.netloc or not path or path.count("/") > 1:
+        raise ValueError(
+            f"a topic is {SCHEME}://<connection>/<topic>, claims {SCHEME}://<connection>/<topic>/<consumer>"
+        )
+    return uri._replace(path=f"/{path}")

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
-from airflow.sdk import BaseOperator
+from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.triggers import ClaimEvent
@@ -54,6 +54,7 @@ class EventSQLConsumeOperator(BaseOperator):
     A run that a claim of `EventSQLTrigger` triggered takes that claim over. Any other run claims the waiting events
     itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. Without anything to
     consume, the task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
+    Asset events of the task's outlets have it as `consumed`.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer", "claims")
@@ -73,6 +74,9 @@ class EventSQLConsumeOperator(BaseOperator):
         eventsql_conn_id: str = DEFAULT_CONNECTION,
         **kwargs: Any,
     ) -> None:
+        if TEMPLATE not in topic:
+            # Airflow's graph shows the topic before the task.
+            kwargs["inlets"] = [*listed(kwargs.get("inlets")), topic_asset(topic, eventsql_conn_id)]
         super().__init__(**kwargs)
         if is_asynchronous(python_callable):
             raise ValidationError(f"python_callable is a plain function, not {python_callable!r}")
@@ -103,13 +107,17 @@ class EventSQLConsumeOperator(BaseOperator):
                 # The try before has failed: a skip would hide that.
                 raise AirflowException(f"nothing was consumed: {reason}")
             raise AirflowSkipException(f"nothing to consume: {reason}")
-        return {
+        summary: dict[str, Any] = {
             "topic": self.topic,
             "consumer": self.consumer,
             "events": drained.events,
             "ranges": drained.ranges(),
             "dead_letters": [letter.event_id for letter in drained.dead_letters],
         }
+        for outlet in self.outlets:
+            if isinstance(outlet, Asset):
+                context["outlet_events"][outlet].extra["consumed"] = summary
+        return summary
 
     def _consume(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
         requested = self._requested(context)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import Asset, BaseOperator
 
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, topic_asset
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.consuming.claims import Claim
@@ -19,8 +19,6 @@ from eventsql_orchestration.orchestration.shards import command
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
-
-_TEMPLATE: Final = "{{"
 
 
 def publish_output(
@@ -82,8 +80,8 @@ class EventSQLPublishOperator(BaseOperator):
         outlet: bool = True,
         **kwargs: Any,
     ) -> None:
-        if outlet and _TEMPLATE not in topic:
-            kwargs["outlets"] = [*_listed(kwargs.get("outlets")), topic_asset(topic, eventsql_conn_id)]
+        if outlet and TEMPLATE not in topic:
+            kwargs["outlets"] = [*listed(kwargs.get("outlets")), topic_asset(topic, eventsql_conn_id)]
         super().__init__(**kwargs)
         self.topic = topic
         # Airflow calls a function in a templated field with arguments of its own.
@@ -96,7 +94,7 @@ class EventSQLPublishOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         events = self.events if self.function is None else self.function(context)
-        publications = [self._publication(each) for each in _listed(events)]
+        publications = [self._publication(each) for each in listed(events)]
         with EventSQLHook(self.eventsql_conn_id) as hook:
             summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
         self.log.info("%s", summary)
@@ -126,11 +124,3 @@ def _value(value: object) -> bytes:
         return value
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
     return text.encode()
-
-
-def _listed(given: object) -> list[Any]:
-    if given is None:
-        return []
-    if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping | Publication | Asset):
-        return list(given)
-    return [given]

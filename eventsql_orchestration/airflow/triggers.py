@@ -16,14 +16,15 @@ from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final
+from urllib.parse import quote
 
-from airflow.sdk import BaseHook
+from airflow.sdk import Asset, AssetWatcher, BaseHook
 from airflow.sdk.exceptions import AirflowException, AirflowRuntimeError
 from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
 from airflow.triggers.shared_stream import AdvanceItem, SharedStreamProducer
 
 from eventsql_orchestration import Consumer, Shard
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, SCHEME, topic_asset
 from eventsql_orchestration.airflow.conditions import Condition, Found
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.consuming.claims import Claim
@@ -300,6 +301,20 @@ class EventSQLTrigger(BaseEventTrigger):
         producer = self.producer()
         async for payload, _ in producer.open_stream():
             yield TriggerEvent(payload)
+
+
+def claims_asset(topic: str, consumer: str, *, eventsql_conn_id: str = DEFAULT_CONNECTION, **options: Any) -> Asset:
+    """The asset of a consumer's claims, `eventsql://<connection>/<topic>/<consumer>`: a schedule for the consuming DAG.
+
+    Its watcher has an `EventSQLTrigger` with these `options`. A consumer has an asset of its own, because an event of
+    a topic's asset would run the DAGs of all consumers. Raises `ValidationError`.
+    """
+    trigger = EventSQLTrigger(topic=topic, consumer=consumer, eventsql_conn_id=eventsql_conn_id, **options)
+    name = f"{topic}/{quote(consumer, safe='')}"
+    return topic_asset(
+        topic, eventsql_conn_id,
+        name=name, uri=f"{SCHEME}://{eventsql_conn_id}/{name}", watchers=[AssetWatcher(name=name, trigger=trigger)],
+    )  # fmt: skip
 
 
 class EventSQLConditionTrigger(BaseTrigger):

@@ -1,40 +1,26 @@
-"""Ride hailing in Airflow: the pipeline of `assets/rides`, with its own consumers beside those of Dagster."""
+"""Ride hailing in Airflow: the pipeline of `assets/rides`, with the consumers of the Dagster location."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
-from airflow.sdk import DAG, AssetWatcher, Param, get_current_context, task
+from airflow.sdk import DAG, Param, get_current_context, task
 
-from assets.rides.effects import ZONE_FARES, add_fares, write_orders
+from assets.rides.effects import DRIVER_UTILISATION, ZONE_FARES, add_fares, add_utilisation, write_orders
 from assets.rides.order import RIDE_ORDERS
-from eventsql_orchestration import Claim, Connection, Event, Topic
-from eventsql_orchestration.airflow import (
-    EventSQLConsumeOperator,
-    EventSQLHook,
-    EventSQLTrigger,
-    eventsql_consume,
-    publish_output,
-    topic_asset,
-)
+from eventsql_orchestration import Connection, Event
+from eventsql_orchestration.airflow import EventSQLHook, claims_asset, eventsql_consume, topic_asset
 from eventsql_orchestration.airflow.provenance import TaskOrigin
-from eventsql_orchestration.spark import spark_config
 
-OPTIONS: dict[str, Any] = {"catchup": False, "tags": ["eventsql", "rides"], "max_active_runs": 2}
+OPTIONS: Final[dict[str, Any]] = {"catchup": False, "default_args": {"retries": 2, "retry_delay": 10.0}}
+SECONDS: Final = 2.0
+"""Events wait so long for others that one run consumes with them."""
 
-
-def watched(topic: Topic, consumer: str, **options: Any) -> Any:
-    """The asset of the claims of a consumer, which schedules a DAG."""
-    trigger = EventSQLTrigger(topic=topic.name, consumer=consumer, max_wait=2.0, **options)
-    name = f"{topic.name}_for_{consumer}"
-    return topic_asset(
-        topic.name, name=name, uri=f"eventsql://eventsql_default/{name}",
-        watchers=[AssetWatcher(name=name, trigger=trigger)],
-    )  # fmt: skip
-
-
-with DAG("simulate_rides", schedule=None, params={"orders": Param(200, type="integer", minimum=1)}, **OPTIONS):
+with DAG(
+    "simulate_rides", schedule=None, params={"orders": Param(200, type="integer", minimum=1)}, catchup=False,
+    max_active_runs=1, tags=["rides", "eventsql:simulation"],
+):  # fmt: skip
 
     @task(outlets=[topic_asset(RIDE_ORDERS.name)])
     def simulate(params: Mapping[str, Any] | None = None) -> int:
@@ -48,38 +34,27 @@ with DAG("simulate_rides", schedule=None, params={"orders": Param(200, type="int
 
     simulate()
 
-with DAG("order_status", schedule=[watched(RIDE_ORDERS, "airflow_order_status")], **OPTIONS):
+with DAG(
+    "order_status", schedule=[claims_asset(RIDE_ORDERS.name, "order_status", max_wait=SECONDS)], tags=["rides"],
+    **OPTIONS,
+):  # fmt: skip
 
-    @eventsql_consume(topic=RIDE_ORDERS.name, consumer="airflow_order_status")
+    @eventsql_consume(topic=RIDE_ORDERS.name, consumer="order_status")
     def order_status(events: Sequence[Event], connection: Connection, eventsql: EventSQLHook) -> None:
         """Table rides.order_status: how each order stands now, its timeline and the changes per minute."""
         write_orders(events, connection, eventsql.platform.database)
 
     order_status()
 
-with DAG("zone_fares", schedule=[watched(RIDE_ORDERS, "airflow_zone_fares", max_events=50_000)], **OPTIONS):
+with DAG(
+    "zone_fares_table", schedule=[claims_asset(ZONE_FARES.name, "zone_fares_table", max_wait=SECONDS)], tags=["rides"],
+    **OPTIONS,
+):  # fmt: skip
+    eventsql_consume(topic=ZONE_FARES.name, consumer="zone_fares_table")(add_fares)()
 
-    def sum_fares(claim: Claim, eventsql: EventSQLHook, context: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let Spark sum up a claimed range, and publish each row together with the consumer's offset."""
-        # The task imports Spark, not the parsing of this file.
-        from pyspark.sql import SparkSession  # noqa: PLC0415
-
-        from assets.keyed_rows import keyed_rows  # noqa: PLC0415
-        from assets.rides import sums  # noqa: PLC0415
-
-        spark = SparkSession.builder.config(map=dict(spark_config())).getOrCreate()
-        try:
-            fares = sums.fares(sums.orders_of(eventsql.read_range(spark, claim)))
-            return publish_output(
-                context, keyed_rows(fares, "zone"), topic=ZONE_FARES.name, eventsql=eventsql, claim=claim
-            )
-        finally:
-            spark.stop()
-
-    EventSQLConsumeOperator(
-        task_id="sum_fares", topic=RIDE_ORDERS.name, consumer="airflow_zone_fares", python_callable=sum_fares,
-        gets="claim", outlets=[topic_asset(ZONE_FARES.name)],
-    )  # fmt: skip
-
-with DAG("zone_fares_table", schedule=[watched(ZONE_FARES, "airflow_zone_fares_table")], **OPTIONS):
-    eventsql_consume(topic=ZONE_FARES.name, consumer="airflow_zone_fares_table")(add_fares)()
+with DAG(
+    "driver_utilisation_table",
+    schedule=[claims_asset(DRIVER_UTILISATION.name, "driver_utilisation_table", max_wait=SECONDS)], tags=["rides"],
+    **OPTIONS,
+):  # fmt: skip
+    eventsql_consume(topic=DRIVER_UTILISATION.name, consumer="driver_utilisation_table")(add_utilisation)()

@@ -1,0 +1,68 @@
+"""What the tables of rides have to hold, computed in plain Python over the whole log of ride_orders."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from assets.comparison import Comparison, compared
+from assets.rides.counting import count_fares, count_utilisation
+from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
+from assets.rides.order import RIDE_ORDERS
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.views import Views
+
+
+def order_status_matches_log(platform: EventSQL) -> Comparison:
+    """Whether the table, the timelines and the counts are what the log says, each event once."""
+    expected: dict[str, tuple[int, str, int]] = {}
+    events = 0
+    for state in _orders(platform):
+        expected[state["order_id"]] = (state["version"], state["status"], state["price_cents"])
+        events += 1
+    with platform.database.transaction() as connection:
+        rows = connection.execute("SELECT order_id, version, status, price_cents FROM rides.order_status")
+        found = {order: (version, status, cents) for order, version, status, cents in rows}
+    views = Views(platform.database)
+    timeline = sum(len(views.timeline(ORDER_TIMELINE).read(order)) for order in expected)
+    counted = sum(bucket.count for bucket in views.rollup(CHANGES_PER_MINUTE).read())
+    return Comparison(
+        found == expected and timeline == counted == events,
+        {
+            "events": events,
+            "orders": len(expected),
+            "orders that differ": sum(found.get(order) != state for order, state in expected.items()),
+            "orders beyond the log": len(found.keys() - expected.keys()),
+            "timeline entries": timeline,
+            "changes counted": counted,
+        },
+    )
+
+
+def zone_fares_match_log(platform: EventSQL) -> Comparison:
+    """Compute the sums of zones without Spark and compare row by row."""
+    expected = count_fares(_orders(platform))
+    with platform.database.transaction() as connection:
+        rows = connection.execute("SELECT zone, quarter_hour, orders, rides, fares_cents FROM rides.zone_fares")
+        found = {(zone, quarter): (orders, rides, cents) for zone, quarter, orders, rides, cents in rows}
+    return compared(expected, found)
+
+
+def driver_utilisation_matches_log(platform: EventSQL) -> Comparison:
+    """Compute the sums of drivers without Spark and compare row by row."""
+    expected = count_utilisation(_orders(platform))
+    with platform.database.transaction() as connection:
+        rows = connection.execute(
+            "SELECT driver, day, accepted, ended, completed, busy_micros FROM rides.driver_utilisation"
+        )
+        found = {(driver, day): tuple(counts) for driver, day, *counts in rows}
+    return compared(expected, found)
+
+
+def _orders(platform: EventSQL) -> Iterator[dict[str, Any]]:
+    """The states of orders in the log, in its order."""
+    upto = platform.reader.end(RIDE_ORDERS.name)
+    for batch in platform.reader.stream(RIDE_ORDERS.name, upto=upto):
+        for event in batch:
+            yield json.loads(event.value)

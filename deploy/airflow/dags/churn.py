@@ -1,0 +1,61 @@
+"""Code churn in Airflow: the pipeline of `assets/churn`, with the consumers of the Dagster location."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from airflow.sdk import DAG, Metadata, Param, get_current_context, task
+
+from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
+from assets.churn.git_history import LAST_COMMIT, new_changes
+from eventsql_orchestration import Publication
+from eventsql_orchestration.airflow import (
+    EventSQLHook,
+    claims_asset,
+    eventsql_consume,
+    publish_output,
+    topic_asset,
+)
+
+CHANGES: Final = topic_asset(FILE_CHANGES.name)
+
+with DAG(
+    "publish_history", schedule=None, catchup=False, max_active_runs=1, tags=["churn", "eventsql:simulation"],
+    params={"repository": ".", "commits": Param(50, type="integer", minimum=1)},
+):  # fmt: skip
+
+    @task(inlets=[CHANGES], outlets=[CHANGES])
+    def file_changes(params: Mapping[str, Any] | None = None, inlet_events: Mapping[Any, Any] | None = None) -> Any:
+        """Publish the file changes of the commits that came since the last time."""
+        assert params is not None, "Airflow gives the parameters"
+        assert inlet_events is not None, "and the events of the inlets"
+        changes = new_changes(Path(params["repository"]), since=_last_commit(inlet_events), limit=params["commits"])
+        if not changes:
+            return
+        publications = [
+            Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
+            for change in changes
+        ]
+        with EventSQLHook() as hook:
+            published = publish_output(get_current_context(), publications, topic=FILE_CHANGES.name, eventsql=hook)
+        yield Metadata(CHANGES, {**published, LAST_COMMIT: changes[-1]["commit"]})
+
+    file_changes()
+
+
+def _last_commit(inlet_events: Mapping[Any, Any]) -> str | None:
+    """The commit up to which the task has published: the topic's newest asset event that names one has it."""
+    for event in reversed(inlet_events[CHANGES]):
+        if LAST_COMMIT in event.extra:
+            return str(event.extra[LAST_COMMIT])
+    return None
+
+
+with DAG(
+    "directory_churn_table", schedule=[claims_asset(DIRECTORY_CHURN.name, "directory_churn_table", max_wait=2.0)],
+    catchup=False, default_args={"retries": 2, "retry_delay": 10.0}, tags=["churn"],
+):  # fmt: skip
+    eventsql_consume(topic=DIRECTORY_CHURN.name, consumer="directory_churn_table")(add_churn)()
