@@ -23,7 +23,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo airflow browser jdbc pgbouncer tls promtool java test nightly blocks pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
+.PHONY: help setup demo demo-airflow airflow browser jdbc pgbouncer tls promtool java test nightly blocks pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -139,6 +139,9 @@ $(VENV_AIRFLOW)/.installed: pyproject.toml uv.lock | uv
 	UV_PROJECT_ENVIRONMENT=$(VENV_AIRFLOW) $(UV) sync --frozen --extra airflow --extra local --extra spark \
 		--no-default-groups --group airflow --python "$$(command -v $(PYTHON))"
 	@touch $@
+
+demo-airflow: $(VENV_AIRFLOW)/.installed ## The same with Airflow: one round of its DAGs, then end (SERVE=1: until Ctrl-C)
+	$(VENV_AIRFLOW)/bin/eventsql --home .eventsql/airflow dev --dags deploy/airflow/dags $(if $(SERVE),,--once)
 
 airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, and run its tests (ARGS=tests/airflow/…: some)
 	$(VENV_AIRFLOW)/bin/mypy --config-file .ci/mypy-airflow.ini

@@ -355,8 +355,16 @@ class ForeignClaimError(FinalRunError):
 # Dagster on this machine
 
 
-class LocalDagsterError(EventSQLError):
+class LocalProcessError(EventSQLError):
+    """A process of `eventsql dev` did not start or ended, or another `eventsql dev` is in the way."""
+
+
+class LocalDagsterError(LocalProcessError):
     """Dagster did not start, could not load the code location, or ended."""
+
+
+class LocalAirflowError(LocalProcessError):
+    """Airflow did not start, could not import the DAGs, or one of its parts has ended."""
 
 
 class RunFailedError(EventSQLError):

@@ -29,6 +29,12 @@ def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -
     return Asset(**{"name": topic, "uri": f"{SCHEME}://{conn_id}/{topic}", **options})
 
 
+def topic_of(asset: Asset) -> str | None:
+    """The topic of an asset that `topic_asset` made; None for any other asset."""
+    parts = asset.uri.removeprefix(f"{SCHEME}://").split("/")
+    return parts[1] if asset.uri.startswith(f"{SCHEME}://") and len(parts) == 2 else None
+
+
 def listed(given: object) -> list[Any]:
     """One thing, or several, as a list; nothing is an empty list."""
     if given is None:

@@ -12,7 +12,7 @@ from airflow.sdk import Asset, BaseOperator
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.triggers import ClaimEvent
@@ -54,7 +54,7 @@ class EventSQLConsumeOperator(BaseOperator):
     A run that a claim of `EventSQLTrigger` triggered takes that claim over. Any other run claims the waiting events
     itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. Without anything to
     consume, the task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
-    Asset events of the task's outlets have it as `consumed`.
+    Asset events of the task's outlets have it as `consumed`, and that of a topic what was published to it.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer", "claims")
@@ -116,7 +116,7 @@ class EventSQLConsumeOperator(BaseOperator):
         }
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
-                context["outlet_events"][outlet].extra["consumed"] = summary
+                context["outlet_events"][outlet].extra.update(published_to(outlet, drained.said), consumed=summary)
         return summary
 
     def _consume(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
@@ -250,6 +250,17 @@ def eventsql_consume(
         return add
 
     return decorate
+
+
+def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The summaries of `publish_output` for the topic of an asset as one; empty if nothing was published to it."""
+    mine = [each for each in summaries if each.get("topic") == topic_of(outlet)]
+    if not mine:
+        return {}
+    merged = {**mine[-1], "events": sum(each["events"] for each in mine)}
+    if ranges := [offsets for each in mine for offsets in each.get("ranges", ())]:
+        merged["ranges"] = ranges
+    return {**merged, "repeated": all(each["repeated"] for each in mine)}
 
 
 def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:

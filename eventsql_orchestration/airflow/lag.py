@@ -93,5 +93,6 @@ def _stands(lag: ConsumerLag) -> bool:
 
 
 def _described(lag: ConsumerLag) -> str:
+    said = f"{lag.cause}, {lag.detail}" if lag.detail else str(lag.cause)
     place = where(lag.shard, lag.partition)
-    return f"{place}: {lag.detail or lag.cause}" if place else str(lag.detail or lag.cause)
+    return f"{place}: {said}" if place else said

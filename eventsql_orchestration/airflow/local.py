@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
+from urllib.parse import quote, urlencode
 
 import requests
-from cryptography.fernet import Fernet
+from sqlalchemy.engine.url import make_url
 
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import LocalAirflowError
+from eventsql_orchestration.orchestration.local_processes import HOST, free_port, kill_group
 
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
@@ -25,15 +28,24 @@ STOP_TIMEOUT: Final = 15.0
 """Seconds that a part has to end by itself. The triggerer waits for its triggers."""
 
 
-class LocalAirflowError(EventSQLError):
-    """Airflow did not start, or one of its parts has ended."""
+PAGE: Final = 100
+"""Objects that the REST API gives at once, at most."""
+
+START_TIMEOUT: Final = 180.0
+"""Seconds until Airflow must have started; it takes 15 s on a calm machine."""
 
 
-def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def connection_of(urls: Sequence[str], db_schema: str) -> str:
+    """The connection to databases by their URLs, the first shard's first, as JSON for `AIRFLOW_CONN_…`."""
+    first = make_url(urls[0])
+    query = first.set(drivername="postgresql", username=None, password=None, host=None, port=None, database=None)
+    return json.dumps({
+        "conn_type": "eventsql", "host": first.host, "port": first.port, "login": first.username,
+        "password": first.password, "schema": first.database,
+        "extra": {
+            "db_schema": db_schema, "parameters": str(query).partition("?")[2], "shards": " ".join(urls[1:]),
+        },
+    })  # fmt: skip
 
 
 @dataclass
@@ -42,7 +54,8 @@ class LocalAirflow:
 
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
     as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to that
-    of the parts.
+    of the parts. It takes another `port` if that is not free, and any for 0. Processes inherit `lock`, an open file
+    with a lock, and it gets the numbers of their groups.
     """
 
     home: Path
@@ -50,11 +63,13 @@ class LocalAirflow:
     metadata_url: str
     connections: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    port: int = 0
+    lock: int | None = None
     parts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
-    port: int = field(default_factory=free_port, init=False)
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
+        self.port = free_port(self.port)
         driver = self.metadata_url.replace("postgresql://", "postgresql+psycopg2://", 1)
         settings = {
             "core": {
@@ -65,15 +80,15 @@ class LocalAirflow:
                 "parallelism": "4",
                 "simple_auth_manager_all_admins": "True",
                 "execution_api_server_url": f"{self.url}/execution/",
-                "fernet_key": Fernet.generate_key().decode(),
+                "fernet_key": self._fernet_key(),
             },
             "database": {"sql_alchemy_conn": driver},
-            "api": {"host": "127.0.0.1", "port": str(self.port), "workers": "1", "secret_key": os.urandom(16).hex()},
+            "api": {"host": HOST, "port": str(self.port), "workers": "1", "secret_key": os.urandom(16).hex()},
             "api_auth": {"jwt_secret": os.urandom(32).hex()},
             "logging": {
                 "base_log_folder": str(self.home / "logs"),
-                "worker_log_server_port": str(free_port()),
-                "trigger_log_server_port": str(free_port()),
+                "worker_log_server_port": str(free_port(0)),
+                "trigger_log_server_port": str(free_port(0)),
             },
             "dag_processor": {"refresh_interval": "5", "min_file_process_interval": "10"},
             "scheduler": {"scheduler_idle_sleep_time": "0.5", "task_instance_heartbeat_timeout": "60"},
@@ -92,9 +107,17 @@ class LocalAirflow:
             **self.environment,
         }
 
+    def _fernet_key(self) -> str:
+        """The key of what Airflow encrypts in its tables, such as triggers: a later start has to read them."""
+        file = self.home / "fernet.key"
+        if not file.exists():
+            file.touch(mode=0o600)
+            file.write_bytes(base64.urlsafe_b64encode(os.urandom(32)))
+        return file.read_text()
+
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{HOST}:{self.port}"
 
     def migrate(self) -> None:
         """Create Airflow's tables. Raises `LocalAirflowError`."""
@@ -102,11 +125,16 @@ class LocalAirflow:
 
     def run(self, *command: str) -> str:
         """Run a command of `airflow`; gives its output. Raises `LocalAirflowError`."""
-        done = subprocess.run(
-            [sys.executable, "-m", "airflow", *command], env=self._environment, capture_output=True, check=False
-        )
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "airflow", *command], env=self._environment, capture_output=True, check=False,
+                stdin=subprocess.DEVNULL, timeout=START_TIMEOUT,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise LocalAirflowError(f"airflow {' '.join(command)} did not end within {START_TIMEOUT:.0f} s") from None
         if done.returncode:
-            raise LocalAirflowError(f"airflow {' '.join(command)} failed: {done.stderr.decode()[-2000:]}")
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise LocalAirflowError(f"airflow {' '.join(command)} failed: {said[-1] if said else done.returncode}")
         return done.stdout.decode()
 
     def start(self, parts: Sequence[str] = PARTS) -> None:
@@ -116,28 +144,38 @@ class LocalAirflow:
                 self.parts[part] = subprocess.Popen(
                     [sys.executable, "-m", "airflow", part], env=self._environment, stdout=log, stderr=log,
                     stdin=subprocess.DEVNULL, start_new_session=True,
+                    pass_fds=() if self.lock is None else (self.lock,),
                 )  # fmt: skip
+            if self.lock is not None:
+                # The most recent groups, if a part was started again and again.
+                groups = " ".join(str(process.pid) for process in self.parts.values()).encode()
+                os.ftruncate(self.lock, 0)
+                os.pwrite(self.lock, groups, 0)
 
     def kill(self, part: str) -> None:
         """Kill a part and the processes that it has started, at once."""
         process = self.parts.pop(part)
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        kill_group(process.pid)
+        process.wait(STOP_TIMEOUT)
 
     def stop(self) -> None:
-        """End all parts, the API server last."""
+        """End all parts, the API server last. Whatever is left after 15 s, or after an interrupt, is killed."""
         parts = sorted(self.parts.items(), key=lambda item: item[0] == "api-server")
-        for _, process in parts:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGTERM)
-        deadline = time.monotonic() + STOP_TIMEOUT
-        for _, process in parts:
-            try:
-                process.wait(max(0.1, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-        self.parts.clear()
+        try:
+            for _, process in parts:
+                if process.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGTERM)
+            deadline = time.monotonic() + STOP_TIMEOUT
+            for _, process in parts:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, deadline - time.monotonic()))
+        finally:
+            for _, process in parts:
+                # Tasks may be left of a part that has ended.
+                kill_group(process.pid)
+                process.wait(STOP_TIMEOUT)
+            self.parts.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -145,21 +183,27 @@ class LocalAirflow:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_until_ready(self, timeout: float = 180.0) -> None:
+    def wait_until_ready(self, timeout: float = START_TIMEOUT) -> None:
         """Wait until the API server answers and every other part has reported. Raises `LocalAirflowError`."""
         deadline = time.monotonic() + timeout
-        while True:
+        while (waiting_for := self._not_ready()) is not None:
             self.check()
-            try:
-                health = requests.get(f"{self.url}/api/v2/monitor/health", timeout=10).json()
-                wanted = ("scheduler", "dag_processor", "triggerer")
-                if all((health.get(part) or {}).get("status") == "healthy" for part in wanted):
-                    return
-            except (requests.RequestException, ValueError):
-                pass
             if time.monotonic() >= deadline:
-                raise LocalAirflowError(f"Airflow did not start within {timeout:.0f} s: see the logs in {self.home}")
+                raise LocalAirflowError(
+                    f"Airflow did not start within {timeout:.0f} s ({waiting_for}): see the logs in {self.home}"
+                )
             time.sleep(0.5)
+
+    def _not_ready(self) -> str | None:
+        """A started part that is not ready yet, or None."""
+        try:
+            health = requests.get(f"{self.url}/api/v2/monitor/health", timeout=10).json()
+        except (requests.RequestException, ValueError):
+            return "api-server"
+        parts = (part for part in self.parts if part != "api-server")
+        return next(
+            (part for part in parts if (health.get(part.replace("-", "_")) or {}).get("status") != "healthy"), None
+        )
 
     def check(self) -> None:
         """Raises `LocalAirflowError` if a part has ended by itself."""
@@ -170,11 +214,33 @@ class LocalAirflow:
 
     def ask(self, method: str, path: str, **body: Any) -> Any:
         """Ask the public REST API, for example `ask("GET", "/dags")`. Raises `LocalAirflowError`."""
-        token = requests.get(f"{self.url}/auth/token", timeout=30).json()["access_token"]
-        answer = requests.request(
-            method, f"{self.url}/api/v2{path}", json=body or None, timeout=30,
-            headers={"Authorization": f"Bearer {token}"},
-        )  # fmt: skip
-        if not answer.ok:
-            raise LocalAirflowError(f"{method} {path}: {answer.status_code} {answer.text[:500]}")
-        return answer.json() if answer.content else None
+        try:
+            token = requests.get(f"{self.url}/auth/token", timeout=30).json()["access_token"]
+            answer = requests.request(
+                method, f"{self.url}/api/v2{path}", json=body or None, timeout=30,
+                headers={"Authorization": f"Bearer {token}"},
+            )  # fmt: skip
+            answer.raise_for_status()
+            return answer.json() if answer.content else None
+        except (requests.RequestException, ValueError, KeyError) as error:
+            said = error.response.text[:500] if isinstance(error, requests.HTTPError) else ""
+            raise LocalAirflowError(f"{method} {path}: {error} {said}".rstrip()) from error
+
+    def pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """All objects of a list in the public REST API: those in `field` of each page. Raises `LocalAirflowError`."""
+        offset = 0
+        while True:
+            page = self.ask("GET", f"{path}?{urlencode({**query, 'limit': PAGE, 'offset': offset}, doseq=True)}")
+            yield from page[field]
+            offset += len(page[field])
+            if not page[field] or offset >= page["total_entries"]:
+                return
+
+    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
+        """Start a run of a DAG; gives its id. Raises `LocalAirflowError`."""
+        run = self.ask("POST", f"/dags/{dag_id}/dagRuns", logical_date=None, conf=dict(conf or {}))
+        return str(run["dag_run_id"])
+
+    def state(self, dag_id: str, run_id: str) -> str:
+        """The state of a run: queued, running, success or failed."""
+        return str(self.ask("GET", f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}")["state"])

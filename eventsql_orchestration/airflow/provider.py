@@ -24,7 +24,7 @@ def get_provider_info() -> dict[str, Any]:
         "description": "Events over PostgreSQL: publish, consume exactly once, schedule DAGs by claims.",
         "integrations": [{"integration-name": INTEGRATION, "tags": ["software"]}],
         "hooks": modules("hook"),
-        "operators": modules("publish", "consume"),
+        "operators": modules("publish", "consume", "lag"),
         "sensors": modules("sensor"),
         "triggers": modules("triggers"),
         "connection-types": [

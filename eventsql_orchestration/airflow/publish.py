@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import Asset, BaseOperator
 
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.consuming.claims import Claim
@@ -99,7 +99,7 @@ class EventSQLPublishOperator(BaseOperator):
             summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
         self.log.info("%s", summary)
         for outlet in self.outlets:
-            if isinstance(outlet, Asset) and outlet.uri.rstrip("/").endswith(f"/{self.topic}"):
+            if isinstance(outlet, Asset) and topic_of(outlet) == self.topic:
                 context["outlet_events"][outlet].extra.update(summary)
         return summary
 

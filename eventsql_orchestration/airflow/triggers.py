@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, aclosing, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
 from airflow.sdk import Asset, AssetWatcher, BaseHook
@@ -44,8 +44,13 @@ from eventsql_orchestration.validation import check_name, check_seconds
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 STORE_LEASE: Final = 60.0
 """Seconds until a claim is made again whose asset event Airflow does not store. It takes Airflow a second or two."""
+
+ADVANCE_TIMEOUT: Final = 1.0
+"""Seconds to wait until a claim is handed over; it is handed over later if its shard is slow."""
 
 FIRST_BACKOFF: Final = 1.0
 MAX_BACKOFF: Final = 30.0
@@ -116,6 +121,19 @@ class Watched:
                     yield replace(found, shard=shard.name)
 
 
+class _Lane:
+    """The work on one shard, step by step in a thread of its own. A shard that is down delays no other one."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.failing = False
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="eventsql-claims")
+
+    def do(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
+        """Do some work after what was asked for before. It is done even if nobody waits for it any more."""
+        return asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
+
+
 class ClaimProducer(SharedStreamProducer):
     """Claims for a trigger. A claim is one lane's event: a partition has one claim at a time."""
 
@@ -128,79 +146,121 @@ class ClaimProducer(SharedStreamProducer):
         self._start_timeout = start_timeout
         self._poll_interval = poll_interval
         self._hook: EventSQLHook | None = None
-        # A thread goes on when its coroutine is cancelled. It must not open again what is being closed.
-        self._using = threading.Lock()
+        self._opening: ThreadPoolExecutor | None = None
+        self._lanes: list[_Lane] = []
+        self._pause = FIRST_BACKOFF
 
     async def open_stream(self) -> AsyncIterator[tuple[dict[str, Any], Claim]]:
-        """Yield each claim that is made, as its payload and itself. It waits while the database is away."""
-        pause = FIRST_BACKOFF
-        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        """Yield each claim that is made, as its payload and itself. It waits while the databases are away."""
         try:
             while True:
                 try:
-                    if self._hook is None:
-                        self._hook = await self._open_hook()
-                    with await asyncio.to_thread(self._listen, partial(_wake, loop, woken)):
-                        while True:
-                            woken.clear()
-                            for claim in await asyncio.to_thread(self._look):
-                                yield asdict(ClaimEvent.of(claim)), claim
-                            pause = FIRST_BACKOFF
-                            with suppress(TimeoutError):
-                                # `asyncio.wait_for` of Python 3.11 can lose a cancellation.
-                                async with asyncio.timeout(self._poll_interval):
-                                    await woken.wait()
+                    await self._open()
+                    async with aclosing(self._claims()) as claims:
+                        async for claim in claims:
+                            yield asdict(ClaimEvent.of(claim)), claim
                 except EventSQLError as error:
                     # A trigger that failed would not come back, and its DAGs would not run any more.
-                    logger.warning("claims of %s are tried again in %.0f s: %s", self._watched.topic, pause, error)
+                    logger.warning(
+                        "claims of %s are tried again in %.0f s: %s", self._watched.topic, self._pause, error
+                    )
+                    # The connection may have changed.
                     await self.aclose()
-                    await asyncio.sleep(pause)
-                    pause = min(2 * pause, MAX_BACKOFF)
+                    await asyncio.sleep(self._pause)
+                    self._pause = min(2 * self._pause, MAX_BACKOFF)
         finally:
             await self.aclose()
 
-    def _listen(self, wake: Callable[[], None]) -> ExitStack:
-        with self._using, ExitStack() as stack:
-            for shard in self._shards():
-                stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
+    async def _open(self) -> None:
+        hook = await self._open_hook()
+        # A thread goes on when its coroutine is cancelled: `aclose` waits for it, and then closes what it has opened.
+        self._hook, self._opening = hook, ThreadPoolExecutor(1)
+        shards = await asyncio.get_running_loop().run_in_executor(self._opening, _shards_of, hook)
+        self._lanes = [_Lane(shard) for shard in shards]
+
+    async def _claims(self) -> AsyncGenerator[Claim, None]:
+        """The claims of all shards as they are made. Raises the error of a shard when none can be reached."""
+        made: asyncio.Queue[Claim | Exception] = asyncio.Queue(1)
+        watches = [asyncio.create_task(self._watch(lane, made)) for lane in self._lanes]
+        try:
+            while True:
+                claim = await made.get()
+                if isinstance(claim, Exception):
+                    raise claim
+                yield claim
+        finally:
+            for watch in watches:
+                watch.cancel()
+            await asyncio.gather(*watches, return_exceptions=True)
+
+    async def _watch(self, lane: _Lane, made: asyncio.Queue[Claim | Exception]) -> None:
+        """Put the claims of one shard into `made`, or the error that ends the stream."""
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        pause = FIRST_BACKOFF
+        while True:
+            try:
+                with await lane.do(self._listen, lane.shard, partial(_wake, loop, woken)):
+                    while True:
+                        woken.clear()
+                        for claim in await lane.do(self._look, lane.shard):
+                            await made.put(claim)
+                        lane.failing, pause, self._pause = False, FIRST_BACKOFF, FIRST_BACKOFF
+                        with suppress(TimeoutError):
+                            await asyncio.wait_for(woken.wait(), self._poll_interval)
+            except EventSQLError as error:
+                lane.failing = True
+                if all(each.failing for each in self._lanes):
+                    await made.put(error)
+                    return
+                shard = lane.shard.name or lane.shard.database
+                logger.warning("claims on shard %s are tried again in %.0f s: %s", shard, pause, error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, MAX_BACKOFF)
+            except Exception as error:  # noqa: BLE001 - the stream raises it
+                await made.put(error)
+                return
+
+    def _listen(self, shard: Shard, wake: Callable[[], None]) -> ExitStack:
+        with ExitStack() as stack:
+            stack.callback(shard.listener.subscribe(LOG, self._watched.topic, wake))
             return stack.pop_all()
 
-    def _shards(self) -> tuple[Shard, ...]:
-        """The shards of the open hook; none after `aclose`."""
-        return () if self._hook is None else self._hook.shards
-
-    def _look(self) -> list[Claim]:
+    def _look(self, shard: Shard) -> list[Claim]:
+        if len(self._lanes) > 1 and shard.name is None and self._hook is not None:
+            # It was down with another one, so that nobody knew which of them it is.
+            _shards_of(self._hook)
         made: list[Claim] = []
-        error: EventSQLError | None = None
-        with self._using:
-            for shard in self._shards():
-                try:
-                    for claim in self._watched.claims(shard):
-                        made.append(claim)  # noqa: PERF402 - those before an error are made, too
-                except EventSQLError as failed:
-                    error = failed
-        if error is not None and not made:
-            raise error
+        try:
+            for claim in self._watched.claims(shard):
+                made.append(claim)  # noqa: PERF402 - those before an error are made, too
+        except EventSQLError:
+            if not made:
+                raise
         return made
 
     def get_advance_lane(self, broker_payload: Claim) -> Hashable:
         return broker_payload.shard, broker_payload.range.partition
 
     async def advance(self, batch: Sequence[AdvanceItem]) -> None:
-        """Lease the claims whose asset events are stored until their tasks start; release the others."""
-        for item in batch:
-            await asyncio.to_thread(self._advance, item.broker_payload, stored=item.outcome.acked > 0)
+        """Lease the claims whose asset events are stored until their tasks start; release the others.
 
-    def _advance(self, claim: Claim, *, stored: bool) -> None:
+        It waits for a moment only: Airflow calls it for one lane at a time, and a shard may be down.
+        """
+        lanes = {lane.shard.name: lane for lane in self._lanes}
+        handed = [
+            lane.do(self._advance, lane.shard, item.broker_payload, item.outcome.acked > 0)
+            for item in batch
+            if (lane := lanes.get(item.broker_payload.shard)) is not None
+        ]
+        if handed:
+            await asyncio.wait(handed, timeout=ADVANCE_TIMEOUT)
+
+    def _advance(self, shard: Shard, claim: Claim, stored: bool) -> None:
         try:
-            with self._using:
-                if self._hook is None:
-                    return
-                claims = self._hook.shard(claim.shard).claims
-                if stored:
-                    claims.renew(claim, lease=self._start_timeout)
-                else:
-                    claims.release(claim)
+            if stored:
+                shard.claims.renew(claim, lease=self._start_timeout)
+            else:
+                shard.claims.release(claim)
         except ClaimLostError:
             # A task has taken it over.
             return
@@ -210,12 +270,22 @@ class ClaimProducer(SharedStreamProducer):
 
     async def aclose(self) -> None:
         hook, self._hook = self._hook, None
+        threads = [*(lane.thread for lane in self._lanes), *([] if self._opening is None else [self._opening])]
+        self._lanes, self._opening = [], None
         if hook is not None:
-            await asyncio.to_thread(self._close, hook)
+            await asyncio.to_thread(_close, hook, threads)
 
-    def _close(self, hook: EventSQLHook) -> None:
-        with self._using:
-            hook.close()
+
+def _shards_of(hook: EventSQLHook) -> tuple[Shard, ...]:
+    """The shards, in a thread: the first use connects to them."""
+    return hook.shards
+
+
+def _close(hook: EventSQLHook, threads: Sequence[ThreadPoolExecutor]) -> None:
+    """Close a hook after the work that is under way, which would open it again."""
+    for thread in threads:
+        thread.shutdown(cancel_futures=True)
+    hook.close()
 
 
 def _wake(loop: asyncio.AbstractEventLoop, woken: asyncio.Event) -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 import tomllib
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.parameters import FILE, Number, command, option
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Number, command, option
+from eventsql_orchestration.errors import ConfigurationError, MissingExtraError
+
+DAGSTER_PORT: Final = 3000
+AIRFLOW_PORT: Final = 8080
 
 
 @command(short_help="Run the whole system on this machine.")
@@ -20,10 +24,13 @@ def dev(
     *,
     file: Annotated[Path | None, option("The code location is this file.", "-f", "--file", type=FILE)],
     module: Annotated[str | None, option("The code location is this module.", "-m", "--module", metavar="NAME")],
+    dags: Annotated[
+        Path | None, option("Run Airflow with the DAGs of this directory, instead of Dagster.", type=DIRECTORY)
+    ],
     once: Annotated[bool, option("Consume what waits, until every consumer's lag is 0, print a table, end.")],
-    port: Annotated[int, option(
-        "The Dagster UI's port; if it is taken, a free one.", default=3000, type=click.IntRange(1, 65535),
-        metavar="PORT",
+    port: Annotated[int | None, option(
+        f"The UI's port; if it is taken, a free one  [default: {DAGSTER_PORT}, Airflow's {AIRFLOW_PORT}].",
+        type=click.IntRange(1, 65535), metavar="PORT",
     )],
     timeout: Annotated[float, option(
         "Limit of the round of --once, and of the setup before it.", default=600.0, type=Number(1.0), metavar="SECONDS"
@@ -44,7 +51,20 @@ def dev(
 
     With --once, it ends when every consumer that is not paused has consumed everything, of a location with a simulation
     after one round of it. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.
+
+    With --dags, it runs the DAGs of a directory in the Airflow of this environment, with the connection
+    eventsql_default; they can import the code of this directory. Airflow's own tables are in a database beside that of
+    the events. DAGs with the tag eventsql:setup run at the start, those with eventsql:simulation in each round, and
+    those with eventsql:verification after a round of --once.
     """
+    if dags is not None:
+        if file is not None or module is not None:
+            raise click.UsageError("--dags is for Airflow, -f and -m are for Dagster: give one of them")
+        if importlib.util.find_spec("airflow") is None:
+            raise MissingExtraError("airflow", "Airflow")
+        lazy.AirflowDevelopment(context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders).run(once=once)
+        return
+    port = port or DAGSTER_PORT
     lazy.Development(context, location_of(file, module), port=port, timeout=timeout, orders=orders).run(once=once)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,13 +24,13 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
-from eventsql_orchestration.cli.output import Columns, complain, counted, is_quiet, same, say, show_items
+from eventsql_orchestration.cli.output import complain, is_quiet, say
+from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_settings
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster, only_one
+from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
-from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, TopicRound, account
+from eventsql_orchestration.dagster.local.run_counts import run_counts
 from eventsql_orchestration.dagster.tags import (
     DEV_SETUP,
     DEV_SIMULATION,
@@ -40,16 +39,13 @@ from eventsql_orchestration.dagster.tags import (
     FINISHED,
     TRANSFER_TAG,
 )
-from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagsterError, MissingExtraError, RoundError
+from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagsterError
+from eventsql_orchestration.orchestration.local_processes import only_one
+from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
-from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
-
-SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
-"""In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
-with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
 
 SIMULATION_SECONDS = 60.0
 """Seconds between two rounds of the simulation, without `--once`."""
@@ -82,11 +78,11 @@ class Development:
         home = self._context.settings.home
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
-            handling(_interrupt, signal.SIGTERM, signal.SIGHUP),
+            handling(interrupt, signal.SIGTERM, signal.SIGHUP),
             only_one(instance_directory(home)),
             self._context.whole_system() as platform,
         ):
-            _find_java(home)
+            find_java(home)
             dagster = _dagster(platform, self._location, home, self._port)
             # Do this before the daemon starts: its sensors launch runs for events that already wait.
             started, before = datetime.now(UTC), Counts.take(platform)
@@ -106,9 +102,9 @@ class Development:
                         runs = instance.get_runs(dg.RunsFilter(created_after=started))
                         alone = bool(running.simulations)
                         topics = account(
-                            before, Counts.take(platform), RunCounts.take(instance, runs), alone=alone
+                            before, Counts.take(platform), run_counts(instance, runs), alone=alone
                         )  # fmt: skip
-        _report(runs, topics, faults)
+        report([run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE], topics, faults)
 
     def _config(self, dagster: LocalDagster) -> Mapping[str, object]:
         """The config of the job that simulates: only the reference location's takes the number of orders."""
@@ -118,41 +114,17 @@ class Development:
         return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
 
 
-def _find_java(home: Path) -> None:
-    """Set the Java runtime for Spark, where Spark is installed. A location without Spark needs no Java."""
-    if importlib.util.find_spec("pyspark") is None:
-        return
-    try:
-        java = ensure_java(home)
-    except MissingExtraError as error:
-        complain(f"Spark will not run: {error.message}")
-        return
-    say(f"Java {java.version} from {java.source}: {java.home}")
-
-
 def _dagster(platform: EventSQL, location: CodeLocation, home: Path, port: int) -> LocalDagster:
     database = platform.database
     database.ensure_schema()
     environment = {
         "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable,
-        SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(_spark_settings(home)),
+        SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(spark_settings(instance_directory(home))),
     }  # fmt: skip
     return LocalDagster(
         location, instance_home=write_instance(home, database.dsn), port=port, environment=environment,
         stop_timeout=STOP_SECONDS, on_stop=say,
     )  # fmt: skip
-
-
-def _interrupt(*_: object) -> None:
-    """End the command, with everything that it started, as Ctrl-C does."""
-    raise KeyboardInterrupt
-
-
-def _spark_settings(home: Path) -> Path:
-    """Write a file of settings for sessions of a few seconds."""
-    file = instance_directory(home) / "spark.conf"
-    file.write_text("".join(f"{name} {value}\n" for name, value in SPARK_SETTINGS.items()), encoding="utf-8")
-    return file
 
 
 @dataclass(slots=True)
@@ -217,24 +189,10 @@ class Running:
         deadline = time.monotonic() + timeout
         for job in (simulations := self.simulations):
             self.run(job, config=self.config, timeout=timeout)
-        task = self.progress.add_task("Consuming", total=None)
-        settled: Counts | None = None
-        while True:
-            counts, behind = Counts.take(self.platform), self._behind()
-            left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
-            self.progress.update(task, description=f"Consuming: {left} events to go")
-            # Two equal counts: one count is no snapshot, because events move between topics while they are counted.
-            if not left and counts == settled and not self._consuming():
-                break
-            settled = counts if not left else None
-            self.dagster.require_running()
-            if time.monotonic() > deadline:
-                raise RoundError(
-                    f"the round is not done after {timeout:.0f} s: {_named(behind)}; see {self.dagster.log}"
-                )
-            time.sleep(0.5)
-
-        self.progress.update(task, description="Consumed", completed=1, total=1)
+        consume_all(
+            self.platform, self.progress, deadline, busy=self._consuming, check=self.dagster.require_running,
+            log=self.dagster.log,
+        )  # fmt: skip
         left_seconds = max(1.0, deadline - time.monotonic())
         checking = self.dagster.jobs_with(DEV_TAG, DEV_VERIFICATION) if simulations else []
         return [
@@ -242,10 +200,6 @@ class Running:
             for job in checking
             for fault in _failed_checks(self.instance, self.run(job, timeout=left_seconds))
         ]  # fmt: skip
-
-    def _behind(self) -> list[ConsumerLag]:
-        """The consumer partitions that are to consume more."""
-        return [lag for lag in self.platform.lag() if lag.events and lag.cause is not LagCause.PAUSED]
 
     def _consuming(self) -> bool:
         """Whether a run is under way that may publish or consume: any run except the transfer's."""
@@ -297,10 +251,6 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _named(behind: list[ConsumerLag]) -> str:
-    return "; ".join(f"{lag.topic}/{lag.consumer}[{lag.partition}] lacks {lag.events} ({lag.cause})" for lag in behind)
-
-
 def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:
     """The asset checks of a run that did not pass, with their figures."""
     evaluations = [
@@ -317,22 +267,3 @@ def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str
             asset = evaluation.asset_key.to_user_string()
             failed.append(f"check {evaluation.check_name} of {asset} did not pass: {figures}")
     return failed
-
-
-def _report(runs: Sequence[dg.DagsterRun], topics: list[TopicRound], faults: list[str]) -> None:
-    failed = [run for run in runs if run.status is dg.DagsterRunStatus.FAILURE]
-    if failed:
-        say(f"{counted(len(failed), 'run')} failed, of job {failed[0].job_name} for example; later runs did their work")
-    _show(topics)
-    faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]
-    if faults:
-        raise RoundError("; ".join(faults))
-
-
-def _show(topics: list[TopicRound]) -> None:
-    """Print the topics that have consumers, events or faults, without empty topics of dead letters."""
-    columns: Columns = {
-        **same("topic", "published", "transferred", "consumed", "consumers", "runs", "lag"),
-        "result": lambda entry: "; ".join(entry.faults) or "exact",
-    }
-    show_items([entry for entry in topics if entry.published or entry.consumers or entry.faults], columns)

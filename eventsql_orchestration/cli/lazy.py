@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from eventsql_orchestration.cli.airflow_development import AirflowDevelopment
     from eventsql_orchestration.cli.completion import consumers, topics
     from eventsql_orchestration.cli.development import Development
     from eventsql_orchestration.cli.failures import message_of
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
     from eventsql_orchestration.views import Views
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "STORE", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres", "EventSQL",
-    "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table",
+    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres",
+    "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table",
     "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers",
     "message_of", "queue_lags", "resolve", "topics",
 ]  # fmt: skip
@@ -50,6 +51,7 @@ __getattr__ = on_first_use(
         "rich.progress": ("BarColumn", "Progress", "SpinnerColumn", "TimeElapsedColumn", "TimeRemainingColumn"),
         "rich.table": ("Table",),
         "rich.text": ("Text",),
+        f"{_PACKAGE}.cli.airflow_development": ("AirflowDevelopment",),
         f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
         f"{_PACKAGE}.cli.development": ("Development",),
         f"{_PACKAGE}.cli.failures": ("message_of",),

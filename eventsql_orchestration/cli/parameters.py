@@ -25,6 +25,8 @@ ASK: Final = "-"
 """Stands for a URL that the program asks for."""
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
+
+DIRECTORY: Final = click.Path(path_type=Path, file_okay=False, exists=True)
 POSITIVE: Final = click.IntRange(min=1)
 
 Parameter: TypeAlias = Callable[[str, Any], click.Parameter]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import tempfile
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.airflow.local import connection_of
 
 collect_ignore_glob = [] if importlib.util.find_spec("airflow") else ["test_*.py"]
 
@@ -21,19 +20,10 @@ os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="eventsql-airflow-
 os.environ.setdefault("AIRFLOW__CORE__UNIT_TEST_MODE", "True")
 
 
-def connection_uri(dsn: str, **extra: str) -> str:
-    """An Airflow connection to a test's database, as JSON."""
-    url = parse_dsn(dsn)
-    return json.dumps({
-        "conn_type": "eventsql", "host": url.host, "port": url.port, "login": url.username, "password": url.password,
-        "schema": url.database, "extra": extra,
-    })  # fmt: skip
-
-
 @pytest.fixture
 def connected(dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> EventSQL:
     """The platform that Airflow's default connection leads to."""
-    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", connection_uri(dsn))
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", connection_of([dsn], "eventsql"))
     return platform
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import jsonschema  # type: ignore[import-untyped]  # Airflow brings it without types
 import pytest
 from airflow.sdk import Asset, Connection
-from airflow.sdk.exceptions import TaskDeferred
+from airflow.sdk.exceptions import AirflowException, TaskDeferred
+from airflow.sdk.observability import stats
 from airflow.sdk.providers_manager_runtime import ProvidersManagerTaskRuntime
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.airflow import EventSQLHook, EventSQLSensor
+from eventsql_orchestration.airflow import EventSQLHook, EventSQLLagOperator, EventSQLSensor, claims_asset, topic_asset
+from eventsql_orchestration.airflow.assets import topic_of
 from eventsql_orchestration.airflow.conditions import Condition
 from eventsql_orchestration.airflow.hook import urls_of
 from eventsql_orchestration.airflow.provider import get_provider_info
@@ -74,7 +76,16 @@ def test_the_test_button_says_what_is_there_or_what_is_wrong(
 def test_the_uri_of_an_asset_names_a_connection_and_a_topic() -> None:
     assert Asset(uri="eventsql://eventsql_default/rides/").uri == "eventsql://eventsql_default/rides"
     with pytest.raises(ValueError, match="eventsql://<connection>/<topic>"):
-        Asset(uri="eventsql://eventsql_default/a/b")
+        Asset(uri="eventsql://eventsql_default/a/b/c")
+
+
+def test_claims_of_a_consumer_have_an_asset_of_their_own() -> None:
+    claims = claims_asset("rides", "billing é", max_wait=2.0)
+    assert (claims.name, claims.uri) == ("rides/billing%20%C3%A9", "eventsql://eventsql_default/rides/billing%20%C3%A9")
+    (watcher,) = claims.watchers
+    assert watcher.trigger.serialize()[1]["max_wait"] == 2.0
+    assert topic_of(claims) is None
+    assert topic_of(topic_asset("rides")) == "rides"
 
 
 @pytest.fixture
@@ -127,3 +138,40 @@ def test_an_unknown_consumer_does_not_count_as_caught_up(rides: EventSQL) -> Non
 def test_a_sensor_waits_for_exactly_one_thing(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         EventSQLSensor(task_id="wait", topic="rides", **wrong)
+
+
+# Lag
+
+
+@pytest.fixture
+def gauges(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """The gauges that a task gives to Airflow's metrics, by their names."""
+    found: dict[str, float] = {}
+    monkeypatch.setattr(stats, "gauge", lambda name, value, tags=None: found.update({f"{name}{tags or ''}": value}))
+    return found
+
+
+def test_a_lag_within_its_bounds_passes_and_becomes_metrics(rides: EventSQL, gauges: dict[str, float]) -> None:
+    (found,) = EventSQLLagOperator(task_id="lag", max_events=3).execute(context_of())
+    assert (found["topic"], found["consumer"], found["events"]) == ("rides", "billing", 3)
+    assert gauges["eventsql.lag.events{'topic': 'rides', 'consumer': 'billing'}"] == 3
+    assert gauges["eventsql.lag.events.rides.billing"] == 3
+    assert gauges["eventsql.lag.seconds.rides.billing"] > 0
+
+
+def test_a_lag_beyond_its_bounds_fails_with_its_cause(rides: EventSQL, gauges: dict[str, float]) -> None:
+    check = EventSQLLagOperator(task_id="lag", topic="rides", consumer="billing", max_events=2)
+    with pytest.raises(AirflowException, match=r"too far behind: rides/billing has 3 events"):
+        check.execute(context_of())
+    assert gauges["eventsql.lag.events.rides.billing"] == 3
+
+
+def test_a_paused_consumer_fails_before_its_bounds(rides: EventSQL, gauges: dict[str, float]) -> None:
+    rides.registry.pause("rides", "billing")
+    with pytest.raises(AirflowException, match="paused, resume it with"):
+        EventSQLLagOperator(task_id="lag").execute(context_of())
+
+
+def test_the_lag_of_an_unknown_consumer_is_an_error(rides: EventSQL) -> None:
+    with pytest.raises(ConsumerNotFoundError, match="'nobody' of any topic"):
+        EventSQLLagOperator(task_id="lag", consumer="nobody").execute(context_of())

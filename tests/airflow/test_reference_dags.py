@@ -59,4 +59,4 @@ def test_the_code_of_the_document_runs() -> None:
     with names["DAG"]("with_the_decorator_of_airflow"):
         decorated = task.eventsql_consume(topic="rides", consumer="billing")(names["bill"])
     assert callable(decorated)
-    assert names["rides"].watchers[0].trigger.topic == "rides"
+    assert names["claims_asset"]("rides", "billing").watchers[0].trigger.topic == "rides"

@@ -13,9 +13,8 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.airflow.local import PARTS, LocalAirflow
+from eventsql_orchestration.airflow.local import PARTS, LocalAirflow, connection_of
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.airflow.conftest import connection_uri
 from tests.conftest import own_server
 
 DAGS = Path(__file__).parent / "dags"
@@ -47,7 +46,8 @@ def started(server: EmbeddedPostgres, tmp_path: Path, stops: Path) -> Iterator[t
             connection.execute("CREATE TABLE effect (event bigint)")
     airflow = LocalAirflow(
         tmp_path / "airflow", DAGS, server.create_database("airflow"),
-        connections={"eventsql_default": connection_uri(dsn)}, environment={"EVENTSQL_TEST_STOPS": str(stops)},
+        connections={"eventsql_default": connection_of([dsn], "eventsql")},
+        environment={"EVENTSQL_TEST_STOPS": str(stops)},
     )  # fmt: skip
     airflow.migrate()
     with airflow:

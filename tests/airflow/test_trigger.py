@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from airflow.triggers.shared_stream import AdvanceItem, AdvanceOutcome
 from eventsql_orchestration import Claim, Consumer, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.airflow import EventSQLHook, EventSQLTrigger
 from eventsql_orchestration.airflow.triggers import ClaimEvent, ClaimProducer, EventSQLConditionTrigger
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 
 STORED = AdvanceOutcome(acked=1, failed=0)
@@ -148,6 +149,81 @@ def test_a_consumer_that_does_not_exist_yet_is_waited_for(connected: EventSQL, m
     assert with_producer(test)["partition"] == -1
 
 
+class Down:
+    """A shard whose every use waits, and then finds it down."""
+
+    name = "down"
+    database = "postgresql://down"
+
+    def __init__(self, go_on: threading.Event) -> None:
+        self.go_on = go_on
+
+    def __getattr__(self, _: str) -> Any:
+        self.go_on.wait(30)
+        raise DatabaseUnavailableError("it is down")
+
+
+def test_a_shard_that_is_down_delays_no_other(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(EventSQLHook, "shards", property(lambda hook: (Down(go_on), *hook.platform.shards)))
+    publish(rides, 0)
+
+    async def test(producer: ClaimProducer, stream: Any) -> None:
+        _, claim = await anext(stream)
+        # The other shard's claims wait in its thread, which does not come back.
+        await producer.advance([AdvanceItem(replace(claim, shard="down"), STORED)])
+        await producer.advance([AdvanceItem(claim, STORED)])
+        assert rides.registry.consumer("rides", "billing")[0].lease_owner == AIRFLOW_TRIGGER
+        await asyncio.to_thread(publish, rides, 1)
+        _, other = await anext(stream)
+        assert other.range.partition == 1
+        go_on.set()
+
+    try:
+        with_producer(test)
+    finally:
+        go_on.set()
+
+
+def test_a_shard_that_fails_is_tried_again_while_others_are_claimed(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.01)
+    tries = threading.Semaphore(0)
+
+    class Counted(Down):
+        def __getattr__(self, name: str) -> Any:
+            tries.release()
+            return super().__getattr__(name)
+
+    down = threading.Event()
+    down.set()
+    monkeypatch.setattr(EventSQLHook, "shards", property(lambda hook: (Counted(down), *hook.platform.shards)))
+
+    async def test(_: ClaimProducer, stream: Any) -> None:
+        waiting = asyncio.ensure_future(anext(stream))
+        for _tried in range(3):
+            assert await asyncio.to_thread(tries.acquire, timeout=30)
+        await asyncio.to_thread(publish, rides, 1)
+        _, claim = await waiting
+        assert claim.range.partition == 1
+
+    with_producer(test)
+
+
+def test_an_error_that_is_no_database_error_ends_the_stream(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> Any:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(ClaimProducer, "_look", broken)
+
+    async def test(_: ClaimProducer, stream: Any) -> None:
+        with pytest.raises(RuntimeError, match="broken"):
+            await anext(stream)
+
+    with_producer(test)
+
+
 def test_a_connection_that_airflow_does_not_give_yet_is_waited_for(
     rides: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,16 +249,31 @@ def test_a_connection_that_airflow_does_not_give_yet_is_waited_for(
     assert asyncio.run(test())["partition"] == 1
 
 
-def test_a_thread_that_starts_after_the_end_of_a_stream_opens_nothing(rides: EventSQL) -> None:
+def test_a_thread_that_outlives_its_stream_leaves_nothing_open(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, go_on = threading.Event(), threading.Event()
+
+    def look(producer: ClaimProducer, shard: Shard) -> list[Claim]:
+        looking.set()
+        assert go_on.wait(30)
+        shard.registry.topics()
+        return []
+
+    monkeypatch.setattr(ClaimProducer, "_look", look)
+
     async def test(producer: ClaimProducer, stream: Any) -> None:
-        publish(rides, 1)
-        await anext(stream)
+        waiting = asyncio.ensure_future(anext(stream))
+        assert await asyncio.to_thread(looking.wait, 30)
         hook = producer._hook
         assert hook is not None
-        await stream.aclose()
-        with producer._listen(lambda: None):
-            assert producer._look() == []
+        waiting.cancel()
+        asyncio.get_running_loop().call_later(0.1, go_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert go_on.is_set()
         assert hook._platform is None
+        assert producer._lanes == []
 
     with_producer(test)
 

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.progress import Progress
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.cli import dev, development
+from eventsql_orchestration.cli import dev, development, rounds
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
-from eventsql_orchestration.dagster.local.round_report import TopicRound
 from eventsql_orchestration.errors import MissingExtraError, RoundError
+from eventsql_orchestration.orchestration.rounds import TopicRound
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
@@ -30,7 +30,7 @@ from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: signal.Signals) -> None:
     before = signal.getsignal(number)
-    with pytest.raises(KeyboardInterrupt), handling(development._interrupt, signal.SIGTERM, signal.SIGHUP):
+    with pytest.raises(KeyboardInterrupt), handling(rounds.interrupt, signal.SIGTERM, signal.SIGHUP):
         os.kill(os.getpid(), number)
     assert signal.getsignal(number) is before
 
@@ -38,7 +38,7 @@ def test_a_service_manager_or_a_closed_terminal_ends_it_as_ctrl_c_does(number: s
 def test_under_nohup_it_outlives_its_terminal() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with handling(development._interrupt, signal.SIGTERM, signal.SIGHUP):
+        with handling(rounds.interrupt, signal.SIGTERM, signal.SIGHUP):
             os.kill(os.getpid(), signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -48,8 +48,8 @@ def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     instance_directory(tmp_path).mkdir()
-    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(development._spark_settings(tmp_path)))
-    assert development.SPARK_SETTINGS.items() <= spark_config().items()
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(rounds.spark_settings(instance_directory(tmp_path))))
+    assert rounds.SPARK_SETTINGS.items() <= spark_config().items()
 
 
 def test_without_java_it_names_the_extra(
@@ -58,8 +58,8 @@ def test_without_java_it_names_the_extra(
     def missing(_home: Path) -> None:
         raise MissingExtraError("local", "Java")
 
-    monkeypatch.setattr(development, "ensure_java", missing)
-    development._find_java(tmp_path)
+    monkeypatch.setattr(rounds, "ensure_java", missing)
+    rounds.find_java(tmp_path)
     said = capsys.readouterr().err
     assert said.startswith("eventsql: Spark will not run: ")
     assert "pip install 'eventsql-orchestration[local]'" in said
@@ -123,7 +123,7 @@ def test_the_summary_shows_a_topic_of_dead_letters_only_when_it_has_some(capsys:
     def entry(topic: str, *, published: int = 0, consumers: int = 0, faults: tuple[str, ...] = ()) -> TopicRound:
         return TopicRound(topic, published, published, published * consumers, consumers, 0, 0, faults)
 
-    development._show(
+    rounds.show_rounds(
         [entry("quiet", consumers=1), entry("quiet_dlt"), entry("rides_dlt", published=1, faults=("1 letter",))]
     )
     shown = capsys.readouterr().out
@@ -166,6 +166,8 @@ def test_a_project_of_dagster_dev_is_found_too(directory: Path) -> None:
         (["-f", "a.py", "-m", "b"], "-f and -m both name the code location"),
         (["-f", "nowhere.py"], "nowhere.py does not exist"),
         ([], "make a project with `eventsql init`"),
+        (["--dags", ".", "-f", "a.py"], "--dags is for Airflow, -f and -m are for Dagster"),
+        (["--dags", "nowhere"], "'nowhere' does not exist"),
     ],
 )
 def test_a_directory_without_a_code_location_is_wrong_usage(
@@ -174,6 +176,12 @@ def test_a_directory_without_a_code_location_is_wrong_usage(
     refused = invoke("dev", *arguments)
     assert refused.exit_code == 2
     assert said in refused.stderr
+
+
+def test_airflow_where_it_is_not_installed_names_the_extra(invoke: Callable[..., Result], directory: Path) -> None:
+    refused = invoke("dev", "--dags", str(directory))
+    assert refused.exit_code == 2
+    assert "Airflow needs the extra [airflow]" in refused.stderr
 
 
 def test_a_project_file_that_cannot_be_read_is_named(invoke: Callable[..., Result], directory: Path) -> None:

@@ -30,7 +30,7 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.local.dagster_process import free_port
+from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
 
 Run = Callable[..., Result]

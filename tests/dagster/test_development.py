@@ -16,15 +16,16 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
-from eventsql_orchestration.dagster.local import dagster_process
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of, free_port, only_one
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of
+from eventsql_orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
+from eventsql_orchestration.orchestration import local_processes
+from eventsql_orchestration.orchestration.local_processes import free_port, only_one
 from tests.conftest import is_setting
 
 
 def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
-    with only_one(tmp_path), pytest.raises(LocalDagsterError, match="another `eventsql dev` runs"), only_one(tmp_path):
+    with only_one(tmp_path), pytest.raises(LocalProcessError, match="another `eventsql dev` runs"), only_one(tmp_path):
         pass
     with only_one(tmp_path):
         pass
@@ -61,8 +62,8 @@ def test_a_taken_port_is_not_chosen() -> None:
 
 RESERVING = """
 import sys
-from eventsql_orchestration.dagster.local.dagster_process import _reserved_port
-with _reserved_port(int(sys.argv[1])) as port:
+from eventsql_orchestration.orchestration.local_processes import reserved_port
+with reserved_port(int(sys.argv[1])) as port:
     print(port, flush=True)
     sys.stdin.read()
 """
@@ -74,10 +75,10 @@ def test_two_that_start_at_once_do_not_choose_the_same_port() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None
         assert int(other.stdout.readline()) == port
-        with dagster_process._reserved_port(port) as chosen:
+        with local_processes.reserved_port(port) as chosen:
             assert chosen != port
         other.communicate()
-    with dagster_process._reserved_port(port) as chosen:
+    with local_processes.reserved_port(port) as chosen:
         assert chosen == port
 
 

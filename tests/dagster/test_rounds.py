@@ -9,8 +9,9 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration.dagster.lineage.origin import input_metadata
-from eventsql_orchestration.dagster.local.round_report import Counts, RunCounts, account
+from eventsql_orchestration.dagster.local.run_counts import run_counts
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
+from eventsql_orchestration.orchestration.rounds import Counts, RunCounts, account
 
 KEY = ("orders", "ledger")
 
@@ -71,5 +72,5 @@ def test_a_run_counts_for_the_topic_it_was_requested_for_and_for_each_that_it_co
     with dg.DagsterInstance.ephemeral() as instance:
         took = dg.materialize([shared], instance=instance, tags={TOPIC_TAG: "orders"}).dagster_run
         found_nothing = dg.DagsterRun(job_name="shared", tags={TOPIC_TAG: "refunds"})
-        counted = RunCounts.take(instance, [took, found_nothing])
+        counted = run_counts(instance, [took, found_nothing])
     assert counted == RunCounts(runs=Counter(orders=1, payments=1, refunds=1))

@@ -23,11 +23,12 @@ from selenium.webdriver.common.by import By
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, only_one
+from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
+from eventsql_orchestration.orchestration.local_processes import only_one
 from tests.fixtures import memory_disk
 from tests.system import operated_location as location
 from tests.system.conftest import plotted, screenshot, see, wait_for

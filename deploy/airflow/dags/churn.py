@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,7 +28,9 @@ with DAG(
 ):  # fmt: skip
 
     @task(inlets=[CHANGES], outlets=[CHANGES])
-    def file_changes(params: Mapping[str, Any] | None = None, inlet_events: Mapping[Any, Any] | None = None) -> Any:
+    def file_changes(
+        params: Mapping[str, Any] | None = None, inlet_events: Mapping[Any, Any] | None = None
+    ) -> Iterator[Metadata]:
         """Publish the file changes of the commits that came since the last time."""
         assert params is not None, "Airflow gives the parameters"
         assert inlet_events is not None, "and the events of the inlets"

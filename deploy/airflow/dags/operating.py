@@ -73,8 +73,6 @@ with DAG("verification", schedule=None, catchup=False, tags=["eventsql:verificat
         matches_log.override(task_id=f"{name}_matches_log")(name)
 
 with DAG("lag", schedule=timedelta(minutes=5), catchup=False, max_active_runs=1, tags=["eventsql"]):
-    for consumer in CONSUMERS:
-        EventSQLLagOperator(
-            task_id=consumer.name, topic=consumer.topic, consumer=consumer.name, max_events=100_000, max_seconds=300.0,
-            retries=1, retry_delay=timedelta(minutes=1),
-        )  # fmt: skip
+    EventSQLLagOperator(
+        task_id="all_consumers", max_events=100_000, max_seconds=300.0, retries=1, retry_delay=timedelta(minutes=1)
+    )

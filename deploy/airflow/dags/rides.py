@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from airflow.sdk import DAG, Param, get_current_context, task
+from airflow.sdk import DAG, Metadata, Param, get_current_context, task
 
 from assets.rides.effects import DRIVER_UTILISATION, ZONE_FARES, add_fares, add_utilisation, write_orders
 from assets.rides.order import RIDE_ORDERS
@@ -14,6 +14,7 @@ from eventsql_orchestration.airflow import EventSQLHook, claims_asset, eventsql_
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 
 OPTIONS: Final[dict[str, Any]] = {"catchup": False, "default_args": {"retries": 2, "retry_delay": 10.0}}
+ORDERS: Final = topic_asset(RIDE_ORDERS.name)
 SECONDS: Final = 2.0
 """Events wait so long for others that one run consumes with them."""
 
@@ -22,15 +23,16 @@ with DAG(
     max_active_runs=1, tags=["rides", "eventsql:simulation"],
 ):  # fmt: skip
 
-    @task(outlets=[topic_asset(RIDE_ORDERS.name)])
-    def simulate(params: Mapping[str, Any] | None = None) -> int:
-        """Place orders and drive each to its end; gives the number of events."""
+    @task(outlets=[ORDERS])
+    def simulate(params: Mapping[str, Any] | None = None) -> Iterator[Metadata]:
+        """Place orders and drive each to its end."""
         from assets.rides.service import RideSimulation  # noqa: PLC0415 - a DAG file imports what its tasks share
 
         assert params is not None, "Airflow gives the parameters"
         metadata = TaskOrigin.of(get_current_context()).metadata()
         with EventSQLHook() as hook:
-            return RideSimulation(hook.platform, seed=2026, metadata=metadata).run(params["orders"])
+            published = RideSimulation(hook.platform, seed=2026, metadata=metadata).run(params["orders"])
+        yield Metadata(ORDERS, {"topic": RIDE_ORDERS.name, "events": published})
 
     simulate()
 

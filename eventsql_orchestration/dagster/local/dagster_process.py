@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,15 +20,19 @@ from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.orchestration.local_processes import (
+    HOST,
+    PROCESSES_LOCK,
+    kill_group,
+    lock_file,
+    reserved_port,
+    try_lock,
+)
 from eventsql_orchestration.threads import join_all, start_thread
 
 logger = logging.getLogger(__name__)
 
-HOST: Final = "127.0.0.1"
-
 _URL_FILE: Final = "dagster.url"
-_OWNER_LOCK: Final = "dev.lock"
-_PROCESSES_LOCK: Final = "processes.lock"
 
 UNDER_WAY: Final = dg.RunsFilter(statuses=[status for status in dg.DagsterRunStatus if status not in FINISHED])
 
@@ -43,38 +44,6 @@ _LOCATIONS = """
 """
 
 
-def free_port(preferred: int) -> int:
-    """`preferred` if nobody listens there, else one that the system chooses."""
-    for port in (preferred, 0):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            with contextlib.suppress(OSError):
-                probe.bind((HOST, port))
-                return int(probe.getsockname()[1])
-    raise LocalDagsterError("no TCP port is free on 127.0.0.1")
-
-
-@contextlib.contextmanager
-def _reserved_port(preferred: int) -> Iterator[int]:
-    """The port of `free_port`, which no other process of this user takes here inside the block."""
-    with _lock_file(Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock") as lock:
-        for wanted in (preferred, *[0] * 20):
-            port = free_port(wanted)
-            # The last owner of the lock may listen there by now.
-            if _port_locked(lock, port) and free_port(port) == port:
-                yield port
-                return
-    raise LocalDagsterError("no TCP port is free on 127.0.0.1")
-
-
-def _port_locked(lock: int, port: int) -> bool:
-    # Each port is a byte of the file. POSIX locks are a process's own, and end with it.
-    with contextlib.suppress(BlockingIOError, PermissionError):
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
-        return True
-    return False
-
-
 def running_url(instance_home: Path) -> str | None:
     """The URL of the `eventsql dev` that runs on this instance; None if none answers."""
     with contextlib.suppress(OSError, requests.RequestException):
@@ -82,59 +51,6 @@ def running_url(instance_home: Path) -> str | None:
         requests.get(f"{url}/server_info", timeout=10, proxies=Webserver(url).proxies).raise_for_status()
         return url
     return None
-
-
-@contextlib.contextmanager
-def only_one(instance_home: Path) -> Iterator[None]:
-    """Keep every other `eventsql dev` off an instance. Processes that a killed one left are ended first.
-
-    Raises `LocalDagsterError` if another one runs.
-    """
-    instance_home.mkdir(parents=True, exist_ok=True)
-    with _lock_file(instance_home / _OWNER_LOCK) as lock:
-        if not _locked(lock):
-            raise LocalDagsterError(f"another `eventsql dev` runs on {instance_home}: end it first")
-        _end_orphans(instance_home / _PROCESSES_LOCK)
-        yield
-
-
-@contextlib.contextmanager
-def _lock_file(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _locked(descriptor: int) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
-def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
-    with _lock_file(path) as lock:
-        if _locked(lock):
-            return
-        # `dagster dev` inherited the lock, so it is alive, and no other process has its number.
-        group = os.read(lock, 32)
-        if group:
-            _kill_group(int(group))
-        deadline = time.monotonic() + timeout
-        while not _locked(lock):
-            if time.monotonic() >= deadline:
-                raise LocalDagsterError(
-                    f"processes of an earlier `eventsql dev` still run (group {group.decode() or 'unknown'}): end them"
-                )
-            time.sleep(0.05)
-
-
-def _kill_group(group: int) -> None:
-    # macOS refuses to signal a group whose processes have all ended.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -189,7 +105,7 @@ class LocalDagster:
         """
         self._give_up_leftovers()
         # Until it listens, another `eventsql dev` would find the port free, and each would ask the other's webserver.
-        with _reserved_port(self.port) as self.port:
+        with reserved_port(self.port) as self.port:
             self._start_process()
             self._await_location(time.monotonic() + timeout, on_wait)
         (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
@@ -210,8 +126,8 @@ class LocalDagster:
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
-        with self.log.open("wb") as log, _lock_file(self.instance_home / _PROCESSES_LOCK) as lock:
-            if not _locked(lock):
+        with self.log.open("wb") as log, lock_file(self.instance_home / PROCESSES_LOCK) as lock:
+            if not try_lock(lock):
                 raise LocalDagsterError(f"Dagster runs on {self.instance_home} already")
             # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
             with _heeding_interrupts():
@@ -311,7 +227,7 @@ class LocalDagster:
                     process.wait(max(0.1, deadline - time.monotonic()))
         finally:
             # Kill the rest of the session: children that outlived their parent, or all after a second Ctrl-C.
-            _kill_group(process.pid)
+            kill_group(process.pid)
             process.wait()
 
     def _end_runs(self, deadline: float) -> None:

@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
-
-import dagster as dg
 
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
-from eventsql_orchestration.dagster.tags import TOPIC_TAG
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +41,7 @@ class Counts:
 class RunCounts:
     """What the runs of a round tell of each topic.
 
-    `published` counts events by the materializations of the runs. `runs` counts runs: a run counts for the topic that
+    `published` counts the events that the runs report. `runs` counts runs: a run counts for the topic that
     it was requested for, and for each topic that it consumed, because a shared run consumes several. `failed` says that
     a run failed.
     """
@@ -54,22 +49,6 @@ class RunCounts:
     published: Counter[str] = field(default_factory=Counter)
     runs: Counter[str] = field(default_factory=Counter)
     failed: bool = False
-
-    @classmethod
-    def take(cls, instance: dg.DagsterInstance, runs: Collection[dg.DagsterRun]) -> RunCounts:
-        counts = cls(failed=any(run.status is dg.DagsterRunStatus.FAILURE for run in runs))
-        for run in runs:
-            topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()
-            for entry in instance.all_logs(run.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION):
-                logged: Any = entry.dagster_event
-                metadata = logged.step_materialization_data.materialization.metadata
-                if keys.INPUT_CONSUMER in metadata:
-                    topics.add(str(metadata[keys.INPUT_TOPIC].value))
-                if keys.PUBLISHED_TOPIC in metadata and keys.PUBLISHED_EVENTS in metadata:
-                    topic = str(metadata[keys.PUBLISHED_TOPIC].value)
-                    counts.published[topic] += int(metadata[keys.PUBLISHED_EVENTS].value)
-            counts.runs.update(topics)
-        return counts
 
 
 @dataclass(frozen=True, slots=True)

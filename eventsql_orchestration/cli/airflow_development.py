@@ -1,0 +1,251 @@
+"""What `eventsql dev --dags` runs: Airflow with a directory of DAGs, their setup, rounds, and the lag to look at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final, NoReturn
+
+import click
+import psycopg
+from psycopg import sql
+from rich.console import Console
+from rich.live import Live
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from sqlalchemy.engine.url import make_url
+
+from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
+from eventsql_orchestration.airflow.round_runs import UNDER_WAY, run_counts, runs_since
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.lag import lag_table
+from eventsql_orchestration.cli.output import complain, is_quiet, say
+from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_settings
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.errors import DatabaseUnavailableError, LocalAirflowError, RoundError
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, only_one, take_lock
+from eventsql_orchestration.orchestration.rounds import Counts, account
+from eventsql_orchestration.signals import handling
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
+from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.topics.side_consumers import without_backfills
+
+SETUP: Final = "eventsql:setup"
+SIMULATION: Final = "eventsql:simulation"
+VERIFICATION: Final = "eventsql:verification"
+"""Tags of DAGs that this command runs: at the start, once a round, and after it."""
+
+SIMULATION_SECONDS: Final = 60.0
+"""Seconds between two rounds of the simulation, without `--once`."""
+
+
+class AirflowDevelopment:
+    """A directory of DAGs under `eventsql dev --dags`."""
+
+    def __init__(self, context: CliContext, dags: Path, *, port: int, timeout: float, orders: int | None) -> None:
+        self._context = context
+        self._dags = dags
+        self._port = port
+        self._timeout = timeout
+        self._orders = orders
+
+    def run(self, *, once: bool) -> None:
+        """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
+        console = Console(stderr=True, quiet=is_quiet())
+        home = self._context.settings.home / "airflow"
+        columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
+        # Take the lock first: a second `dev` must not stop the server of the first one.
+        with (
+            handling(interrupt, signal.SIGTERM, signal.SIGHUP),
+            only_one(home),
+            self._context.whole_system() as platform,
+            lock_file(home / PROCESSES_LOCK) as lock,
+            Progress(*columns, console=console) as progress,
+        ):
+            take_lock(lock, home)
+            find_java(self._context.settings.home)
+            started, before = datetime.now(UTC), Counts.take(platform)
+            with self._airflow(platform, home, lock) as airflow, _transferring(platform):
+                running = _Running(self._context, platform, airflow, progress, self._orders)
+                running.start(self._dags, self._timeout)
+                if not once:
+                    progress.stop()
+                    running.serve(console)
+                faults = running.round(self._timeout)
+                failed = [run["dag_id"] for run in runs_since(airflow, started) if run["state"] == "failed"]
+                topics = account(
+                    before, Counts.take(platform), run_counts(airflow, started), alone=bool(running.tagged(SIMULATION))
+                )
+        report(failed, topics, faults)
+
+    def _airflow(self, platform: EventSQL, home: Path, lock: int) -> LocalAirflow:
+        urls = [shard.database.dsn for shard in platform.shards]
+        environment = {
+            # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+            "PYSPARK_PYTHON": sys.executable,
+            # More sessions of Spark at once only slow one another down.
+            "AIRFLOW__CORE__PARALLELISM": "2",
+            SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(spark_settings(home)),
+        }
+        return LocalAirflow(
+            home, self._dags, _metadata_database(urls[0]),
+            connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
+            environment=environment, port=self._port, lock=lock,
+        )  # fmt: skip
+
+
+def _metadata_database(url: str) -> str:
+    """The URL of Airflow's own database beside that of the events: `<database>_airflow`. It is made if it is missing.
+
+    Raises `LocalAirflowError`.
+    """
+    events = make_url(url).set(drivername="postgresql")
+    name = f"{events.database or 'postgres'}_airflow"
+    try:
+        with psycopg.connect(events.render_as_string(hide_password=False), autocommit=True) as connection:
+            if connection.execute("SELECT FROM pg_database WHERE datname = %s", (name,)).fetchone() is None:
+                connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
+    except psycopg.Error as error:
+        raise LocalAirflowError(f"the database {name!r} for Airflow cannot be made: {error}") from error
+    return events.set(database=name).render_as_string(hide_password=False)
+
+
+@contextmanager
+def _transferring(platform: EventSQL) -> Iterator[None]:
+    """Move events in the block: Airflow's tasks move none."""
+    stop, wake = threading.Event(), threading.Event()
+    thread = start_thread("transfer", platform.transfer.run, stop, wake=wake)
+    try:
+        yield
+    finally:
+        stop.set()
+        wake.set()
+        thread.join(5.0)
+
+
+class _Running:
+    """The running system."""
+
+    def __init__(
+        self, context: CliContext, platform: EventSQL, airflow: LocalAirflow, progress: Progress, orders: int | None
+    ) -> None:
+        self._context = context
+        self._platform = platform
+        self._airflow = airflow
+        self._progress = progress
+        self._orders = orders
+
+    def start(self, dags: Path, timeout: float) -> None:
+        """Start Airflow and run the DAGs that set up. Raises `LocalAirflowError`."""
+        airflow = self._airflow
+        task = self._progress.add_task("Airflow starts: its tables", total=1)
+        airflow.migrate()
+        self._progress.update(task, description="Airflow starts: the DAGs")
+        airflow.run("dags", "reserialize")
+        self._progress.update(task, description="Airflow starts")
+        airflow.start(["api-server", "scheduler", "dag-processor"])
+        airflow.wait_until_ready()
+        errors = list(airflow.pages("/importErrors", "import_errors"))
+        if errors:
+            raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
+        if not self.tagged():
+            raise LocalAirflowError(f"{dags} has no DAGs")
+        self._progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
+        if not (setup := self.tagged(SETUP)):
+            say(
+                f"no DAG has the tag {SETUP!r}: register topics and consumers with `eventsql topic create` and "
+                "`eventsql consumer create`"
+            )
+        for dag in setup:
+            self._run(dag, timeout)
+        # Its watchers would look for consumers that are not there yet.
+        airflow.start(["triggerer"])
+        airflow.wait_until_ready()
+
+    def tagged(self, tag: str | None = None) -> list[str]:
+        """The DAGs that have a tag; all DAGs without one."""
+        query: dict[str, Any] = {} if tag is None else {"tags": tag}
+        return [dag["dag_id"] for dag in self._airflow.pages("/dags", "dags", **query)]
+
+    def round(self, timeout: float) -> list[str]:
+        """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
+        deadline = time.monotonic() + timeout
+        simulations = self.tagged(SIMULATION)
+        if self._orders is not None and not simulations:
+            raise click.UsageError("--orders is for DAGs with a simulation, and there is none")
+        begun = datetime.now(UTC)
+        runs = [(dag, self.simulate(dag)) for dag in simulations]
+        for dag, run in runs:
+            self._wait(dag, run, deadline)
+        consume_all(
+            self._platform, self._progress, deadline, busy=lambda: self._consuming(begun), check=self._airflow.check,
+            log=self._airflow.home,
+        )  # fmt: skip
+        if not simulations:
+            return []
+        return [fault for dag in self.tagged(VERIFICATION) for fault in self._verify(dag, deadline)]
+
+    def simulate(self, dag: str) -> str:
+        """Start a simulation; gives its run. Only one with a parameter `orders` takes their number."""
+        params = self._airflow.ask("GET", f"/dags/{dag}/details")["params"] or {}
+        conf = {} if self._orders is None or "orders" not in params else {"orders": self._orders}
+        return self._airflow.trigger(dag, conf)
+
+    def _run(self, dag: str, timeout: float) -> None:
+        task = self._progress.add_task(f"DAG {dag}", total=1)
+        if self._wait(dag, self._airflow.trigger(dag), time.monotonic() + timeout) == "failed":
+            raise LocalAirflowError(f"DAG {dag} failed: see its log at {self._airflow.url}, or in {self._airflow.home}")
+        self._progress.update(task, completed=1)
+
+    def _wait(self, dag: str, run: str, deadline: float) -> str:
+        """Wait for the end of a run; gives its state. Raises `RoundError` after the deadline."""
+        while (state := self._airflow.state(dag, run)) in UNDER_WAY:
+            self._airflow.check()
+            if time.monotonic() > deadline:
+                raise RoundError(f"DAG {dag} is not done in time: see the logs in {self._airflow.home}")
+            time.sleep(0.5)
+        return state
+
+    def _consuming(self, since: datetime) -> bool:
+        return any(run["state"] in UNDER_WAY for run in runs_since(self._airflow, since))
+
+    def _verify(self, dag: str, deadline: float) -> Sequence[str]:
+        """Run a DAG of checks; gives its tasks that failed."""
+        task = self._progress.add_task(f"DAG {dag}", total=1)
+        run = self._airflow.trigger(dag)
+        self._wait(dag, run, deadline)
+        self._progress.update(task, completed=1)
+        tasks = self._airflow.pages(f"/dags/{dag}/dagRuns/{run}/taskInstances", "task_instances")
+        return [
+            f"check {each['task_id']} of DAG {dag} did not pass: see its log in {self._airflow.home}"
+            for each in tasks
+            if each["state"] != "success"
+        ]
+
+    def serve(self, console: Console) -> NoReturn:
+        """Show lag, and simulate a round every minute if there is a simulation, until the user ends it."""
+        airflow = self._airflow
+        console.print(f"The Airflow UI is at {airflow.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
+        due, runs, down = 0.0, list[tuple[str, str]](), False
+        with Live(console=console, refresh_per_second=2) as live:
+            while True:
+                airflow.check()
+                try:
+                    self._context.keep_embedded()
+                    live.update(lag_table(without_backfills(self._platform.lag())))
+                    if time.monotonic() >= due and all(airflow.state(*run) not in UNDER_WAY for run in runs):
+                        runs = [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)]
+                        due = time.monotonic() + SIMULATION_SECONDS
+                    down = False
+                except (DatabaseUnavailableError, LocalAirflowError) as error:
+                    if not down:
+                        complain(f"waiting, for this does not answer: {error}")
+                    down = True
+                time.sleep(1.0)

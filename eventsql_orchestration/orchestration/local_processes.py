@@ -1,0 +1,116 @@
+"""The processes of `eventsql dev`: one owner of a directory, the ports that it takes, and what a killed one left."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from eventsql_orchestration.errors import LocalProcessError
+
+HOST: Final = "127.0.0.1"
+
+PROCESSES_LOCK: Final = "processes.lock"
+"""A file with the numbers of process groups. Their processes inherit its lock, so they are alive while it is held."""
+
+_OWNER_LOCK: Final = "dev.lock"
+
+
+def free_port(preferred: int) -> int:
+    """`preferred` if nobody listens there, else one that the system chooses."""
+    for port in (preferred, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((HOST, port))
+                return int(probe.getsockname()[1])
+    raise LocalProcessError("no TCP port is free on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def reserved_port(preferred: int) -> Iterator[int]:
+    """The port of `free_port`, which no other process of this user takes here inside the block."""
+    with lock_file(Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock") as lock:
+        for wanted in (preferred, *[0] * 20):
+            port = free_port(wanted)
+            # The last owner of the lock may listen there by now.
+            if _port_locked(lock, port) and free_port(port) == port:
+                yield port
+                return
+    raise LocalProcessError("no TCP port is free on 127.0.0.1")
+
+
+def _port_locked(lock: int, port: int) -> bool:
+    # Each port is a byte of the file. POSIX locks are a process's own, and end with it.
+    with contextlib.suppress(BlockingIOError, PermissionError):
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
+        return True
+    return False
+
+
+@contextlib.contextmanager
+def only_one(directory: Path) -> Iterator[None]:
+    """Keep every other `eventsql dev` off a directory. Processes that a killed one left are ended first.
+
+    Raises `LocalProcessError` if another one runs.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    with lock_file(directory / _OWNER_LOCK) as lock:
+        if not try_lock(lock):
+            raise LocalProcessError(f"another `eventsql dev` runs on {directory}: end it first")
+        _end_orphans(directory / PROCESSES_LOCK)
+        yield
+
+
+@contextlib.contextmanager
+def lock_file(path: Path) -> Iterator[int]:
+    """Open a file to lock it; gives its descriptor. It is made if it is missing."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def try_lock(descriptor: int) -> bool:
+    """Lock an open file. False if somebody else has its lock."""
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
+    with lock_file(path) as lock:
+        if try_lock(lock):
+            return
+        # Processes of these groups inherited the lock, so they are alive, and no others have their numbers.
+        groups = os.read(lock, 256).split()
+        for group in groups:
+            kill_group(int(group))
+        deadline = time.monotonic() + timeout
+        while not try_lock(lock):
+            if time.monotonic() >= deadline:
+                named = b", ".join(groups).decode() or "unknown"
+                raise LocalProcessError(f"processes of an earlier `eventsql dev` still run (groups {named}): end them")
+            time.sleep(0.05)
+
+
+def take_lock(descriptor: int, directory: Path) -> None:
+    """Lock an open file. Raises `LocalProcessError` if the processes of a directory run already."""
+    if not try_lock(descriptor):
+        raise LocalProcessError(f"processes of `eventsql dev` run on {directory} already")
+
+
+def kill_group(group: int) -> None:
+    """Kill the processes of a group, if any are left."""
+    # macOS refuses to signal a group whose processes have all ended.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)

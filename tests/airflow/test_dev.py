@@ -1,0 +1,92 @@
+"""`eventsql dev --dags DIRECTORY --once`: a bounded round that ends by itself and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.conftest import is_setting
+
+DAGS = Path(__file__).parent / "round_dags"
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Iterator[Path]:
+    # The embedded server runs as another user.
+    for directory in (tmp_path, *tmp_path.parents[:2]):
+        directory.chmod(0o755)
+    yield tmp_path / "home"
+    EmbeddedPostgres(tmp_path / "home" / "postgres").destroy()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and what it wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def once(home: Path, dags: Path, *options: str, timeout: float) -> Ended:
+    """Run a round with everything that it starts in `home`."""
+    environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
+    environment.pop("AIRFLOW__CORE__UNIT_TEST_MODE", None)
+    program = str(Path(sys.executable).with_name("eventsql"))
+    command = [program, "--home", str(home), "dev", "--dags", str(dags), "--once", *options]
+    output, errors = home.with_name("stdout"), home.with_name("stderr")
+    with output.open("w") as stdout, errors.open("w") as stderr:
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr)
+        try:
+            process.wait(timeout)
+        finally:
+            # It ends what it has started.
+            process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+            process.kill()
+    return Ended(process.returncode, output.read_text(), errors.read_text())
+
+
+def left(home: Path) -> list[str]:
+    """The processes that name a directory."""
+    return [
+        " ".join(process.info["cmdline"])
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if str(home) in str(process.info["environ"] or {}) and process.pid != os.getpid()
+    ]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_round_is_exact_and_ends_by_itself(home: Path) -> None:
+    done = once(home, DAGS, "--orders", "20", timeout=580)
+    assert done.returncode == 0, done.stderr
+    header, row = (line.split() for line in done.stdout.splitlines() if line.strip())
+    assert header == ["topic", "published", "transferred", "consumed", "consumers", "runs", "lag", "result"]
+    assert (row[:5], row[6:]) == (["rides", "20", "20", "20", "1"], ["0", "exact"])
+    assert left(home) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_reference_location_has_an_exact_round(home: Path) -> None:
+    """Two pipelines, three of their consumers with Spark."""
+    done = once(home, REPOSITORY / "deploy" / "airflow" / "dags", "--orders", "20", timeout=880)
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip()][1:]
+    assert sorted(row[0] for row in rows) == [
+        "directory_churn", "driver_utilisation", "file_changes", "ride_orders", "zone_fares",
+    ]  # fmt: skip
+    assert {tuple(row[-2:]) for row in rows} == {("0", "exact")}
+    assert left(home) == []

@@ -1,0 +1,119 @@
+"""A whole Airflow on this machine: what `eventsql dev --dags` makes of a connection, of asset events and of signals."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from airflow.sdk import Connection
+from cryptography.fernet import Fernet
+
+from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
+from eventsql_orchestration.airflow.round_runs import run_counts
+from eventsql_orchestration.cli.airflow_development import _metadata_database
+from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.errors import LocalAirflowError
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        ["postgresql://me:a%2Fb%40c@db:5433/app?connect_timeout=5&sslmode=require"],
+        ["postgresql://me@one/app", "postgresql://me:x@two:1/app", "postgresql://three/app"],
+    ],
+)
+def test_a_connection_leads_to_the_same_databases(urls: list[str]) -> None:
+    given = json.loads(connection_of(urls, "mine"))
+    hook = EventSQLHook(connection=Connection(conn_id="c", **{**given, "extra": json.dumps(given["extra"])}))
+    assert hook.urls == tuple(urls)
+    assert hook.db_schema == "mine"
+
+
+class Answers:
+    """Answers requests of the REST API from lists, two objects a page."""
+
+    def __init__(self, **lists: list[dict[str, Any]]) -> None:
+        self.lists = lists
+
+    def pages(self, _path: str, field: str, **_query: Any) -> list[dict[str, Any]]:
+        return self.lists[field]
+
+
+def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() -> None:
+    claim = {"topic": "rides", "consumer": "billing", "partition": 0, "claim": 1, "after": 0, "upto": 9, "events": 9}
+    run = {"dag_id": "billing", "run_id": "asset__1"}
+    events: list[dict[str, Any]] = [
+        # Airflow put two claims into one run.
+        {"extra": {"from_trigger": True, "payload": claim}, "created_dagruns": [run]},
+        {"extra": {"from_trigger": True, "payload": claim}, "created_dagruns": [run]},
+        {"extra": {"topic": "sums", "events": 4, "repeated": False}, "created_dagruns": []},
+        {"extra": {"topic": "sums", "events": 4, "repeated": True}, "created_dagruns": []},
+        {"extra": {"something": "else"}, "created_dagruns": []},
+        {"extra": None, "created_dagruns": []},
+    ]
+    runs = [
+        {"state": "success", "run_type": "asset_triggered", "dag_id": "billing"},
+        {"state": "failed", "run_type": "scheduled", "dag_id": "lag"},
+    ]
+    counts = run_counts(cast("LocalAirflow", Answers(asset_events=events, dag_runs=runs)), datetime.now(UTC))
+    assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 1}, {"sums": 4}, False)
+
+
+def test_the_api_is_read_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    airflow = LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow")
+    asked: list[str] = []
+
+    def ask(_method: str, path: str) -> dict[str, Any]:
+        asked.append(path)
+        return {"dags": [{"dag_id": f"{len(asked)}"}], "total_entries": 2}
+
+    monkeypatch.setattr(airflow, "ask", ask)
+    assert [dag["dag_id"] for dag in airflow.pages("/dags", "dags", tags="a")] == ["1", "2"]
+    assert asked == ["/dags?tags=a&limit=100&offset=0", "/dags?tags=a&limit=100&offset=1"]
+
+
+def test_a_server_that_does_not_answer_is_an_error_of_ours(tmp_path: Path) -> None:
+    with pytest.raises(LocalAirflowError, match="GET /dags"):
+        LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow").ask("GET", "/dags")
+
+
+def test_an_interrupt_while_it_stops_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    airflow = LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow")
+    deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    airflow.parts["scheduler"] = process
+    wait = process.wait
+
+    def interrupted(_timeout: float) -> int:
+        monkeypatch.setattr(process, "wait", wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        airflow.stop()
+    assert process.poll() == -9
+    process.stdout.close()
+
+
+def test_a_later_start_reads_what_an_earlier_one_has_encrypted(tmp_path: Path) -> None:
+    keys = {
+        LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow")._environment["AIRFLOW__CORE__FERNET_KEY"]
+        for _ in range(2)
+    }
+    (key,) = keys
+    Fernet(key)
+    assert (tmp_path / "fernet.key").stat().st_mode & 0o077 == 0
+
+
+def test_airflow_gets_a_database_beside_that_of_the_events_and_keeps_it(dsn: str) -> None:
+    made = _metadata_database(dsn)
+    assert parse_dsn(made).database == f"{parse_dsn(dsn).database}_airflow"
+    assert _metadata_database(dsn) == made
