@@ -126,7 +126,7 @@ class EventSQLConsumeOperator(BaseOperator):
             return
         for event in requested:
             draining = self._draining(context, hook, hook.shard(event.shard), drained)
-            self._consume_partition(draining, event.partition, event)
+            self._consume_partition(draining, event.partition, event, retried=context["ti"].try_number > 1)
             if drained.over:
                 return
 
@@ -153,10 +153,12 @@ class EventSQLConsumeOperator(BaseOperator):
             if draining.drained.over:
                 return
 
-    def _consume_partition(self, draining: Draining, partition: int, event: ClaimEvent | None = None) -> None:
+    def _consume_partition(
+        self, draining: Draining, partition: int, event: ClaimEvent | None = None, *, retried: bool = False
+    ) -> None:
         """Take over the claim that triggered the run, or the one that still waits for its run, or claim what waits."""
         note = draining.drained.note
-        found: Claim | NoClaim | None = None if event is None else self._take_over(draining, event)
+        found: Claim | NoClaim | None = None if event is None else self._take_over(draining, event, retried=retried)
         found = found or self._take_from_trigger(draining, partition) or draining.claim(partition)
         # A claim that could not be taken over is no matter: the partition was claimed, or cannot be.
         draining.drained.note = note
@@ -169,11 +171,12 @@ class EventSQLConsumeOperator(BaseOperator):
             # Somebody else has the partition, or it has to wait.
             draining.drained.note = found.reason
 
-    def _take_over(self, draining: Draining, event: ClaimEvent) -> Claim | None:
+    def _take_over(self, draining: Draining, event: ClaimEvent, *, retried: bool) -> Claim | None:
         with suppress(ClaimLostError):
             claim, _ = draining.shard.claims.get(event.claim)
-            # Another run may consume it by now, and would lose it.
-            free = claim.owner in (AIRFLOW_TRIGGER, draining.owner)
+            # Another run or another task of this run may consume it by now, and would lose it. A retry takes over the
+            # claim of the try before.
+            free = claim.owner == AIRFLOW_TRIGGER or (retried and claim.owner == draining.owner)
             # Ids of claims come again in a database that is restored or made anew.
             if free and event.names(claim):
                 return draining.take_over(claim.id)

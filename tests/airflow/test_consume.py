@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import Any
 
 import psycopg
@@ -11,7 +12,7 @@ import pytest
 from airflow.sdk.exceptions import AirflowException, AirflowFailException, AirflowSkipException
 
 from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output
+from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
 from eventsql_orchestration.airflow.triggers import ClaimEvent
 from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
@@ -111,6 +112,26 @@ def test_a_run_by_hand_claims_what_waits_in_every_partition(rides: EventSQL) -> 
     assert effects(rides) == logged(rides)
 
 
+def test_the_asset_of_a_topic_says_what_was_published_to_it_and_from_where(rides: EventSQL) -> None:
+    rides.registry.register_topic(Topic("sums"))
+    publish(rides, 3)
+
+    def sum_up(claim: Claim, eventsql: EventSQLHook, context: Any) -> Any:
+        return publish_output(context, [Publication("sums", b"3")], topic="sums", eventsql=eventsql, claim=claim)
+
+    sums, other = topic_asset("sums"), topic_asset("other")
+    task = operator(sum_up, gets="claim", outlets=[sums, other])
+    assert [asset.uri for asset in task.inlets] == ["eventsql://eventsql_default/rides"]
+    outlets = {asset: SimpleNamespace(extra={}) for asset in (sums, other)}
+    context = context_of()
+    context["outlet_events"] = outlets
+    result = task.execute(context)
+    assert outlets[sums].extra["consumed"] == outlets[other].extra["consumed"] == result
+    said = {name: outlets[sums].extra[name] for name in ("topic", "events", "ranges", "repeated")}
+    assert said == {"topic": "sums", "events": 1, "ranges": [{"first": 1, "last": 1}], "repeated": False}
+    assert "topic" not in outlets[other].extra
+
+
 def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
     publish(rides, 2)
     claimed(rides, owner="airflow dag/another")
@@ -119,7 +140,8 @@ def test_a_task_leaves_the_claim_of_another_task_alone(rides: EventSQL) -> None:
     assert effects(rides) == []
 
 
-def test_a_claim_that_another_run_has_taken_over_stays_with_that_run(rides: EventSQL) -> None:
+@pytest.mark.parametrize("second", ["second", "first"], ids=["another run", "another task of the run"])
+def test_a_claim_stays_with_the_task_that_has_taken_it_over(rides: EventSQL, second: str) -> None:
     publish(rides, 4)
     claim = claimed(rides)
 
@@ -129,7 +151,7 @@ def test_a_claim_that_another_run_has_taken_over_stays_with_that_run(rides: Even
 
             def after_a_second_run(held: Claim) -> Any:
                 with pytest.raises(AirflowSkipException, match="leases the partition"):
-                    operator().execute(context_of(run_id="second", payloads=[payload(claim)]))
+                    operator().execute(context_of(run_id=second, payloads=[payload(claim)]))
                 return consume(held)
 
             return after_a_second_run
