@@ -36,8 +36,13 @@ START_TIMEOUT: Final = 180.0
 
 
 def connection_of(urls: Sequence[str], db_schema: str) -> str:
-    """The connection to databases by their URLs, the first shard's first, as JSON for `AIRFLOW_CONN_…`."""
+    """The connection to databases by their URLs, the first shard's first, as JSON for `AIRFLOW_CONN_…`.
+
+    Raises `LocalAirflowError` for a URL without a host.
+    """
     first = make_url(urls[0])
+    if not first.host:
+        raise LocalAirflowError("a connection of Airflow needs a host: name it in the database URL, such as 127.0.0.1")
     query = first.set(drivername="postgresql", username=None, password=None, host=None, port=None, database=None)
     return json.dumps({
         "conn_type": "eventsql", "host": first.host, "port": first.port, "login": first.username,
