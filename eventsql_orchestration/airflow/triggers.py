@@ -206,7 +206,9 @@ class ClaimProducer(SharedStreamProducer):
                             await made.put(claim)
                         lane.failing, pause, self._pause = False, FIRST_BACKOFF, FIRST_BACKOFF
                         with suppress(TimeoutError):
-                            await asyncio.wait_for(woken.wait(), self._poll_interval)
+                            # `asyncio.wait_for` of Python 3.11 can lose a cancellation: `_claims` would wait for ever.
+                            async with asyncio.timeout(self._poll_interval):
+                                await woken.wait()
             except EventSQLError as error:
                 lane.failing = True
                 if all(each.failing for each in self._lanes):

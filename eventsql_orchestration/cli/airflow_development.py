@@ -183,7 +183,8 @@ class _Running:
         begun = datetime.now(UTC)
         runs = [(dag, self.simulate(dag)) for dag in simulations]
         for dag, run in runs:
-            self._wait(dag, run, deadline)
+            if self._wait(dag, run, deadline) == "failed":
+                raise RoundError(f"DAG {dag} failed: see its log in {self._airflow.home}")
         consume_all(
             self._platform, self._progress, deadline, busy=lambda: self._consuming(begun), check=self._airflow.check,
             log=self._airflow.home,

@@ -180,7 +180,7 @@ def test_a_directory_without_a_code_location_is_wrong_usage(
 
 def test_airflow_where_it_is_not_installed_names_the_extra(invoke: Callable[..., Result], directory: Path) -> None:
     refused = invoke("dev", "--dags", str(directory))
-    assert refused.exit_code == 2
+    assert refused.exit_code == 1
     assert "Airflow needs the extra [airflow]" in refused.stderr
 
 
