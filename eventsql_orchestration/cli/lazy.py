@@ -34,10 +34,10 @@ if TYPE_CHECKING:
     from eventsql_orchestration.views import Views
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "BarColumn", "Change", "Console", "Development", "EmbeddedPostgres",
-    "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table",
-    "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers",
-    "message_of", "queue_lags", "resolve", "topics",
+    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "BarColumn", "Change", "Console", "Development",
+    "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings",
+    "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
+    "choose_partitions", "connect", "consumers", "message_of", "queue_lags", "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
