@@ -12,12 +12,12 @@ from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, j
 from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source, naming_option
 from eventsql_orchestration.validation import check_name
 
-_MAX_TASKS: Final = 100_000
+MAX_TASKS: Final = 100_000
 
 _STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
 _ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
 
-_READ: Final = (
+READ: Final = (
     *DATABASE, "subscribe", "assign", "claim", "partition",
     *_STARTS, "startingOffsetsByTimestampStrategy", *_ENDS,
     "minPartitions", "numPartitions", "maxRecordsPerPartition", "maxOffsetsPerTrigger",
@@ -52,7 +52,7 @@ class ReadOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> ReadOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
-        given = Given(options, _READ)
+        given = Given(options, (*READ, "aggregates"))
         source = given.source()
         several = len(source.urls) > 1
         if streaming:
@@ -85,8 +85,8 @@ class ReadOptions:
             starting=starting,
             ending=ending,
             start_late=given.word("startingOffsetsByTimestampStrategy", ("error", "latest")) == "latest",
-            tasks=given.number("numPartitions", 1, _MAX_TASKS),
-            least_tasks=given.number("minPartitions", 1, _MAX_TASKS),
+            tasks=given.number("numPartitions", 1, MAX_TASKS),
+            least_tasks=given.number("minPartitions", 1, MAX_TASKS),
             max_events_per_task=given.number("maxRecordsPerPartition", 1, MAX_BIGINT),
             max_events=given.number("maxOffsetsPerTrigger", 1, MAX_BIGINT),
             headers=given.flag("includeHeaders"),
@@ -114,7 +114,7 @@ class SchemaOptions:
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> SchemaOptions:
-        given = Given(options, _READ)
+        given = Given(options, (*READ, "aggregates"))
         return cls(given.flag("includeHeaders"), given.text("valueSchema"), given.databases() > 1)
 
 
@@ -127,7 +127,10 @@ def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]
         return _assigned(assigned)
     text = given.text("subscribe")
     if text is None:
-        raise ConfigurationError("option subscribe is missing: name the topics to read, or give assign or claim")
+        raise ConfigurationError(
+            "option subscribe is missing: name the topics to read, or give assign or claim, or aggregates to read the "
+            "event store"
+        )
     partition = given.number("partition", NOT_PARTITIONED, MAX_BIGINT, default=NOT_PARTITIONED)
     partitions = None if partition == NOT_PARTITIONED else (partition,)
     return {_topic("subscribe", name.strip()): partitions for name in text.split(",")}

@@ -60,17 +60,23 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
 
 def check_schema(schema: StructType, *, shards: bool = False) -> None:
     """Raise `ValidationError` for the first column that a read cannot give. `shards` is true for several databases."""
-    columns = {field.name: field.dataType for field in read_schema(headers=True, shards=shards)}
+    if not shards and "shard" in schema.fieldNames():
+        raise ValidationError("schema: there is no column 'shard' where dsn names one database")
+    check_columns(schema, read_schema(headers=True, shards=shards), decoded="value")
+
+
+def check_columns(schema: StructType, known: StructType, *, decoded: str | None = None) -> None:
+    """Raise `ValidationError` for the first column that is none of `known`. The column `decoded` may be a struct."""
+    columns = {field.name: field.dataType for field in known}
     if not schema.fields:
         raise ValidationError(f"schema: no column is named: name some of {', '.join(columns)}")
     for column in schema.fields:
         expected = columns.get(column.name)
         if expected is None:
-            where = " where dsn names one database" if column.name == "shard" else ""
-            raise ValidationError(f"schema: there is no column {column.name!r}{where}, there are {', '.join(columns)}")
-        decoded = column.name == "value" and isinstance(column.dataType, StructType)
-        if column.dataType != expected and not decoded:
-            also = " (or a struct for decoded values)" if column.name == "value" else ""
+            raise ValidationError(f"schema: there is no column {column.name!r}, there are {', '.join(columns)}")
+        may_be_struct = column.name == decoded
+        if column.dataType != expected and not (may_be_struct and isinstance(column.dataType, StructType)):
+            also = " (or a struct for decoded values)" if may_be_struct else ""
             raise ValidationError(
                 f"schema: column {column.name!r} is {expected.simpleString()}{also}, "
                 f"not {column.dataType.simpleString()}"

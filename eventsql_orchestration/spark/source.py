@@ -10,7 +10,10 @@ from typing import Final
 from pyspark.sql.datasource import DataSource
 from pyspark.sql.types import StructType
 
+from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.spark import FORMAT
+from eventsql_orchestration.spark.change_options import ChangeOptions, reads_changes
+from eventsql_orchestration.spark.change_reader import CHANGE_SCHEMA, ChangeReader
 from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.read_options import ReadOptions, SchemaOptions
 from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, declared_schema
@@ -25,16 +28,20 @@ _COMMITTING: Final = "pyspark.sql.worker.python_streaming_sink_runner"
 
 
 class EventSQLDataSource(DataSource):
-    """Topics as tables and as streams. docs/spark.md lists the options."""
+    """Topics as tables and as streams, and the changes of the event store. docs/spark.md lists the options."""
 
     @classmethod
     def name(cls) -> str:
         return FORMAT
 
     def schema(self) -> StructType | str:
+        if reads_changes(self.options):
+            return CHANGE_SCHEMA
         return declared_schema(SchemaOptions.parse(self.options))
 
-    def reader(self, schema: StructType) -> BatchReader:
+    def reader(self, schema: StructType) -> BatchReader | ChangeReader:
+        if reads_changes(self.options):
+            return ChangeReader(ChangeOptions.parse(self.options), schema)
         options = ReadOptions.parse(self.options, streaming=False)
         # Spark 4.3 has one read function for a frame and all frames made of it: the frame's next query sees only the
         # rows that the first query's filters left. Only the user knows whether there is another query.
@@ -45,6 +52,10 @@ class EventSQLDataSource(DataSource):
         return kind(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:
+        if reads_changes(self.options):
+            raise ConfigurationError(
+                "option aggregates cannot be used here: the event store is no stream, a subscription follows it"
+            )
         return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:

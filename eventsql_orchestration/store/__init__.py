@@ -4,7 +4,7 @@ from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggreg
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, StoreCheckpoint
 from eventsql_orchestration.store.events import EventAggregate, Events, EventType
 from eventsql_orchestration.store.lag import SubscriptionLag
-from eventsql_orchestration.store.projection import Projection, Projections, Rebuild
+from eventsql_orchestration.store.projection import Fill, Filling, Projection, Projections, Rebuild
 from eventsql_orchestration.store.repository import Repository
 from eventsql_orchestration.store.store import AggregateInfo, ExpectedVersion, Store
 from eventsql_orchestration.store.subscription import (
@@ -21,6 +21,8 @@ __all__ = [
     "EventType",
     "Events",
     "ExpectedVersion",
+    "Fill",
+    "Filling",
     "Projection",
     "Projections",
     "Rebuild",

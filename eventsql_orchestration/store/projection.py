@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, TypeAlias
+from uuid import uuid4
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import ProjectionError, ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
@@ -24,6 +25,13 @@ from eventsql_orchestration.validation import check_name, check_whole
 
 SHADOW: Final = "eventsql_shadow_"
 """The schemas of rebuilds begin with it, and end with the name of the projection."""
+
+LEDGER: Final = "eventsql_filled_"
+"""The tables that note which parts of a fill were written begin with it."""
+
+_MAKE_LEDGER: Final = sql.SQL(
+    "CREATE TABLE {} (eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part))"
+)
 
 _MAX_IDENTIFIER: Final = 63
 
@@ -72,6 +80,26 @@ class Rebuild:
     projection: str
     applied: int
     started_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """What a fill has to do: write the rows of `projection`'s new tables that follow from all changes up to `upto`.
+
+    The tables are in `schema` of `database`. Each transaction that writes to one of them first adds a row to table
+    `ledger` of that schema: the name of the table, and a number of its own among those of that table. If the row is
+    there, it writes nothing. So a part that is written twice takes effect once, and one that outlives its fill fails.
+    """
+
+    projection: Projection
+    database: Database
+    schema: str
+    ledger: str
+    upto: StoreCheckpoint
+
+
+Fill: TypeAlias = Callable[[Filling], object]
+"""Writes the rows of a projection's new tables in bulk. `spark.projections.SparkFill` is one."""
 
 
 def subscription_of(projection: str) -> str:
@@ -164,8 +192,9 @@ class Projections:
         return [Rebuild(*row) for row in rows]
 
     def rebuild(
-        self, name: str, *, batch: int = 1_000, on_progress: Callable[[int], object] = lambda _applied: None
-    ) -> int:
+        self, name: str, *, batch: int = 1_000, on_progress: Callable[[int], object] = lambda _applied: None,
+        fill: Fill | None = None,
+    ) -> int:  # fmt: skip
         """Compute a projection anew from all changes, beside the live tables, and swap the tables in one transaction.
 
         The projection goes on following meanwhile. Writers and readers wait only for the swap, which applies the
@@ -174,11 +203,16 @@ class Projections:
         because the new tables hold their changes. A rebuild that was interrupted goes on where it was.
         `on_progress` gets the number of changes applied. Gives that number.
 
+        With `fill`, the new tables get what follows from the changes so far in bulk, and `apply` gets only later ones.
+        A fill that was interrupted begins anew, also the one of another process that is still at it: that one fails.
+
         Raises `ProjectionError` if another process is at it, and the projection's errors.
         """
         each = self._named(name)
         check_whole("batch", batch, least=1)
-        self._begin(each)
+        self._begin(each, filling=fill is not None)
+        if fill is not None:
+            self._fill(each, fill, on_progress)
         while True:
             applied, more = self._apply_batch(each, batch)
             on_progress(applied)
@@ -197,11 +231,14 @@ class Projections:
 
     # The steps of a rebuild
 
-    def _begin(self, each: _Checked) -> None:
+    def _begin(self, each: _Checked, *, filling: bool) -> None:
+        """Make the new tables, unless a rebuild has already applied changes to them."""
         values = {"name": each.name, "shadow": each.shadow}
         with self._store.database.transaction() as connection:
             if not connection.execute(self._queries("begin"), values).rowcount:
-                return
+                _, applied = self._lock(connection, each)
+                if applied or not (filling or self._ledgers(connection, each)):
+                    return
             shadow = sql.Identifier(each.shadow)
             connection.execute(sql.SQL("DROP SCHEMA IF EXISTS {} CASCADE").format(shadow))
             connection.execute(sql.SQL("CREATE SCHEMA {}").format(shadow))
@@ -209,17 +246,50 @@ class Projections:
                 each.projection.create(connection)
             self._check_tables(connection, each, each.shadow)
 
+    def _fill(self, each: _Checked, fill: Fill, on_progress: Callable[[int], object]) -> None:
+        """Fill new tables in bulk, if no change was applied to them."""
+        ledger = f"{LEDGER}{uuid4().hex}"
+        with self._store.database.transaction() as connection:
+            if self._lock(connection, each)[1]:
+                return
+            upto = self._store.order.newest(connection)
+            connection.execute(_MAKE_LEDGER.format(sql.Identifier(each.shadow, ledger)))
+
+        fill(Filling(each.projection, self._store.database, each.shadow, ledger, upto))
+        with self._store.database.transaction() as connection:
+            self._lock(connection, each)
+            if self._ledgers(connection, each) != [ledger]:
+                raise ProjectionError(
+                    f"another process has begun to fill projection {each.name!r} anew, or has given it up: nothing was "
+                    "swapped by this one"
+                )
+            # It waits for parts that are still written, and later ones fail.
+            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(each.shadow, ledger)))
+            values = {"transaction": str(upto.transaction), "position": upto.position, **each.only}
+            (applied,) = fetch_one(connection, self._queries("count_upto"), values)
+            self._advance(connection, each, upto, applied)
+        on_progress(applied)
+
+    def _ledgers(self, connection: Connection, each: _Checked) -> list[str]:
+        """The ledgers of fills that have not ended."""
+        values = {"in_schema": each.shadow, "ledger": LEDGER}
+        return [name for (name,) in fetch_all(connection, self._queries("ledgers"), values)]
+
+    def _advance(self, connection: Connection, each: _Checked, place: StoreCheckpoint, applied: int) -> None:
+        values = {"transaction": str(place.transaction), "position": place.position, "applied": applied}
+        connection.execute(self._queries("advance"), {**values, "name": each.name})
+
     def _apply_batch(self, each: _Checked, batch: int) -> tuple[int, bool]:
         """The number of changes that were applied so far, and whether there may be more below the horizon."""
         with self._store.database.transaction() as connection:
-            after, applied = self._lock(connection, each)
+            after, applied = self._lock_filled(connection, each)
             changes = self._store.order.read(connection, after, each.only, batch)
             self._apply_to_shadow(connection, each, changes)
             return applied + len(changes), len(changes) == batch
 
     def _swap(self, each: _Checked, batch: int) -> int:
         with self._store.database.transaction() as connection:
-            after, applied = self._lock(connection, each)
+            after, applied = self._lock_filled(connection, each)
             by_subscription = (
                 fetch_first(connection, self._queries("hold_subscription"), {"subscription": each.subscription})
                 is not None
@@ -309,6 +379,15 @@ class Projections:
         transaction, position, applied = row
         return StoreCheckpoint(start.era, int(transaction), position), applied
 
+    def _lock_filled(self, connection: Connection, each: _Checked) -> tuple[StoreCheckpoint, int]:
+        """As `_lock`. Raises `ProjectionError` while the tables are filled in bulk."""
+        locked = self._lock(connection, each)
+        if self._ledgers(connection, each):
+            raise ProjectionError(
+                f"another process fills projection {each.name!r} in bulk: wait for it, or rebuild anew, which ends that"
+            )
+        return locked
+
     def _apply_to_shadow(self, connection: Connection, each: _Checked, changes: Sequence[RecordedChange]) -> None:
         if not changes:
             return
@@ -317,8 +396,7 @@ class Projections:
                 each.projection.apply(change, connection)
         place = changes[-1].checkpoint
         assert place is not None, "a change that was read in the global order has a place"
-        values = {"transaction": str(place.transaction), "position": place.position, "applied": len(changes)}
-        connection.execute(self._queries("advance"), {**values, "name": each.name})
+        self._advance(connection, each, place, len(changes))
 
     # Tables
 

@@ -78,7 +78,9 @@ def sizes(platform: EventSQL) -> dict[str, int]:
 
 def reader_of(dsn: str, **options: object) -> BatchReader:
     given = {"dsn": dsn, "subscribe": "orders", **{name: str(value) for name, value in options.items()}}
-    return EventSQLDataSource(given).reader(ALL)
+    reader = EventSQLDataSource(given).reader(ALL)
+    assert isinstance(reader, BatchReader)
+    return reader
 
 
 def ranges_of(splits: Sequence[InputPartition]) -> list[tuple[str, OffsetRange]]:
@@ -180,6 +182,7 @@ def test_values_are_decoded_and_a_misfit_names_its_shard(spark: SparkSession, pl
     second.publisher.publish(Publication("orders", b"no JSON", key=next(e.key for e in events_of(platform)["shard-2"])))
     second.transfer.run_once()
     reader = EventSQLDataSource({"dsn": dsn, "subscribe": "orders", "mode": "FAILFAST"}).reader(schema)
+    assert isinstance(reader, BatchReader)
     with pytest.raises(ValidationError, match=r"shard 'shard-2': column 'value': event \d+ of topic 'orders' is not"):
         columns_of(reader, "offset")
 

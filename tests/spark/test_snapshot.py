@@ -29,7 +29,9 @@ def rides(platform: EventSQL, publish: Publish) -> str:
 
 def reader_of(dsn: str, **options: object) -> BatchReader:
     given = {"dsn": dsn, **{name: str(value) for name, value in options.items()}}
-    return EventSQLDataSource(given).reader(read_schema(headers=False))
+    reader = EventSQLDataSource(given).reader(read_schema(headers=False))
+    assert isinstance(reader, BatchReader)
+    return reader
 
 
 def ranges_of(reader: BatchReader) -> list[OffsetRange]:

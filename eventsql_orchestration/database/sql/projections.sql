@@ -26,6 +26,18 @@ UPDATE {schema}.store_rebuild
 SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s, eql_applied = eql_applied + %(applied)s
 WHERE eql_projection = %(name)s;
 
+-- ledgers -- The ledgers of fills in a schema.
+SELECT c.relname::text
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(in_schema)s AND starts_with(c.relname, %(ledger)s) AND c.relkind = 'r';
+
+-- count_upto -- How many changes there are up to a place, without or with a transaction.
+SELECT count(*) FROM {schema}.aggregate_change
+WHERE (eql_transaction IS NULL OR (eql_transaction, eql_position) <= (%(transaction)s::xid8, %(position)s::bigint))
+  AND (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
+  AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]));
+
 -- finish -- A rebuild has been swapped in, or was given up.
 DELETE FROM {schema}.store_rebuild WHERE eql_projection = %(name)s;
 
