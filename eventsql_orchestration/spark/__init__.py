@@ -37,6 +37,23 @@ def range_options(offsets: OffsetRange) -> dict[str, str]:
 SPARK_CONFIG_VARIABLE: Final = "EVENTSQL_SPARK_CONFIG"
 """Names a file of Spark properties, as `spark-submit --properties-file` takes it, with a deployment's settings."""
 
+_SESSION: Final = {
+    "spark.app.name": "eventsql",
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+    # Spark's default of 200 is for a cluster. On two cores, scheduling an empty partition costs time, too.
+    "spark.sql.shuffle.partitions": "4",
+    # A `dsn` holds a password. Spark's default pattern hides only an option called `url`.
+    "spark.sql.redaction.options.regex": "(?i)url|dsn",
+}
+
+_START: Final = {
+    "spark.driver.memory": "1g",
+    "spark.ui.enabled": "false",
+    "spark.ui.showConsoleProgress": "false",
+}
+"""Settings that Spark takes when it starts. The client of a Spark Connect server cannot change them."""
+
 _LOOPBACK: Final = {
     # Spark starts on a machine whose own name does not resolve, and no other machine can connect.
     "spark.driver.host": "127.0.0.1",
@@ -49,7 +66,8 @@ def spark_config(**overrides: str) -> dict[str, str]:
 
     `overrides` replaces or adds settings: `spark_config(**{"spark.master": "local[4]"})`. The file that
     EVENTSQL_SPARK_CONFIG names has the last word, so that the same code runs on a deployment's cluster. The executors
-    of a cluster connect to this machine by its name, unless `spark.driver.host` gives another.
+    of a cluster connect to this machine by its name, unless `spark.driver.host` gives another. With `spark.remote`, the
+    session is one of Spark Connect, and `spark.master` is the server's.
 
     Sets PYSPARK_PYTHON to this Python if it is not set. Spark looks for data sources in that Python, which no setting
     changes, and finds none in the `python3` of PATH.
@@ -58,21 +76,15 @@ def spark_config(**overrides: str) -> dict[str, str]:
     """
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)
     file = os.environ.get(SPARK_CONFIG_VARIABLE)
-    chosen = {"spark.master": "local[2]", **overrides, **(_properties(Path(file)) if file else {})}
-    return {
-        "spark.app.name": "eventsql",
-        "spark.driver.memory": "1g",
-        **(_LOOPBACK if chosen["spark.master"].startswith("local") else {}),
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.execution.arrow.pyspark.enabled": "true",
-        # Spark's default of 200 is for a cluster. On two cores, scheduling an empty partition costs time, too.
-        "spark.sql.shuffle.partitions": "4",
-        # A `dsn` holds a password. Spark's default pattern hides only an option called `url`.
-        "spark.sql.redaction.options.regex": "(?i)url|dsn",
-        **chosen,
-    }
+    chosen = {**overrides, **(_properties(Path(file)) if file else {})}
+    if remote := chosen.get("spark.remote"):
+        # Spark refuses a session that names both.
+        chosen.pop("spark.master", None)
+        starts = {**_START, **_LOOPBACK} if remote.startswith("local") else {}
+    else:
+        chosen.setdefault("spark.master", "local[2]")
+        starts = {**_START, **(_LOOPBACK if chosen["spark.master"].startswith("local") else {})}
+    return {**_SESSION, **starts, **chosen}
 
 
 def _properties(file: Path) -> dict[str, str]:

@@ -8,9 +8,12 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+import requests
 
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext
+from eventsql_orchestration.threads import start_thread
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -21,6 +24,13 @@ EVERY_SECONDS: Final = 2.0
 """Seconds between two lines about a stage: each line of Dagster's log is a row of its storage."""
 
 THREAD: Final = "eventsql-spark-progress"
+
+UNKNOWN: Final = "the progress of Spark is not known"
+
+ANSWER_SECONDS: Final = 5.0
+"""Seconds that an answer of a Spark Connect server may take, if nothing but the display depends on it."""
+
+_BEGUN: Final = {"ACTIVE", "COMPLETE", "FAILED"}
 
 SPARK_JOBS: Final = "spark jobs"
 SPARK_STAGES: Final = "spark stages"
@@ -48,23 +58,31 @@ class StageProgress:
         return f"Spark stage {self.id} ({self.name}): {self.done} of {self.tasks} tasks{failed}{rows}"
 
 
-class SparkProgress:
-    """The stages of the jobs that a block of code has started."""
+class SparkStatus(Protocol):
+    """Where Spark's figures come from."""
+
+    def jobs(self) -> list[int]:
+        """The jobs of a block of code so far."""
+
+    def stages(self, jobs: list[int]) -> list[StageProgress]:
+        """The stages of some jobs that have begun or are done, in order."""
+
+
+class _OwnStatus:
+    """The figures of a session of this process. Its jobs are those of a job group."""
 
     def __init__(self, spark: SparkSession, group: str) -> None:
         self._context: Any = spark.sparkContext
         self._group = group
 
     def jobs(self) -> list[int]:
-        """The jobs of the block so far."""
         return sorted(self._context.statusTracker().getJobIdsForGroup(self._group))
 
-    def stages(self) -> list[StageProgress]:
-        """Their stages that have begun or are done, in order."""
+    def stages(self, jobs: list[int]) -> list[StageProgress]:
         tracker = self._context.statusTracker()
         store = self._context._jsc.sc().statusStore()  # noqa: SLF001 - py4j's way in; no public one has the rows
         known: set[int] = set()
-        for job in self.jobs():
+        for job in jobs:
             info = tracker.getJobInfo(job)
             known.update(() if info is None else info.stageIds)
         found = []
@@ -72,23 +90,12 @@ class SparkProgress:
             # Leave out stages that have not begun, or were skipped because their shuffle exists.
             if tracker.getStageInfo(stage) is not None:
                 data = store.lastStageAttempt(stage)
-                if data.numTasks() and data.status().toString() in {"ACTIVE", "COMPLETE", "FAILED"}:
-                    found.append(_progress(stage, data))
+                if data.numTasks() and data.status().toString() in _BEGUN:
+                    found.append(_own_stage(stage, data))
         return found
 
-    def metadata(self) -> dict[str, Any]:
-        """For a materialization: how many jobs, stages and tasks, and each stage's rows in and out."""
-        stages = self.stages()
-        return {
-            SPARK_JOBS: len(self.jobs()),
-            SPARK_STAGES: len(stages),
-            SPARK_TASKS: sum(stage.done for stage in stages),
-            SPARK_FAILED_TASKS: sum(stage.failed for stage in stages),
-            SPARK_ROWS: [{"stage": each.name, "in": each.rows_in, "out": each.rows_out} for each in stages],
-        }
 
-
-def _progress(stage: int, data: Any) -> StageProgress:
+def _own_stage(stage: int, data: Any) -> StageProgress:
     return StageProgress(
         id=stage,
         name=str(data.name()).partition(" at ")[0],
@@ -101,6 +108,125 @@ def _progress(stage: int, data: Any) -> StageProgress:
     )
 
 
+class _ServerStatus:
+    """The figures of a Spark Connect server, from the monitoring API of its UI. Its jobs are those with a tag.
+
+    Without a UI, there are none.
+    """
+
+    def __init__(self, spark: SparkSession, tag: str) -> None:
+        self._tag = tag
+        host, port, application = (
+            spark.conf.get(name, None) for name in ("spark.driver.host", "spark.ui.port", "spark.app.id")
+        )
+        self._url = f"http://{host}:{port}/api/v1/applications/{application}" if port else None
+        self._http = requests.Session()
+        # The server is this machine or one of its cluster.
+        self._http.trust_env = False
+
+    def jobs(self) -> list[int]:
+        jobs = self._get("jobs")
+        return sorted(job["jobId"] for job in jobs if any(tag.endswith(self._tag) for tag in job["jobTags"]))
+
+    def stages(self, jobs: list[int]) -> list[StageProgress]:
+        known = {stage for job in self._get("jobs") if job["jobId"] in jobs for stage in job["stageIds"]}
+        # The last attempt of each stage.
+        attempts = sorted(self._get("stages"), key=lambda stage: (stage["stageId"], stage["attemptId"]))
+        latest = {data["stageId"]: data for data in attempts if data["stageId"] in known}
+        return [
+            _server_stage(data) for data in latest.values() if data["numTasks"] and data["status"] in _BEGUN
+        ]  # fmt: skip
+
+    def _get(self, what: str) -> list[dict[str, Any]]:
+        if self._url is None:
+            return []
+        answer = self._http.get(f"{self._url}/{what}", timeout=ANSWER_SECONDS)
+        answer.raise_for_status()
+        found: list[dict[str, Any]] = answer.json()
+        return found
+
+
+def _server_stage(data: dict[str, Any]) -> StageProgress:
+    return StageProgress(
+        id=data["stageId"],
+        # Its own name is the text of the plan.
+        name="Spark Connect",
+        status=data["status"],
+        tasks=data["numTasks"],
+        done=data["numCompleteTasks"],
+        failed=data["numFailedTasks"],
+        rows_in=data["inputRecords"] + data["shuffleReadRecords"],
+        rows_out=data["outputRecords"] + data["shuffleWriteRecords"],
+    )
+
+
+class SparkProgress:
+    """The stages of the jobs that a block of code has started."""
+
+    def __init__(self, status: SparkStatus) -> None:
+        self._status = status
+
+    def stages(self) -> list[StageProgress]:
+        """The stages that have begun or are done, in order."""
+        return self._status.stages(self._status.jobs())
+
+    def metadata(self) -> dict[str, Any]:
+        """For a materialization: how many jobs, stages and tasks, and each stage's rows in and out.
+
+        Empty if Spark's figures cannot be had: they are no reason to fail a run whose work is done.
+        """
+        try:
+            jobs = self._status.jobs()
+            stages = self._status.stages(jobs)
+        except _unavailable() as error:
+            logger.warning("%s: %s", UNKNOWN, error)
+            return {}
+        if not jobs:
+            return {}
+        return {
+            SPARK_JOBS: len(jobs),
+            SPARK_STAGES: len(stages),
+            SPARK_TASKS: sum(stage.done for stage in stages),
+            SPARK_FAILED_TASKS: sum(stage.failed for stage in stages),
+            SPARK_ROWS: [{"stage": each.name, "in": each.rows_in, "out": each.rows_out} for each in stages],
+        }
+
+
+def _unavailable() -> tuple[type[Exception], ...]:
+    """The errors of figures that cannot be had."""
+    # It comes with Spark, and assets without Spark import this module, too.
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
+
+    return (Py4JError, requests.RequestException)
+
+
+@contextmanager
+def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
+    """Make the Spark jobs that this thread starts in the block one group; gives their figures."""
+    from pyspark.sql.utils import is_remote  # noqa: PLC0415 - an optional package
+
+    group = f"{run_id}/{uuid.uuid4().hex[:8]}"
+    if is_remote():
+        # A tag of Spark Connect has no comma. It is per thread, as a job group is.
+        spark.addTag(group)
+        try:
+            yield _ServerStatus(spark, group)
+        except BaseException:
+            # Otherwise the server would go on for a run that has ended. A server that is gone need not be waited for.
+            start_thread("interrupt", spark.interruptTag, group).join(ANSWER_SECONDS)
+            raise
+        finally:
+            spark.removeTag(group)
+        return
+
+    spark.sparkContext.setJobGroup(group, f"run {run_id}")
+    try:
+        yield _OwnStatus(spark, group)
+    finally:
+        for name in ("spark.jobGroup.id", "spark.job.description"):
+            spark.sparkContext.setLocalProperty(name, None)  # type: ignore[arg-type]  # None removes it
+
+
 @contextmanager
 def spark_progress(
     context: ExecutionContext, spark: SparkSession, *, every: float = EVERY_SECONDS
@@ -108,38 +234,33 @@ def spark_progress(
     """Log the progress of Spark's stages while the block runs: the changes, `every` so many seconds.
 
     The Spark jobs that this thread starts in the block are one group. Spark's own UI shows it under the run's id. Give
-    `metadata()` to the materialization.
+    `metadata()` to the materialization. With Spark Connect, the figures come from the server's UI, and a block that
+    fails ends its work there.
     """
-    # It comes with Spark, and assets without Spark import this module, too.
-    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
+    with _grouped(spark, context.run.run_id) as status:
+        progress = SparkProgress(status)
+        told: dict[int, StageProgress] = {}
+        ended = threading.Event()
 
-    group = f"{context.run.run_id}/{uuid.uuid4().hex[:8]}"
-    spark.sparkContext.setJobGroup(group, f"run {context.run.run_id}")
-    progress = SparkProgress(spark, group)
-    told: dict[int, StageProgress] = {}
-    ended = threading.Event()
+        def tell() -> None:
+            try:
+                for stage in progress.stages():
+                    if told.get(stage.id) != stage:
+                        told[stage.id] = stage
+                        context.log.info("%s", stage)
+            except _unavailable() as error:
+                # A failure to report must not fail Spark's work.
+                logger.warning("%s: %s", UNKNOWN, error)
 
-    def tell() -> None:
+        def watch() -> None:
+            while not ended.wait(every):
+                tell()
+
+        watching = threading.Thread(target=watch, name=THREAD, daemon=True)
+        watching.start()
         try:
-            for stage in progress.stages():
-                if told.get(stage.id) != stage:
-                    told[stage.id] = stage
-                    context.log.info("%s", stage)
-        except Py4JError as error:
-            # A failure to report must not fail Spark's work.
-            logger.warning("the progress of Spark is not known: %s", error)
-
-    def watch() -> None:
-        while not ended.wait(every):
+            yield progress
+        finally:
+            ended.set()
+            watching.join()
             tell()
-
-    watching = threading.Thread(target=watch, name=THREAD, daemon=True)
-    watching.start()
-    try:
-        yield progress
-    finally:
-        ended.set()
-        watching.join()
-        tell()
-        for name in ("spark.jobGroup.id", "spark.job.description"):
-            spark.sparkContext.setLocalProperty(name, None)  # type: ignore[arg-type]  # None removes it

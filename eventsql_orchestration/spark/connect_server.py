@@ -1,0 +1,105 @@
+"""A Spark Connect server of this machine: one warm Spark for the sessions of many processes."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from eventsql_orchestration.spark import spark_config
+
+HOST: Final = "localhost"
+"""Clients send their token over a connection without TLS only to a server of this name."""
+
+TOKEN_VARIABLE: Final = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
+"""Names the environment variable in which server and clients have the token of the server."""
+
+_CLASS: Final = "org.apache.spark.sql.connect.service.SparkConnectServer"
+
+_CLIENT: Final = ("grpc", "grpc_status", "google.rpc", "pandas", "pyarrow", "zstandard")
+
+
+def connect_is_installed() -> bool:
+    """Whether Spark and the packages of `pyspark[connect]` are here."""
+    return importlib.util.find_spec("pyspark") is not None and all(map(_is_here, _CLIENT))
+
+
+def _is_here(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+class ConnectServer:
+    """A Spark Connect server, which listens on loopback only and serves those who know its token.
+
+    `directory` holds its log `spark.log`, its warehouse and its temporary files. `port` and `ui_port` are free TCP
+    ports. `environment` is its environment, in which its data sources find `EVENTSQL_DSN`; it has JAVA_HOME or `java`
+    in PATH. `settings` are added to those of `spark_config`.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        port: int,
+        ui_port: int,
+        environment: Mapping[str, str],
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self.log = directory / "spark.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self._directory = directory
+        self._port = port
+        self._token = secrets.token_urlsafe(32)
+        self._environment = environment
+        self._settings = {
+            **spark_config(),
+            "spark.ui.enabled": "true",
+            "spark.ui.port": str(ui_port),
+            "spark.ui.killEnabled": "false",
+            "spark.sql.warehouse.dir": str(directory / "warehouse"),
+            **(settings or {}),
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": str(port),
+        }
+
+    @property
+    def remote(self) -> str:
+        """The setting `spark.remote` of the clients."""
+        return f"sc://{HOST}:{self._port}"
+
+    @property
+    def client_environment(self) -> dict[str, str]:
+        """The variable of the clients' environment that has the token."""
+        return {TOKEN_VARIABLE: self._token}
+
+    def start(self, *, pass_fds: Sequence[int] = ()) -> None:
+        """Start the server. Clients wait for it by themselves. The process group is the server's own."""
+        import pyspark  # noqa: PLC0415 - an optional package
+
+        home = Path(pyspark.__file__).parent
+        environment = {
+            **{name: value for name, value in self._environment.items() if name != "SPARK_REMOTE"},
+            **self.client_environment,
+            "SPARK_HOME": str(home),
+            "PYSPARK_PYTHON": self._environment.get("PYSPARK_PYTHON", sys.executable),
+            # Left to itself, it announces this machine's address.
+            "SPARK_LOCAL_IP": "127.0.0.1",
+        }
+        confs = [word for name, value in self._settings.items() for word in ("--conf", f"{name}={value}")]
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [str(home / "bin" / "spark-submit"), "--class", _CLASS, *confs, "spark-internal"],
+                cwd=self._directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                start_new_session=True, pass_fds=tuple(pass_fds),
+            )  # fmt: skip
+
+    def has_died(self) -> bool:
+        return self.process is not None and self.process.poll() is not None
