@@ -38,6 +38,7 @@ def dev(
     orders: Annotated[int | None, option(
         "Ride orders per round of the reference location's simulation  [default: 200].", type=click.IntRange(1, 100_000)
     )],
+    cold_spark: Annotated[bool, option("Start a Spark for each run of Dagster, instead of one for all.")],
 ) -> None:  # fmt: skip
     """Run a code location here, with a database, Dagster's webserver and daemon.
 
@@ -48,6 +49,9 @@ def dev(
     Without a database URL, it uses the embedded PostgreSQL of this directory, starts it again if it dies, and stops it
     when this command ends; its data stays. Dagster's own tables are in schema dagster_dev of the database. Give each
     checkout its own database: two that share one end each other's runs. Ctrl-C ends everything within two seconds.
+
+    Where the packages of pyspark[connect] are installed, Dagster's runs share one Spark, which stays warm: their
+    sessions are sessions of Spark Connect. EVENTSQL_SPARK_CONFIG names a file with other settings.
 
     With --once, it ends when every consumer that is not paused has consumed everything, of a location with a simulation
     after one round of it. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.
@@ -64,8 +68,10 @@ def dev(
             raise MissingExtraError("airflow", "Airflow")
         lazy.AirflowDevelopment(context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders).run(once=once)
         return
-    port = port or DAGSTER_PORT
-    lazy.Development(context, location_of(file, module), port=port, timeout=timeout, orders=orders).run(once=once)
+    lazy.Development(
+        context, location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
+        cold_spark=cold_spark,
+    ).run(once=once)  # fmt: skip
 
 
 def location_of(file: Path | None, module: str | None) -> dict[str, Any]:

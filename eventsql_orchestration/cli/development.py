@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Final, NoReturn
 
 import click
@@ -25,7 +23,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import complain, is_quiet, say
-from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_settings
+from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_for_runs
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster
@@ -43,7 +41,6 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagster
 from eventsql_orchestration.orchestration.local_processes import only_one
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
@@ -64,13 +61,21 @@ class Development:
     """A code location under `eventsql dev`. `location` has the fields of a `CodeLocation`."""
 
     def __init__(
-        self, context: CliContext, location: Mapping[str, Any], *, port: int, timeout: float, orders: int | None
+        self,
+        context: CliContext,
+        location: Mapping[str, Any],
+        *,
+        port: int,
+        timeout: float,
+        orders: int | None,
+        cold_spark: bool,
     ) -> None:
         self._context = context
         self._location = CodeLocation(**location)
         self._port = port
         self._timeout = timeout
         self._orders = orders
+        self._cold_spark = cold_spark
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
@@ -81,9 +86,15 @@ class Development:
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
             only_one(instance_directory(home)),
             self._context.whole_system() as platform,
+            ExitStack() as stack,
         ):
-            find_java(home)
-            dagster = _dagster(platform, self._location, home, self._port)
+            warm = find_java(home) and not self._cold_spark
+            environment = _environment(platform)
+            spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
+            dagster = LocalDagster(
+                self._location, instance_home=write_instance(home, platform.database.dsn), port=self._port,
+                environment={**environment, **spark}, stop_timeout=STOP_SECONDS, on_stop=say,
+            )  # fmt: skip
             # Do this before the daemon starts: its sensors launch runs for events that already wait.
             started, before = datetime.now(UTC), Counts.take(platform)
             columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
@@ -92,7 +103,9 @@ class Development:
                 dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
                 progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
                 with dagster.instance() as instance:
-                    running = Running(self._context, platform, dagster, instance, progress, self._config(dagster))
+                    running = Running(
+                        self._context, platform, dagster, instance, progress, keep, self._config(dagster)
+                    )  # fmt: skip
                     with running.transferring():
                         running.set_up(self._timeout)
                         if not once:
@@ -114,28 +127,25 @@ class Development:
         return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
 
 
-def _dagster(platform: EventSQL, location: CodeLocation, home: Path, port: int) -> LocalDagster:
+def _environment(platform: EventSQL) -> dict[str, str]:
+    """What is added to the environment of the processes."""
     database = platform.database
     database.ensure_schema()
-    environment = {
-        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable,
-        SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(spark_settings(instance_directory(home))),
+    return {
+        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable
     }  # fmt: skip
-    return LocalDagster(
-        location, instance_home=write_instance(home, database.dsn), port=port, environment=environment,
-        stop_timeout=STOP_SECONDS, on_stop=say,
-    )  # fmt: skip
 
 
 @dataclass(slots=True)
 class Running:
-    """The running system. `config` is the config of the jobs that simulate."""
+    """The running system. `keep_spark` starts Spark again if it has died; `config` is of the jobs that simulate."""
 
     context: CliContext
     platform: EventSQL
     dagster: LocalDagster
     instance: dg.DagsterInstance
     progress: Progress
+    keep_spark: Callable[[], None] = lambda: None
     config: Mapping[str, object] = field(default_factory=dict)
 
     @property
@@ -190,7 +200,7 @@ class Running:
         for job in (simulations := self.simulations):
             self.run(job, config=self.config, timeout=timeout)
         consume_all(
-            self.platform, self.progress, deadline, busy=self._consuming, check=self.dagster.require_running,
+            self.platform, self.progress, deadline, busy=self._consuming, check=self._check,
             log=self.dagster.log,
         )  # fmt: skip
         left_seconds = max(1.0, deadline - time.monotonic())
@@ -200,6 +210,10 @@ class Running:
             for job in checking
             for fault in _failed_checks(self.instance, self.run(job, timeout=left_seconds))
         ]  # fmt: skip
+
+    def _check(self) -> None:
+        self.dagster.require_running()
+        self.keep_spark()
 
     def _consuming(self) -> bool:
         """Whether a run is under way that may publish or consume: any run except the transfer's."""
@@ -216,6 +230,7 @@ class Running:
                 self.dagster.require_running()
                 try:
                     self.context.keep_embedded()
+                    self.keep_spark()
                     live.update(lag_table(without_backfills(self.platform.lag())))
                     simulator.next()
                     down = False

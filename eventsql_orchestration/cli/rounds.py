@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -14,7 +17,10 @@ from eventsql_orchestration.cli.output import Columns, complain, counted, same, 
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import MissingExtraError, RoundError
+from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
 from eventsql_orchestration.orchestration.rounds import Counts, TopicRound
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
+from eventsql_orchestration.spark.connect_server import ConnectServer, connect_is_installed
 from eventsql_orchestration.spark.java import ensure_java
 
 SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
@@ -22,16 +28,17 @@ SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:
 with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
 
 
-def find_java(home: Path) -> None:
-    """Set the Java runtime for Spark, where Spark is installed. A location without Spark needs no Java."""
+def find_java(home: Path) -> bool:
+    """Set the Java runtime for Spark, where Spark is installed. False if there is no Spark or no Java."""
     if importlib.util.find_spec("pyspark") is None:
-        return
+        return False
     try:
         java = ensure_java(home)
     except MissingExtraError as error:
         complain(f"Spark will not run: {error.message}")
-        return
+        return False
     say(f"Java {java.version} from {java.source}: {java.home}")
+    return True
 
 
 def interrupt(*_: object) -> NoReturn:
@@ -39,11 +46,68 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def spark_settings(directory: Path) -> Path:
-    """Write a file of settings for sessions of a few seconds."""
+def spark_settings(directory: Path, settings: Mapping[str, str] = SPARK_SETTINGS) -> Path:
+    """Write a file of settings for the sessions of runs."""
     file = directory / "spark.conf"
-    file.write_text("".join(f"{name} {value}\n" for name, value in SPARK_SETTINGS.items()), encoding="utf-8")
+    file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()), encoding="utf-8")
     return file
+
+
+class WarmSpark:
+    """A Spark Connect server for the runs of `eventsql dev`, with which a session takes a second instead of seconds.
+
+    `environment` is added to this process's for the server.
+    """
+
+    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+        self._lock = directory / SPARK_LOCK
+        self._server = ConnectServer(
+            directory, port=free_port(0), ui_port=free_port(0), environment={**os.environ, **environment},
+            settings=SPARK_SETTINGS,
+        )  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        self.environment = {
+            SPARK_CONFIG_VARIABLE: str(spark_settings(directory, {"spark.remote": self._server.remote})),
+            **self._server.client_environment,
+        }
+        """For the processes of runs."""
+
+    def keep(self) -> None:
+        """Start the server, or start it again if it has died."""
+        if self._process is not None:
+            if self._process.poll() is None:
+                return
+            complain(f"Spark has died, see {self._server.log}: starting it again")
+        self._process = start_group(self._lock, lambda lock: self._server.start(pass_fds=(lock,)))
+
+    def stop(self) -> None:
+        if self._process is not None:
+            # It has nothing to lose: a session ends with its run.
+            kill_group(self._process.pid)
+            self._process.wait()
+
+
+@contextmanager
+def spark_for_runs(
+    directory: Path, environment: Mapping[str, str], *, warm: bool
+) -> Iterator[tuple[dict[str, str], Callable[[], None]]]:
+    """The environment that gives runs their Spark sessions, and what keeps Spark running in the block.
+
+    The file that EVENTSQL_SPARK_CONFIG names has precedence. Without `warm`, each run starts a Spark of its own.
+    """
+    if chosen := os.environ.get(SPARK_CONFIG_VARIABLE):
+        yield {SPARK_CONFIG_VARIABLE: chosen}, lambda: None
+        return
+    if not warm or not connect_is_installed():
+        yield {SPARK_CONFIG_VARIABLE: str(spark_settings(directory))}, lambda: None
+        return
+
+    spark = WarmSpark(directory, environment)
+    spark.keep()
+    try:
+        yield spark.environment, spark.keep
+    finally:
+        spark.stop()
 
 
 def consume_all(

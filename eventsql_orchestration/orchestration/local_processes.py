@@ -7,9 +7,10 @@ import fcntl
 import os
 import signal
 import socket
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +20,9 @@ HOST: Final = "127.0.0.1"
 
 PROCESSES_LOCK: Final = "processes.lock"
 """A file with the numbers of process groups. Their processes inherit its lock, so they are alive while it is held."""
+
+SPARK_LOCK: Final = "spark.lock"
+"""The same for the server of Spark Connect, which may be started again while the others run."""
 
 _OWNER_LOCK: Final = "dev.lock"
 
@@ -65,7 +69,8 @@ def only_one(directory: Path) -> Iterator[None]:
     with lock_file(directory / _OWNER_LOCK) as lock:
         if not try_lock(lock):
             raise LocalProcessError(f"another `eventsql dev` runs on {directory}: end it first")
-        _end_orphans(directory / PROCESSES_LOCK)
+        for name in (PROCESSES_LOCK, SPARK_LOCK):
+            _end_orphans(directory / name)
         yield
 
 
@@ -107,6 +112,19 @@ def take_lock(descriptor: int, directory: Path) -> None:
     """Lock an open file. Raises `LocalProcessError` if the processes of a directory run already."""
     if not try_lock(descriptor):
         raise LocalProcessError(f"processes of `eventsql dev` run on {directory} already")
+
+
+def start_group(lock: Path, start: Callable[[int], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
+    """Start a process that inherits the lock of a file, and leads a group of its own, which `only_one` ends.
+
+    `start` gets the descriptor to pass on. Raises `LocalProcessError` if the processes of the lock run already.
+    """
+    with lock_file(lock) as descriptor:
+        take_lock(descriptor, lock.parent)
+        process = start(descriptor)
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(process.pid).encode())
+    return process
 
 
 def kill_group(group: int) -> None:

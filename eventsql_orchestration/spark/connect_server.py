@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import subprocess
 import sys
@@ -11,15 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from eventsql_orchestration.spark import spark_config
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
 
 HOST: Final = "localhost"
 """Clients send their token over a connection without TLS only to a server of this name."""
 
-TOKEN_VARIABLE: Final = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
+AUTHENTICATION: Final = "SPARK_CONNECT_AUTHENTICATE_TOKEN"
 """Names the environment variable in which server and clients have the token of the server."""
 
 _CLASS: Final = "org.apache.spark.sql.connect.service.SparkConnectServer"
+
+_OF_CLIENTS: Final = ("SPARK_REMOTE", SPARK_CONFIG_VARIABLE)
 
 _CLIENT: Final = ("grpc", "grpc_status", "google.rpc", "pandas", "pyarrow", "zstandard")
 
@@ -39,9 +40,9 @@ def _is_here(module: str) -> bool:
 class ConnectServer:
     """A Spark Connect server, which listens on loopback only and serves those who know its token.
 
-    `directory` holds its log `spark.log`, its warehouse and its temporary files. `port` and `ui_port` are free TCP
-    ports. `environment` is its environment, in which its data sources find `EVENTSQL_DSN`; it has JAVA_HOME or `java`
-    in PATH. `settings` are added to those of `spark_config`.
+    `directory` holds its log `spark.log` and its warehouse. `port` and `ui_port` are free TCP ports. `environment` is
+    its environment: data sources find `EVENTSQL_DSN` there, and Spark finds JAVA_HOME, or `java` in PATH. `settings`
+    are added to those of `spark_config`.
     """
 
     def __init__(
@@ -54,7 +55,6 @@ class ConnectServer:
         settings: Mapping[str, str] | None = None,
     ) -> None:
         self.log = directory / "spark.log"
-        self.process: subprocess.Popen[bytes] | None = None
         self._directory = directory
         self._port = port
         self._token = secrets.token_urlsafe(32)
@@ -78,15 +78,15 @@ class ConnectServer:
     @property
     def client_environment(self) -> dict[str, str]:
         """The variable of the clients' environment that has the token."""
-        return {TOKEN_VARIABLE: self._token}
+        return {AUTHENTICATION: self._token}
 
-    def start(self, *, pass_fds: Sequence[int] = ()) -> None:
-        """Start the server. Clients wait for it by themselves. The process group is the server's own."""
+    def start(self, *, pass_fds: Sequence[int] = ()) -> subprocess.Popen[bytes]:
+        """Start the server in a session of its own. Clients wait for it by themselves."""
         import pyspark  # noqa: PLC0415 - an optional package
 
         home = Path(pyspark.__file__).parent
         environment = {
-            **{name: value for name, value in self._environment.items() if name != "SPARK_REMOTE"},
+            **{name: value for name, value in self._environment.items() if name not in _OF_CLIENTS},
             **self.client_environment,
             "SPARK_HOME": str(home),
             "PYSPARK_PYTHON": self._environment.get("PYSPARK_PYTHON", sys.executable),
@@ -95,11 +95,8 @@ class ConnectServer:
         }
         confs = [word for name, value in self._settings.items() for word in ("--conf", f"{name}={value}")]
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+            return subprocess.Popen(
                 [str(home / "bin" / "spark-submit"), "--class", _CLASS, *confs, "spark-internal"],
                 cwd=self._directory, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True, pass_fds=tuple(pass_fds),
             )  # fmt: skip
-
-    def has_died(self) -> bool:
-        return self.process is not None and self.process.poll() is not None

@@ -24,9 +24,8 @@ from eventsql_orchestration.orchestration.local_processes import (
     HOST,
     PROCESSES_LOCK,
     kill_group,
-    lock_file,
     reserved_port,
-    try_lock,
+    start_group,
 )
 from eventsql_orchestration.threads import join_all, start_thread
 
@@ -126,17 +125,15 @@ class LocalDagster:
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
-        with self.log.open("wb") as log, lock_file(self.instance_home / PROCESSES_LOCK) as lock:
-            if not try_lock(lock):
-                raise LocalDagsterError(f"Dagster runs on {self.instance_home} already")
-            # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
-            with _heeding_interrupts():
-                self._process = subprocess.Popen(
+        # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
+        with self.log.open("wb") as log, _heeding_interrupts():
+            self._process = start_group(
+                self.instance_home / PROCESSES_LOCK,
+                lambda lock: subprocess.Popen(
                     command, cwd=self.location.directory, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
                     stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
-                )  # fmt: skip
-            os.ftruncate(lock, 0)
-            os.write(lock, str(self._process.pid).encode())
+                ),
+            )  # fmt: skip
 
     def require_running(self) -> None:
         """Raises `LocalDagsterError` if the processes have ended by themselves."""
