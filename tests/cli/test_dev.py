@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import dagster as dg
+import psutil
 import pytest
 from click.testing import Result
 from rich.console import Console
@@ -24,7 +25,9 @@ from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.errors import MissingExtraError, RoundError
 from eventsql_orchestration.orchestration.rounds import TopicRound
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, spark_config
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, connect_server, spark_config
+from eventsql_orchestration.spark.java import ensure_java
+from tests.spark.processes import wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -50,6 +53,54 @@ def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     instance_directory(tmp_path).mkdir()
     monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(rounds.spark_settings(instance_directory(tmp_path))))
     assert rounds.SPARK_SETTINGS.items() <= spark_config().items()
+
+
+def test_a_deployments_own_spark_has_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, "cluster.conf")
+    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
+        assert environment == {SPARK_CONFIG_VARIABLE: "cluster.conf"}
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_the_packages_of_spark_connect_each_run_starts_its_spark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
+    assert connect_server.connect_is_installed()
+    monkeypatch.setattr(connect_server, "_CLIENT", ("grpc", "no_such_package.rpc"))
+    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
+        assert "spark.remote" not in Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
+
+
+@pytest.mark.nightly
+def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    ensure_java(tmp_path)
+
+    def serving() -> list[psutil.Process]:
+        """The servers whose clients can connect."""
+        children = [each for each in psutil.Process().children() if str(tmp_path) in " ".join(each.cmdline())]
+        return [each for each in children if any(port.laddr.port == wanted for port in each.net_connections())]
+
+    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, keep):
+        settings = Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
+        wanted = int(settings.rpartition(":")[2])
+        wait_until(serving, "Spark answers")
+        (first,) = serving()
+        keep()
+        assert serving() == [first]
+        first.kill()
+        first.wait(60)
+        keep()
+        wait_until(serving, "Spark answers again")
+        (second,) = serving()
+        addresses = {port.laddr.ip for port in second.net_connections() if port.status == psutil.CONN_LISTEN}
+        assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}
+    assert not second.is_running()
+    assert "Spark has died, see" in capsys.readouterr().err
 
 
 def test_without_java_it_names_the_extra(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -20,7 +19,13 @@ from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of
 from eventsql_orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
 from eventsql_orchestration.orchestration import local_processes
-from eventsql_orchestration.orchestration.local_processes import free_port, only_one
+from eventsql_orchestration.orchestration.local_processes import (
+    PROCESSES_LOCK,
+    SPARK_LOCK,
+    free_port,
+    only_one,
+    start_group,
+)
 from tests.conftest import is_setting
 
 
@@ -31,11 +36,13 @@ def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path) -> None:
-    with (tmp_path / "processes.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        orphan = subprocess.Popen(["sleep", "600"], pass_fds=(lock.fileno(),), start_new_session=True)
-        lock.write(str(orphan.pid))
+@pytest.mark.parametrize("name", [PROCESSES_LOCK, SPARK_LOCK])
+def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path, name: str) -> None:
+    orphan = start_group(
+        tmp_path / name, lambda lock: subprocess.Popen(["sleep", "600"], pass_fds=(lock,), start_new_session=True)
+    )
+    with pytest.raises(LocalProcessError, match=r"run on .* already"):
+        start_group(tmp_path / name, lambda _: pytest.fail("it started"))
     with only_one(tmp_path):
         assert orphan.wait(10) < 0
 

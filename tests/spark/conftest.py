@@ -29,6 +29,8 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     # Spark's Java keeps the environment that it starts with, and these would stand in for a missing option.
     for name in ("EVENTSQL_DSN", "EVENTSQL_SCHEMA"):
         os.environ.pop(name, None)
+    # Left to itself, the UI listens on every interface.
+    os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     home = tmp_path_factory.mktemp("spark")
     ensure_java(home)
     builder = SparkSession.Builder()
@@ -38,6 +40,9 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.plugins": "org.apache.spark.sql.connect.SparkConnectPlugin",
         "spark.connect.grpc.binding.address": "127.0.0.1",
         "spark.connect.grpc.binding.port": str(free_port()),
+        # Clients of Spark Connect ask it for progress.
+        "spark.ui.enabled": "true",
+        "spark.ui.port": str(free_port()),
     }
     for name, value in spark_config(**settings).items():
         builder = builder.config(name, value)

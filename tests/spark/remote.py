@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
+import time
+from types import SimpleNamespace
+from typing import Any
 
 from pyspark.sql import SparkSession
 
+from eventsql_orchestration.dagster.io.spark_progress import spark_progress
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 
 
@@ -45,6 +50,41 @@ def copy(spark: SparkSession, *, reading: dict[str, str], writing: dict[str, str
     )
     query.awaitTermination()
     return "copied"
+
+
+def progress(spark: SparkSession) -> str:
+    """What a run of Dagster logs of a query, and its metadata."""
+    lines: list[str] = []
+    with spark_progress(_context(lines), spark, every=0.05) as progress:
+        spark.range(1000).selectExpr("id % 7 AS key").groupBy("key").count().collect()
+    spark.range(5).count()  # not in the block
+    return json.dumps({"metadata": progress.metadata(), "lines": lines})
+
+
+def fail(spark: SparkSession) -> str:
+    """Leave a block while a query runs that would not end, and wait until the server has ended it."""
+
+    def interrupt(*_: object) -> None:
+        raise InterruptedError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with spark_progress(_context([]), spark, every=0.05) as progress:
+            signal.setitimer(signal.ITIMER_REAL, 3.0)
+            spark.range(10**15).selectExpr("max(id % 7)").collect()
+    except InterruptedError:
+        deadline = time.monotonic() + 60.0
+        while any(stage.status == "ACTIVE" for stage in progress.stages()):
+            assert time.monotonic() < deadline, "the server goes on"
+            time.sleep(0.1)
+        return json.dumps([stage.status for stage in progress.stages()])
+    return "not interrupted"
+
+
+def _context(lines: list[str]) -> Any:
+    """The parts of a run's context that `spark_progress` uses."""
+    log = SimpleNamespace(info=lambda text, *arguments: lines.append(text % arguments))
+    return SimpleNamespace(run=SimpleNamespace(run_id="connected"), log=log)
 
 
 def main() -> None:

@@ -37,6 +37,16 @@ def test_a_deployment_s_file_has_the_last_word(file: Path) -> None:
     assert not config.keys() & {"spark.driver.host", "spark.driver.bindAddress"}, "executors could not reach the driver"
 
 
+@pytest.mark.parametrize(("remote", "starts"), [("sc://localhost:15002", False), ("local[2]", True)])
+def test_a_session_of_spark_connect_leaves_its_start_to_the_server(file: Path, remote: str, starts: bool) -> None:
+    file.write_text(f"spark.remote {remote}\n")
+    config = spark_config(**{"spark.master": "local[4]", "spark.sql.shuffle.partitions": "7"})
+    assert config["spark.remote"] == remote
+    assert config["spark.sql.shuffle.partitions"] == "7"
+    assert "spark.master" not in config
+    assert all((name in config) is starts for name in ("spark.driver.memory", "spark.driver.host", "spark.ui.enabled"))
+
+
 def test_a_file_that_is_not_there_is_named(file: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"EVENTSQL_SPARK_CONFIG: .*spark\.conf cannot be read"):
         spark_config()

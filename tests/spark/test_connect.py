@@ -109,6 +109,20 @@ def test_fetches_the_columns_that_are_asked_for(client: Driver, orders: str, dsn
     assert {partition for _, partition in rows} == {2}
 
 
+def test_a_run_s_log_and_metadata_have_the_progress_of_its_own_queries(client: Driver) -> None:
+    seen = json.loads(client.do("progress"))
+    assert seen["metadata"]["spark jobs"] >= 1
+    assert seen["metadata"]["spark failed tasks"] == 0
+    assert [(stage["in"], stage["out"]) for stage in seen["metadata"]["spark rows by stage"]][-1][0] == 14
+    assert any("14 rows in" in line for line in seen["lines"])
+
+
+def test_a_block_that_fails_ends_its_query_on_the_server(client: Driver) -> None:
+    statuses = json.loads(client.do("fail"))
+    assert statuses
+    assert set(statuses) <= {"COMPLETE", "FAILED"}
+
+
 def test_a_view_in_sql(client: Driver, orders: str, dsn: str) -> None:
     options = f"dsn '{dsn}', subscribe '{orders}', startingOffsets '901'"
     statements = [
