@@ -132,30 +132,44 @@ def alter(
     context: CliContext,
     topic: TopicName,
     partitions: Annotated[int | None, option("1 to 32767, or -1 for none.")],
+    storage: Annotated[Storage | None, option("The form of its new events.", type=click.Choice(STORAGES))],
     **retention: Unpack[_Retention],
 ) -> None:
-    """Change the partitions or the retention of TOPIC.
+    """Change the partitions, the form or the retention of TOPIC.
 
     The number of partitions of a partitioned topic can change while publishers and consumers go on: every consumer
     finishes the old partitions before it begins with the new ones, so that keys stay in their order (`eventsql topic
-    describe` shows consumers that have not finished). Retention drops whole old segments of the log, and keeps segments
-    that a consumer has not passed.
+    describe` shows consumers that have not finished). With another form, its present events stay as they are, and
+    publishers and consumers go on; programs that write to its table themselves are refused. Retention drops whole old
+    segments of the log, and keeps segments that a consumer has not passed.
     """
     bounds = _Bounds(**retention)
     if partitions is not None:
         check_partitions(partitions)
-    elif not bounds:
-        raise click.UsageError("nothing to alter: give --partitions, a bound of retention or --keep-forever")
+    elif not bounds and storage is None:
+        raise click.UsageError("nothing to alter: give --partitions, --storage, a bound of retention or --keep-forever")
     with context.definitions() as platform:
         found = platform.registry.topic(topic)
+        if storage is not None:
+            _store(platform, found, storage)
+            if partitions is None and not bounds:
+                return
+            found = replace(found, storage=None)
         if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
             _repartition(platform, found, partitions)
             if not bounds:
                 return
-            found = platform.registry.topic(topic)
+            found = replace(platform.registry.topic(topic), storage=None)
         elif partitions is not None:
             found = replace(found, partitions=partitions)
         _register(platform, found, bounds)
+
+
+def _store(platform: EventSQL, topic: Topic, storage: Storage) -> None:
+    if platform.registry.set_storage(topic.name, storage):
+        say(f"new events of topic {topic.name!r} are stored in {storage} now; its present events stay as they are")
+    else:
+        say(f"new events of topic {topic.name!r} are stored in {storage} already")
 
 
 def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:

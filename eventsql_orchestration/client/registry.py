@@ -14,14 +14,14 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Storage, Topic
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.topics.catalog import check_form, no_consumer
 from eventsql_orchestration.topics.offsets import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
-from eventsql_orchestration.topics.registry import ConsumerSettings
+from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings
 
 
 @checked
@@ -129,6 +129,22 @@ class ClusterRegistry:
         The call itself drops nothing. Raises `TopicNotFoundError`.
         """
         self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
+
+    def set_storage(self, name: str, storage: Storage, *, timeout: float = RETRY_SECONDS) -> bool:
+        """Let new events of a topic be stored in `rows` or in `blocks`; False if they are already.
+
+        Publishers and consumers go on. The present events stay in their form, until retention drops them: the change
+        takes effect at the border of a segment, and nothing is rewritten. Processes of versions before this one read
+        the topic on, and fail when they write to its log. Programs that write to its table themselves, such as
+        EventSQL's Java library, are refused.
+
+        Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
+        or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
+        `RegistryError` where an object depends on the log's table, such as a view, and `ValidationError`. With several
+        shards, the first may have changed when a later one fails: call this again.
+        """
+        done = self._cluster.fan_out(lambda shard: shard.registry.set_storage(name, storage, timeout=timeout))
+        return any(done.values())
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """Delete a topic with all its events.

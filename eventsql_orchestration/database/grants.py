@@ -193,15 +193,16 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A topic with the table of its log and the sequence of that table's ids, both as SQL.
+    """A topic with a table of its log and the sequence of the ids, both as SQL. A log in both forms has several.
 
-    `view` shows the events of a log in blocks; None for a log in rows.
+    `view` shows the events of a log with blocks; None for a log in rows. `blocks`: the table holds or shows blocks.
     """
 
     topic: str
     table: sql.Composable
     sequence: sql.Composable
     view: sql.Composable | None = None
+    blocks: bool = False
 
 
 def role_name(prefix: str, kind: str, topic: str | None = None) -> str:
@@ -228,9 +229,9 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
     granted: tuple[str, ...] = ()
     if role.topic in (None, log.topic):
         granted = _RIGHTS_ON_LOG.get(role.kind, ())
-        if role.kind == "transfer" and log.view is not None:
+        if role.kind == "transfer" and log.blocks:
             granted = _WRITE_BLOCKS
-        if role.kind == "eraser" and log.view is not None:
+        if role.kind == "eraser" and log.blocks:
             granted = _ERASE_BLOCKS
     if role.kind == "publisher" and role.topic == log.topic:
         granted = _MAY_PUBLISH

@@ -15,6 +15,13 @@ BLOCK_TABLE: Final = "%s_block"
 """The pattern of the names of the tables of logs in blocks."""
 
 
+ROW_STORE: Final = "%s_rows"
+"""The pattern of the names of the tables with the rows of logs that have both forms. No other log's name ends so."""
+
+BLOCK_STORE: Final = "%s_array"
+"""The pattern of the names of the tables with the blocks of such logs."""
+
+
 def event_table(topic: str) -> str:
     """The name of the table that holds a topic's ordered log.
 
@@ -28,11 +35,26 @@ def block_table(topic: str) -> str:
     return BLOCK_TABLE % topic.translate(_FOLDED)
 
 
+def row_store(topic: str) -> str:
+    """The name of the table that holds the rows of a topic's log in both forms."""
+    return ROW_STORE % topic.translate(_FOLDED)
+
+
+def block_store(topic: str) -> str:
+    """The name of the table that holds the blocks of a topic's log in both forms."""
+    return BLOCK_STORE % topic.translate(_FOLDED)
+
+
+def holds_blocks(table: str) -> bool:
+    """Whether the table of a log, by its name, holds blocks."""
+    return table.endswith((BLOCK_TABLE[2:], BLOCK_STORE[2:]))
+
+
 def names_log(identifier: str) -> bool:
     """Whether an identifier may be that of a log, or of a log's segment or sequence."""
-    return any(part in identifier for part in ("_event", "_block", "_segment_"))
+    return any(part in identifier for part in ("_event", "_block", "_rows", "_array", "_segment_"))
 
 
 def mentions_log(message: str, schema: str) -> bool:
     """Whether a server's message names a log of `schema`. The words and quotes around the name differ by language."""
-    return re.search(rf"\b{re.escape(schema)}\.\S*_(event|block)\W", message) is not None
+    return re.search(rf"\b{re.escape(schema)}\.\S*_(event|block|rows|array)\W", message) is not None

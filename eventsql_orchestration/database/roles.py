@@ -19,7 +19,7 @@ from eventsql_orchestration.database import grants, tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Log, Role, role_name
-from eventsql_orchestration.database.log_names import BLOCK_TABLE, EVENT_TABLE
+from eventsql_orchestration.database.log_names import BLOCK_STORE, BLOCK_TABLE, EVENT_TABLE, ROW_STORE
 from eventsql_orchestration.database.migrations import VERSION_TABLE
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
@@ -30,6 +30,11 @@ LOCK_SECONDS: Final = 10
 
 _EVERYTHING: Final = "eventsql_all_topics"
 """The policy of roles that see the rows of all topics."""
+
+_PATTERNS: Final = {
+    "log": EVENT_TABLE, "blocks": BLOCK_TABLE, "rows_of_both": ROW_STORE, "blocks_of_both": BLOCK_STORE,
+}  # fmt: skip
+"""The patterns of the names of a log's relations."""
 
 _OF_EVERYTHING: Final = ("pg_read_all_data", "pg_write_all_data")
 """PostgreSQL's own roles with rights on all tables, for monitoring; no GRANT names them."""
@@ -198,21 +203,20 @@ def _states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]
 
 def _logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:
     wanted = None if topics is None else list(topics)
-    rows = _rows(connection, schema, "logs", topics=wanted, log=EVENT_TABLE, blocks=BLOCK_TABLE)
+    rows = _rows(connection, schema, "logs", topics=wanted, **_PATTERNS)
     return [
         Log(
             topic, sql.Identifier(namespace, table), sql.SQL(ids),
-            None if view is None else sql.Identifier(namespace, view),
+            None if view is None else sql.Identifier(namespace, view), blocks,
         )
-        for topic, namespace, table, ids, view in rows
+        for topic, namespace, table, ids, view, blocks in rows
     ]  # fmt: skip
 
 
 def _tables(connection: psycopg.Connection[Any], schema: str) -> list[tuple[Any, ...]]:
     """The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser."""
     names = [*tables.NAMES, VERSION_TABLE]
-    patterns = {"log": EVENT_TABLE, "blocks": BLOCK_TABLE}
-    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED, **patterns)
+    return _rows(connection, schema, "tables", tables=names, dropped=tables.DROPPED, **_PATTERNS)
 
 
 def _own(connection: Connection, schema: str, admin: str) -> Statements:

@@ -141,7 +141,7 @@ class _Log:
         for segment in segments.segments(connection, self._schema, self._topic) or ():
             last = min(segment.end - 1, newest)
             position = max(after, segment.start - 1, 0)
-            if segment.detaching:
+            if segment.detaching or not segment.in_blocks:
                 continue
             while position < last:
                 window = self._compactor.window(connection, after=position, upto=last)

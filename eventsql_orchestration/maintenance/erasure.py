@@ -233,7 +233,7 @@ class _Run:
     def visit(self, connection: Connection, name: str, *, execute: bool) -> None:
         """Count or erase the events in staged blocks, in the buffer, and in the log: they move in this order."""
         eraser = self._erasers[name]
-        log_form.is_in_blocks(connection, self._schema, name)
+        log_form.form_now(connection, self._schema, name)
         waiting, stored = ("buffered", "events") if name == self.names[0] else ("letters", "letters")
 
         for attempt, position in self._staged.of_topic(connection, name):

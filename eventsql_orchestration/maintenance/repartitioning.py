@@ -18,7 +18,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import legacy_writer_trigger, segments, sequences
+from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments, sequences
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
@@ -161,6 +161,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         if buffered > MOST_BUFFERED:
             raise TooManyBufferedError
         if buffered:
+            log_form.form_now(connection, schema, topic)
             sequences.check_log(connection, schema, topic)
             segments.ensure_ahead(connection, schema, topic)
             after = 0

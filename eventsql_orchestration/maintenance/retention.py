@@ -17,13 +17,14 @@ from psycopg import sql
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.roles import act_as_owner, grant
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
-from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage import altering, log_form, segments
 from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, try_retain
 from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
@@ -37,6 +38,9 @@ ROLL_SHARE: Final = 8
 
 WAIT_SECONDS: Final = 30
 """How long dropping a segment waits for transactions that may read it. New transactions do not wait."""
+
+SIMPLIFY_SECONDS: Final = 1
+"""How long readers and publishers of a topic wait, at most, while its log gets one form again."""
 
 RUN_SECONDS: Final = 60.0
 """How often a program that transfers looks for due segments."""
@@ -224,10 +228,29 @@ class Retainer:
                 lock_registry(connection)
                 passed = Queries("leftovers", schema)("passed_layouts")
                 connection.execute(passed, {"topic": topic.name, "dropped": upto})
+            self._simplify(connection, topic)
         if held_by is not None:
             logger.info("topic %r keeps segments that are due: %s has not passed them", topic.name, held_by)
         events, size = sum(each.events for each in dropped), sum(each.segment.bytes for each in dropped)
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
+
+    def _simplify(self, connection: Connection, topic: Topic) -> None:
+        """Give a log whose form was changed one form again, once the last segment of the former one is gone."""
+        schema = self._database.schema
+        if not log_form.form_now(connection, schema, topic.name).both:
+            return
+        try:
+            with connection.transaction():
+                has_roles = act_as_owner(connection, schema)
+                connection.execute(f"SET LOCAL lock_timeout TO '{round(SIMPLIFY_SECONDS * 1000)}ms'")
+                lock_registry(connection)
+                connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
+                if altering.simplify(connection, schema, topic.name, topic.partitions) and has_roles:
+                    grant(connection, schema, [topic.name])
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.InsufficientPrivilege) as error:
+            # The log is right in both forms, too; the next run that drops a segment tries again.
+            logger.debug("topic %r keeps both forms for now: %s", topic.name, error)
+        log_form.forget(connection, schema, topic.name)
 
     def _content(self, connection: Connection, topic: Topic, segment: Segment, newest: int) -> _Content:
         last = self._drops(topic).newest(connection, segment)

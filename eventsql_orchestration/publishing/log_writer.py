@@ -112,6 +112,7 @@ class LogWriter:
         self._looked_at = 0.0
         self._room: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
+        self._blocks_of: dict[str, bool] = {}
         self._ids = sequences.Ids(database.schema)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
@@ -234,7 +235,7 @@ class LogWriter:
 
             self._tried = None
             if batch.rows:
-                self._make_room(connection, topic, batch.last_id)
+                self._make_room(connection, topic, batch.last_id, blocks=batch.blocks)
             moved, upto = self._move_first(connection, topic, batch)
 
         whole = upto == batch.upto
@@ -358,7 +359,7 @@ class LogWriter:
         definition, now, upto, found, last_id, blocks = state
         if definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS) or found > most:
             return False
-        self._make_room(connection, topic.name, last_id)
+        self._make_room(connection, topic.name, last_id, blocks=blocks)
         if not self._zoned[topic.name]:
             return False
 
@@ -411,11 +412,15 @@ class LogWriter:
 
     # Segments and sequences
 
-    def _make_room(self, connection: Connection, topic: str, last_id: int | None) -> None:
+    def _make_room(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> None:
         """Make segments for the ids to come, in the caller's transaction that holds the topic.
 
-        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected.
+        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
+        or if new events got another form.
         """
+        if self._blocks_of.get(topic) != blocks:
+            self._blocks_of[topic] = blocks
+            self._room.pop(topic, None)
         if self._room.get(topic, 0) > 0 and self._ids.holds(topic, last_id):
             return
         self._zoned[topic] = self._ids.look(connection, topic)

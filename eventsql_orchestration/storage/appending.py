@@ -11,7 +11,6 @@ import psycopg
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.storage import log_form
-from eventsql_orchestration.storage.log_form import in_blocks
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 
@@ -20,7 +19,7 @@ class TopicState(NamedTuple):
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one
-    and upwards. `blocks`: the log is in blocks.
+    and upwards. `blocks`: the log takes blocks.
     """
 
     definition: list[int] | None
@@ -76,16 +75,16 @@ class LogAppender:
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
         """The state of a topic. At most `limit` buffered events are counted; a block of events counts as `limit`."""
         values = {"topic": topic, "low_water": low_water, "limit": limit}
-        state = TopicState(*fetch_one(connection, self._queries("append_state"), values, prepare=False))
-        log_form.learn(connection, self._schema, topic, blocks=state.blocks)
-        return state
+        row = fetch_one(connection, self._queries("append_state"), values, prepare=False)
+        blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
+        return TopicState._make((*row[:-1], blocks))
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
         values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
-        batch = BufferedBatch(*fetch_one(connection, self._queries("batch_end"), values, prepare=False))
-        log_form.learn(connection, self._schema, topic, blocks=batch.blocks)
-        return batch
+        row = fetch_one(connection, self._queries("batch_end"), values, prepare=False)
+        blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
+        return BufferedBatch._make((*row[:-1], blocks))
 
     def move(
         self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int
@@ -96,9 +95,9 @@ class LogAppender:
         earlier layout.
         """
         name = "move" if layout == 1 else "move_into_layout"
-        blocks = in_blocks(connection, self._schema, topic)
+        blocks = log_form.form(connection, self._schema, topic).writes_blocks
         values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions}
-        moved = connection.execute(self._queries(name, topic=topic, blocks=blocks), values, prepare=False)
+        moved = connection.execute(self._queries.writing(connection, name, topic), values, prepare=False)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
     def move_blocks(
@@ -114,12 +113,12 @@ class LogAppender:
             "topic": topic, "low_water": low_water, "upto": upto, "most": most, "size": size, "partitions": partitions,
             "reference": reference,
         }  # fmt: skip
-        query = self._queries.on(connection, "move_blocks", topic)
+        query = self._queries.writing(connection, "move_blocks", topic)
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 
     def draw(self, connection: Connection, topic: str, events: int) -> int | None:
         """Take ids for `events` events of a log in blocks. Gives the first; None if others took ids, too."""
-        query = self._queries("draw", topic=topic, blocks=True)
+        query = self._queries.writing(connection, "draw", topic)
         last, consecutive = fetch_one(connection, query, {"events": events}, prepare=False)
         return last - events + 1 if consecutive else None
 
@@ -128,4 +127,4 @@ class LogAppender:
 
         To a log in blocks, blocks as `publishing/block_format.py` makes them.
         """
-        return cursor.copy(self._queries.on(cursor.connection, "append", topic))
+        return cursor.copy(self._queries.writing(cursor.connection, "append", topic))

@@ -10,10 +10,11 @@ from contextlib import suppress
 from typing import Final, NamedTuple
 
 import psycopg
+from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.log_names import block_table
 from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import ROOM
 
 WINDOW_IDS: Final = 20_000
@@ -47,22 +48,26 @@ class LogCompactor:
     def __init__(self, schema: str, topic: str) -> None:
         self._topic = topic
         self._queries = Queries("compacting", schema, room=ROOM)
-        self._names = {"block_table": block_table(topic)}
+        self._schema = schema
 
     def newest(self, connection: Connection) -> int:
         """The last id of the log; 0 if it is empty."""
-        (newest,) = fetch_one(connection, self._queries("newest", **self._names), prepare=False)
+        (newest,) = fetch_one(connection, self._query(connection, "newest"), prepare=False)
         return int(newest)
 
     def window(self, connection: Connection, *, after: int, upto: int) -> Window:
         """The next blocks with ids in `after < id <= upto` that may be merged."""
         values = {"topic": self._topic, "after": after, "upto": upto, "ids": WINDOW_IDS}
-        return Window(*fetch_one(connection, self._queries("window", **self._names), values, prepare=False))
+        return Window(*fetch_one(connection, self._query(connection, "window"), values, prepare=False))
 
     def merge(self, connection: Connection, *, after: int, upto: int, partitions: list[int]) -> Merged:
         """Merge the blocks of these partitions in a window. No other transaction may change blocks meanwhile."""
         values = {"after": after, "upto": upto, "partitions": partitions}
-        return Merged(*fetch_one(connection, self._queries("merge", **self._names), values, prepare=False))
+        return Merged(*fetch_one(connection, self._query(connection, "merge"), values, prepare=False))
+
+    def _query(self, connection: Connection, name: str) -> sql.SQL:
+        form = log_form.form(connection, self._schema, self._topic)
+        return self._queries(name, block_store=log_form.store(self._topic, form, blocks=True))
 
     def vacuum(self, connection: Connection, segment: str) -> None:
         """Free the space of merged blocks in the table of a segment, on a connection in autocommit mode.

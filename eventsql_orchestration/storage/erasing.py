@@ -54,14 +54,20 @@ class LogEraser:
 
     def count(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """The events in `after < id <= upto` that are not erased, by key."""
-        return self._run(connection, "count", after=after, upto=upto)
+        return self._in_log(connection, "count", after=after, upto=upto)
 
     def erase(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """Erase them; gives their numbers by key."""
-        return self._run(connection, "erase", after=after, upto=upto)
+        return self._in_log(connection, "erase", after=after, upto=upto)
 
-    def _run(self, connection: Connection, name: str, *, after: int, upto: int) -> Counter[str]:
-        query = self._queries.on(connection, name, self._topic)
+    def _in_log(self, connection: Connection, name: str, *, after: int, upto: int) -> Counter[str]:
+        form, found = log_form.form(connection, self._schema, self._topic), Counter[str]()
+        for blocks in (False, True) if form.both else (form.blocks,):
+            query = self._queries.on_store(connection, name, self._topic, blocks=blocks)
+            found += self._run(connection, query, after=after, upto=upto)
+        return found
+
+    def _run(self, connection: Connection, query: sql.SQL, *, after: int, upto: int) -> Counter[str]:
         # Planned for its values: a generic plan would look into all segments.
         rows = fetch_all(connection, query, {**self._values, "after": after, "upto": upto}, prepare=False)
         return Counter(dict(rows))
@@ -76,11 +82,11 @@ class LogEraser:
 
     def count_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """As `count`, for buffer ids."""
-        return self._run(connection, "count_buffered", after=after, upto=upto)
+        return self._run(connection, self._queries("count_buffered"), after=after, upto=upto)
 
     def erase_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """As `erase`, for buffer ids."""
-        return self._run(connection, "erase_buffered", after=after, upto=upto)
+        return self._run(connection, self._queries("erase_buffered"), after=after, upto=upto)
 
     # What is left
 
@@ -120,7 +126,7 @@ class LogEraser:
         """
         existing = segments(connection, self._schema, self._topic)
         if existing is None:
-            tables = [log_form.stored_table(connection, self._schema, self._topic)]
+            tables = log_form.tables(connection, self._schema, self._topic)
         else:
             tables = [
                 each.table

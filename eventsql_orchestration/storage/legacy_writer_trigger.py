@@ -16,7 +16,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.storage.log_form import in_blocks, stored
+from eventsql_orchestration.storage.log_form import form_in_transaction, in_blocks, store, written
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import identifier
 
@@ -53,7 +53,7 @@ def stranded(database: Database, topic: str) -> list[Stranded]:
     """Events of a topic that no consumer will ever get, because the log was not guarded when they came."""
     queries = LogQueries("legacy_writers", database.schema)
     with database.connection() as connection:
-        log = stored(connection, database.schema, topic).as_string(connection)
+        log = written(connection, database.schema, topic).as_string(connection)
         found = fetch_all(connection, queries("stranded", topic=topic), {"topic": topic}, prepare=False)
         known = fetch_first(connection, Queries("layouts", database.schema)("layouts"), {"topic": topic})
         if known is None and fetch_first(connection, queries("has_partition_index"), {"log": log}) == (True,):
@@ -95,16 +95,17 @@ def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
 
 def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Let nobody write to a topic's log until the caller's transaction ends, as `guard` will; reading goes on."""
-    log = stored(connection, schema, topic)
+    form = form_in_transaction(connection, schema, topic)
+    log = sql.Identifier(schema, store(topic, form, blocks=form.writes_blocks))
     connection.execute(sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(log))
 
 
 def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitions: int) -> None:
     """From now on, move events for partitions from `partitions` on to other partitions of the topic.
 
-    The caller's transaction holds the registry and the topic. A log in blocks refuses such writers anyway.
+    The caller's transaction holds the registry and the topic. A log with blocks refuses such writers anyway.
     """
-    if in_blocks(connection, schema, topic):
+    if form_in_transaction(connection, schema, topic).blocks:
         return
     queries = Queries("guards", schema)
     function = sql.Identifier(schema, "place_in_layout")

@@ -1,20 +1,24 @@
-"""The form of a log: a row for each event, or blocks of events.
+"""The form of a log: a row for each event, blocks of events, or both.
 
-The relation `{topic}_event` has EventSQL's columns in both forms. In the form of rows it is the table that holds the
+The relation `{topic}_event` has EventSQL's columns in every form. In the form of rows it is the table that holds the
 events. In the form of blocks it is a view, and the table `{topic}_block` holds the events. So a statement that takes a
 log for rows is right for blocks too, and slow.
+
+A log whose form was changed has both, each segment one. The tables `{topic}_rows` and `{topic}_array` hold its rows and
+its blocks. `{topic}_event` is a view of all events, and `{topic}_block` is a view of all blocks, with a row as a block
+of one event. So a statement that reads a log in blocks reads such a log, too. Nothing can be written to the views.
 """
 
 from __future__ import annotations
 
 import time
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.log_names import block_table, event_table
+from eventsql_orchestration.database.log_names import block_store, block_table, event_table, row_store
 from eventsql_orchestration.database.rows import fetch_one
 
 ROOM: Final = __package__
@@ -27,35 +31,66 @@ was deleted and made anew with rows does not fail any more."""
 ROWS_SECONDS: Final = 60.0
 """How long a log is taken for rows. Meanwhile reading a topic that was made anew with blocks is slow."""
 
-_known: Final[dict[tuple[object, ...], tuple[float, bool]]] = {}
-"""By server, database, schema and topic: until when the form is known, and whether it is blocks."""
+
+class Form(NamedTuple):
+    """The form of a log. `blocks`: it is read as blocks. `writes_blocks`: new events become blocks. `both`: it has rows
+    and blocks.
+    """
+
+    blocks: bool
+    writes_blocks: bool
+    both: bool = False
+
+
+FORMS: Final = {
+    "rows": Form(blocks=False, writes_blocks=False),
+    "blocks": Form(blocks=True, writes_blocks=True),
+    "both, new rows": Form(blocks=True, writes_blocks=False, both=True),
+    "both, new blocks": Form(blocks=True, writes_blocks=True, both=True),
+}
+"""The forms by the names that the statement `form_of` gives them."""
+
+_known: Final[dict[tuple[object, ...], tuple[float, Form]]] = {}
+"""By server, database, schema and topic: until when the form is known, and the form."""
 
 _MOST_KNOWN: Final = 10_000
 
 
-def in_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
-    """Whether a topic's log is in blocks, as far as is known from a short while ago. False for a missing log."""
-    key = _key(connection, schema, topic)
-    known = _known.get(key)
+def form(connection: psycopg.Connection[Any], schema: str, topic: str) -> Form:
+    """The form of a topic's log, as far as is known from a short while ago. Rows for a missing log."""
+    known = _known.get(_key(connection, schema, topic))
     if known is not None and time.monotonic() < known[0]:
         return known[1]
-    return is_in_blocks(connection, schema, topic)
+    return form_now(connection, schema, topic)
 
 
-def is_in_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
-    """Whether a topic's log is in blocks now."""
-    log = sql.Identifier(schema, event_table(topic)).as_string(connection)
-    (blocks,) = fetch_one(connection, Queries("forms", schema, room=ROOM)("form"), {"log": log}, prepare=False)
-    learn(connection, schema, topic, blocks=bool(blocks))
-    return bool(blocks)
+def form_now(connection: psycopg.Connection[Any], schema: str, topic: str) -> Form:
+    """The form of a topic's log now, as a committed transaction left it. It is remembered."""
+    return learn(connection, schema, topic, _found(connection, schema, topic))
 
 
-def learn(connection: psycopg.Connection[Any], schema: str, topic: str, *, blocks: bool) -> None:
-    """Note the form of a log that a statement has found."""
+def form_in_transaction(connection: psycopg.Connection[Any], schema: str, topic: str) -> Form:
+    """The form of a topic's log as the caller's transaction may have changed it. It is not remembered."""
+    return FORMS[_found(connection, schema, topic)]
+
+
+def _found(connection: psycopg.Connection[Any], schema: str, topic: str) -> str:
+    query = Queries("forms", schema, room=ROOM)("form_of")
+    return str(fetch_one(connection, query, {"topic": topic}, prepare=False)[0])
+
+
+def in_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
+    """Whether a topic's log is read as blocks, as far as is known from a short while ago. False for a missing log."""
+    return form(connection, schema, topic).blocks
+
+
+def learn(connection: psycopg.Connection[Any], schema: str, topic: str, found: str) -> Form:
+    """Note the form of a log that a statement has found, by its name."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    until = time.monotonic() + (BLOCKS_SECONDS if blocks else ROWS_SECONDS)
-    _known[_key(connection, schema, topic)] = (until, blocks)
+    until = time.monotonic() + (BLOCKS_SECONDS if FORMS[found].blocks else ROWS_SECONDS)
+    _known[_key(connection, schema, topic)] = (until, FORMS[found])
+    return FORMS[found]
 
 
 def forget(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
@@ -69,10 +104,39 @@ def _key(connection: psycopg.Connection[Any], schema: str, topic: str) -> tuple[
 
 
 def stored_table(connection: psycopg.Connection[Any], schema: str, topic: str) -> str:
-    """The name of the table that holds a log: its column `eql_id` has the ids of events, or of blocks' last events."""
+    """The name of the relation to read a log from: the table that holds it, or the view of a log in both forms.
+
+    Its column `eql_id` has the ids of events, or of blocks' last events.
+    """
     return block_table(topic) if in_blocks(connection, schema, topic) else event_table(topic)
 
 
 def stored(connection: psycopg.Connection[Any], schema: str, topic: str) -> sql.Identifier:
-    """The table that holds a log, to be composed into a statement of this room."""
+    """The relation to read a log from, to be composed into a statement of this room."""
     return sql.Identifier(schema, stored_table(connection, schema, topic))
+
+
+def store(topic: str, form: Form, *, blocks: bool) -> str:
+    """The name of the table that holds the rows or the blocks of a log in this form."""
+    if form.both:
+        return block_store(topic) if blocks else row_store(topic)
+    return block_table(topic) if blocks else event_table(topic)
+
+
+def written_table(connection: psycopg.Connection[Any], schema: str, topic: str) -> str:
+    """The name of the table that new events of a log enter. It has the log's sequence."""
+    known = form(connection, schema, topic)
+    return store(topic, known, blocks=known.writes_blocks)
+
+
+def written(connection: psycopg.Connection[Any], schema: str, topic: str) -> sql.Identifier:
+    """The table that new events of a log enter, to be composed into a statement of this room."""
+    return sql.Identifier(schema, written_table(connection, schema, topic))
+
+
+def tables(connection: psycopg.Connection[Any], schema: str, topic: str) -> list[str]:
+    """The names of the tables that hold a log: one, or that of its rows and that of its blocks."""
+    known = form(connection, schema, topic)
+    if known.both:
+        return [store(topic, known, blocks=blocks) for blocks in (False, True)]
+    return [store(topic, known, blocks=known.blocks)]

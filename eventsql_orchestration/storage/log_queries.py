@@ -1,7 +1,9 @@
 """Named SQL on the tables of logs, from the files in `sql/`.
 
 A file `blocks_<name>.sql` has variants of the statements of `<name>.sql` for logs in blocks. A statement without a
-variant reads such a log through the view `{event_table}`. In both, `{log_table}` is the table that holds the log.
+variant reads such a log through the view `{event_table}`. In both, `{log_table}` is the relation to read the log from,
+`{row_store}` and `{block_store}` are the tables that hold rows and blocks, and `{written_table}` is the one of these
+that new events enter.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.log_names import block_table, event_table
-from eventsql_orchestration.storage.log_form import ROOM, in_blocks
+from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage.log_form import FORMS, ROOM, Form
 
 
 class LogQueries:
@@ -28,20 +31,38 @@ class LogQueries:
         self._variants = Queries(variants, schema, room=ROOM) if exist else None
 
     def __call__(
-        self, name: str, *, topic: str | None = None, table: str | None = None, blocks: bool = False
+        self, name: str, *, topic: str | None = None, table: str | None = None, form: Form = FORMS["rows"]
     ) -> sql.SQL:
         """The statement called `name`; the name of a table fills `{table}`.
 
-        `topic` fills `{event_table}`, `{block_table}` and `{log_table}`. With `blocks`, its log is in blocks.
+        `topic` fills the names of the tables of its log, which is read in this form.
         """
-        names = {} if table is None else {"table": table}
-        if topic is not None:
-            names["event_table"], names["block_table"] = event_table(topic), block_table(topic)
-            names["log_table"] = names["block_table" if blocks else "event_table"]
-        if blocks and self._variants is not None and name in self._variants:
-            return self._variants(name, **names)
-        return self._queries(name, **names)
+        return self._statement(name, topic, table, form, blocks=form.blocks)
 
     def on(self, connection: psycopg.Connection[Any], name: str, topic: str, *, table: str | None = None) -> sql.SQL:
         """The statement called `name` for the form of a topic's log."""
-        return self(name, topic=topic, table=table, blocks=in_blocks(connection, self._schema, topic))
+        form = log_form.form(connection, self._schema, topic)
+        return self._statement(name, topic, table, form, blocks=form.blocks)
+
+    def writing(self, connection: psycopg.Connection[Any], name: str, topic: str) -> sql.SQL:
+        """The statement called `name` for the form of the new events of a topic's log."""
+        form = log_form.form(connection, self._schema, topic)
+        return self._statement(name, topic, None, form, blocks=form.writes_blocks)
+
+    def on_store(
+        self, connection: psycopg.Connection[Any], name: str, topic: str, *, blocks: bool, table: str | None = None
+    ) -> sql.SQL:
+        """The statement called `name` for the rows or the blocks of a topic's log."""
+        return self._statement(name, topic, table, log_form.form(connection, self._schema, topic), blocks=blocks)
+
+    def _statement(self, name: str, topic: str | None, table: str | None, form: Form, *, blocks: bool) -> sql.SQL:
+        names = {} if table is None else {"table": table}
+        if topic is not None:
+            names["event_table"], names["block_table"] = event_table(topic), block_table(topic)
+            names["log_table"] = names["block_table" if form.blocks else "event_table"]
+            names["row_store"] = log_form.store(topic, form, blocks=False)
+            names["block_store"] = log_form.store(topic, form, blocks=True)
+            names["written_table"] = names["block_store" if form.writes_blocks else "row_store"]
+        if blocks and self._variants is not None and name in self._variants:
+            return self._variants(name, **names)
+        return self._queries(name, **names)

@@ -33,10 +33,13 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 _TIME: Final = DateTime(timezone=True)
 
 
-def event_log(topic: str, *, partitioned: bool) -> Table:
-    """The table of one topic's log, in a `MetaData` of its own; `segments.py` makes its segments."""
+def event_log(topic: str, *, partitioned: bool, name: str | None = None) -> Table:
+    """The table of one topic's log, in a `MetaData` of its own; `segments.py` makes its segments.
+
+    It is called `{topic}_event`, or `name`.
+    """
     table = Table(
-        event_table(topic),
+        name or event_table(topic),
         MetaData(),
         Column("eql_id", BigInteger, primary_key=True, autoincrement=True),
         Column("eql_partition", SmallInteger, nullable=False),
@@ -75,14 +78,29 @@ def exists(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool
 
 def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: str, *, partitioned: bool) -> None:
     """Create a topic's log in blocks, without segments, in the caller's transaction."""
+    check_free(connection, schema, block_table(topic))
+    create_block_table(connection, schema, topic, block_table(topic), partitioned=partitioned)
     queries = LogQueries("forms", schema)
-    name = sql.Identifier(schema, block_table(topic)).as_string(connection)
-    if fetch_first(connection, queries("exists"), {"name": name}) == (True,):
-        raise RegistryError(f"topic {topic!r} cannot be kept in blocks: there is a table {name} already. Rename it")
-    steps = ["create_blocks", "store_apart", "create_gap_index", "create_view", "refuse_rows"]
-    for step in steps + (["create_partition_index"] if partitioned else []):
+    for step in ("create_view", "refuse_rows"):
         connection.execute(queries(step, topic=topic))
-    log_form.learn(connection, schema, topic, blocks=True)
+    log_form.learn(connection, schema, topic, "blocks")
+
+
+def create_block_table(
+    connection: psycopg.Connection[Any], schema: str, topic: str, table: str, *, partitioned: bool
+) -> None:
+    """Create the table of this name for the blocks of a topic's log, without segments."""
+    queries = LogQueries("forms", schema)
+    steps = ["create_blocks", "store_apart", "create_gap_index"]
+    for step in steps + (["create_partition_index"] if partitioned else []):
+        connection.execute(queries(step, topic=topic, table=table))
+
+
+def check_free(connection: psycopg.Connection[Any], schema: str, table: str) -> None:
+    """Raise `RegistryError` if there is a relation of this name, which a log is to get."""
+    name = sql.Identifier(schema, table).as_string(connection)
+    if fetch_first(connection, LogQueries("forms", schema)("exists"), {"name": name}) == (True,):
+        raise RegistryError(f"there is a table {name} already, which no log uses: rename it")
 
 
 class BrokenBlock(NamedTuple):
@@ -100,17 +118,23 @@ def broken_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) 
     """The first broken blocks of a topic's log, and none for a log in rows. Looks into the newest 1,000 blocks."""
     if not log_form.in_blocks(connection, schema, topic):
         return []
-    query = LogQueries("forms", schema)("broken_blocks", topic=topic)
+    query = LogQueries("forms", schema).on(connection, "broken_blocks", topic)
     return [BrokenBlock(*row) for row in fetch_all(connection, query, {"topic": topic}, prepare=False)]
 
 
 def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_exists: bool = False) -> None:
     """Drop a topic's log with its segments, in the caller's transaction."""
     driver = driver_connection(connection)
-    if log_form.is_in_blocks(driver, schema, topic):
+    form = log_form.form_now(driver, schema, topic)
+    if form.blocks:
         queries = LogQueries("forms", schema)
-        for step in ("drop_view", "drop_blocks"):
-            driver.execute(queries(step, topic=topic))
+        steps = (
+            ("drop_view", "drop_view_of_blocks", "drop_rows", "drop_blocks")
+            if form.both
+            else ("drop_view", "drop_blocks")
+        )
+        for step in steps:
+            driver.execute(queries(step, topic=topic, form=form))
     else:
         connection.execute(DropTable(event_log(topic, partitioned=False), if_exists=if_exists))
     log_form.forget(driver, schema, topic)

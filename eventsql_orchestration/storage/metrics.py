@@ -57,7 +57,7 @@ class LogMetrics:
 
     def log(self, connection: Connection, topic: str) -> LogFigures:
         """The figures of a topic's log."""
-        values = {"log": self._log(connection, topic)}
+        values = {"topic": topic}
         return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), values, prepare=False))
 
     def waiting(self, connection: Connection, topic: str) -> dict[tuple[str, int], Waiting]:

@@ -18,7 +18,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, Event
-from eventsql_orchestration.storage.log_form import in_blocks
+from eventsql_orchestration.storage.log_form import form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 MAX_OFFSET: Final = 2**63 - 1
@@ -69,10 +69,10 @@ class LogReader:
         cursor.adapters.register_loader("timestamptz", Int8BinaryLoader)
         cursor.adapters.register_loader("json", TextBinaryLoader)
         values = {"partition": partition, "after": after, "upto": upto, "limit": limit}
-        blocks = in_blocks(connection, self._schema, topic)
-        query = self._queries(_of("read", partition), topic=topic, blocks=blocks)
-        if blocks:
-            between = self._queries("read_between", topic=topic, blocks=True)
+        known = form(connection, self._schema, topic)
+        query = self._queries(_of("read", partition), topic=topic, form=known)
+        if known.blocks:
+            between = self._queries("read_between", topic=topic, form=known)
             return _read_blocks(cursor, query, between, topic, values)
         cursor.execute(query, values, binary=True, prepare=False)
         return [Event(topic, *row) for row in cursor.fetchall()]

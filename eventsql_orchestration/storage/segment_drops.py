@@ -17,7 +17,6 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.storage.log_form import stored
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.segments import Segment, segment_name, segments
 
@@ -79,7 +78,7 @@ class SegmentDrops:
         return None if row is None else (row[0], row[1])
 
     def _on_segment(self, connection: Connection, name: str, segment: Segment) -> sql.SQL:
-        return self._queries.on(connection, name, self._topic, table=segment.table)
+        return self._queries.on_store(connection, name, self._topic, blocks=segment.in_blocks, table=segment.table)
 
     # Dropping one
 
@@ -89,7 +88,7 @@ class SegmentDrops:
         Raises the driver's `QueryCanceled` or `LockNotAvailable` if a transaction reads the segment for too long.
         """
         self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS {mark}", wait=self._wait)
-        self._detach(connection, segment.table)
+        self._detach(connection, segment)
         self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
 
     def unmark(self, connection: Connection, segment: Segment) -> None:
@@ -100,17 +99,20 @@ class SegmentDrops:
 
     def finish_detach(self, connection: Connection, segment: Segment) -> None:
         """End the detaching of a segment that an earlier run began. Raises as `drop`."""
-        self._alter(connection, segment.table, "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE", wait=self._wait)
+        statement = "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
+        self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
 
     def drop_detached(self, connection: Connection) -> None:
         """Drop the topic's segments that an earlier run detached. Segments without the mark are somebody's to keep."""
         for table in detached(connection, self._schema, self._topic):
             self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
 
-    def _alter(self, connection: Connection, table: str, statement: str, *, wait: float | None = None) -> None:
+    def _alter(
+        self, connection: Connection, table: str, statement: str, *, log: str = "", wait: float | None = None
+    ) -> None:
         """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
-            "log": stored(connection, self._schema, self._topic),
+            "log": sql.Identifier(self._schema, log),
             "segment": sql.Identifier(self._schema, table),
             "mark": sql.Literal(tables.DROPPED),
         }
@@ -119,13 +121,13 @@ class SegmentDrops:
             connection.execute("SELECT pg_catalog.set_config(%s, %s, true)", [limit[0], f"{round(limit[1] * 1000)}ms"])
             connection.execute(sql.SQL(statement).format(**names))
 
-    def _detach(self, connection: Connection, table: str) -> None:
+    def _detach(self, connection: Connection, segment: Segment) -> None:
         """Detach a segment concurrently: readers and writers go on. It cannot run in a transaction.
 
         Raises `QueryCanceled` after `wait` seconds, which a timer measures.
         """
-        log, segment = stored(connection, self._schema, self._topic), sql.Identifier(self._schema, table)
-        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, segment)
+        log, table = sql.Identifier(self._schema, segment.log), sql.Identifier(self._schema, segment.table)
+        statement = sql.SQL("ALTER TABLE {} DETACH PARTITION {} CONCURRENTLY").format(log, table)
 
         def give_up() -> None:
             # If the server cannot be reached, the statement ends with its connection.

@@ -18,7 +18,7 @@ import sqlalchemy
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries, driver_connection, roles
-from eventsql_orchestration.database.log_names import event_table
+from eventsql_orchestration.database.log_names import block_table, event_table, holds_blocks
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import BLOCKS, Topic
@@ -41,25 +41,34 @@ ADOPTION_CHECK: Final = "eql_within_segment"
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A part of a topic's log: the table of the ids with `start <= id < end`. `bytes` counts its indexes too."""
+    """A part of a topic's log: the table of the ids with `start <= id < end`. `bytes` counts its indexes too.
+
+    `log` is the log's table that it is attached to.
+    """
 
     table: str
     start: int
     end: int
     bytes: int
     detaching: bool
+    log: str
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether it holds blocks of events."""
+        return holds_blocks(self.log)
 
 
 def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> None:
     """Create what a topic's log lacks: its table, indexes, first segments, and right settings of its sequence."""
     driver = driver_connection(connection)
-    blocks = log_form.is_in_blocks(driver, schema, topic.name)
+    blocks = log_form.form_now(driver, schema, topic.name).blocks
     if not blocks and topic.storage == BLOCKS and not log_table.exists(driver, schema, topic.name):
         log_table.create_blocks(driver, schema, topic.name, partitioned=topic.partitioned)
         blocks = True
     if not blocks:
         _create_rows(connection, schema, topic)
-    sequences.settle(driver, schema, log_form.stored_table(driver, schema, topic.name))
+    sequences.settle(driver, schema, log_form.written_table(driver, schema, topic.name))
     if segments(driver, schema, topic.name) == []:
         ensure_ahead(driver, schema, topic.name)
 
@@ -87,21 +96,16 @@ def segment_name(topic: str, start: int) -> str:
 
 def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
     """The segments of a topic's log by their ids; None where it is one plain table."""
-    queries, log = LogQueries("segments", schema), _log(connection, schema, topic)
+    queries, log = LogQueries("segments", schema), {"topic": topic}
     row = fetch_first(connection, queries("is_segmented"), log)
     if row is None or not row[0]:
         return None
     return [Segment(*row) for row in fetch_all(connection, queries("segments"), log)]
 
 
-def _log(connection: Connection, schema: str, topic: str) -> dict[str, object]:
-    """The table of a topic's log, as the statements on segments take it."""
-    return {"log": log_form.stored(connection, schema, topic).as_string(connection)}
-
-
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
-    row = fetch_first(connection, LogQueries("segments", schema)("newest_id"), _log(connection, schema, topic))
+    row = fetch_first(connection, LogQueries("segments", schema)("newest_id"), {"topic": topic})
     return 0 if row is None or row[0] is None else int(row[0])
 
 
@@ -112,7 +116,7 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     `make_segments` in the database has the statements.
     """
     queries = LogQueries("segments", schema)
-    own = fetch_first(connection, queries("makes_segments"), _log(connection, schema, topic)) == (True,)
+    own = fetch_first(connection, queries("makes_segments"), {"topic": topic}) == (True,)
     # Other roles, such as a transfer role or a member of the owner, call the owner's function.
     statement = queries("make_segments" if own else "ensure_segments")
     connection.execute(statement, {"topic": topic, "events": SEGMENT_EVENTS, "ahead": SEGMENTS_AHEAD})
@@ -120,13 +124,14 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
 
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
     """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
-    values = {**_log(connection, schema, topic), "newest": segment.end - 1}
+    values = {"topic": topic, "newest": segment.end - 1}
     connection.execute(LogQueries("segments", schema)("skip_to"), values)
 
 
 def vacuum(connection: Connection, schema: str, topic: str) -> None:
     """Leave a log as it is a while after it was written, on a connection in autocommit mode."""
-    connection.execute(LogQueries("segments", schema).on(connection, "vacuum", topic))
+    for table in log_form.tables(connection, schema, topic):
+        connection.execute(LogQueries("segments", schema)("vacuum", table=table))
 
 
 def adopt(connection: Connection, schema: str, topic: str) -> None:
@@ -140,7 +145,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     """
     if segments(connection, schema, topic) is not None:
         return
-    _check_dependents(connection, schema, topic)
+    check_dependents(connection, schema, topic, identifier(schema, topic), "a retention")
     names = _adoption_names(connection, schema, topic)
     try:
         _alter(
@@ -164,20 +169,25 @@ def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
     _alter(connection, names, "ALTER TABLE {log} DROP CONSTRAINT IF EXISTS {check}")
 
 
-def _check_dependents(connection: Connection, schema: str, topic: str) -> None:
-    log = identifier(schema, topic).as_string(connection)
-    dependents = fetch_all(connection, LogQueries("segments", schema)("dependents"), {"table": log})
-    if dependents:
-        names = ", ".join(name for (name,) in dependents)
+def dependents(connection: Connection, schema: str, topic: str, table: sql.Identifier) -> list[str]:
+    """Objects that depend on a table or view of a log and would stay with it when another takes its name."""
+    own = [sql.Identifier(schema, name(topic)).as_string(connection) for name in (event_table, block_table)]
+    values = {"table": table.as_string(connection), "own": own}
+    return [name for (name,) in fetch_all(connection, LogQueries("segments", schema)("dependents"), values)]
+
+
+def check_dependents(connection: Connection, schema: str, topic: str, table: sql.Identifier, wanted: str) -> None:
+    """Raise `RegistryError` if objects depend on a table of a log that is to get another name for what is `wanted`."""
+    if found := dependents(connection, schema, topic, table):
         raise RegistryError(
-            f"topic {topic!r} cannot have a retention yet, because {names} would stay with its first segment: drop "
-            "these objects, set the retention, and make them anew"
+            f"topic {topic!r} cannot have {wanted} yet, because {', '.join(found)} would stay with its present events: "
+            "drop these objects, set it, and make them anew"
         )
 
 
 def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str, sql.Composable | int]:
     log, name = identifier(schema, topic), segment_name(topic, 0)
-    sequence = fetch_one(connection, LogQueries("segments", schema)("sequence"), _log(connection, schema, topic))
+    sequence = fetch_one(connection, LogQueries("segments", schema)("sequence"), {"topic": topic})
     return {
         "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),
@@ -212,19 +222,26 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
         if partitions is not None:
             legacy_writer_trigger.guard(connection, schema, topic, partitions)
         sequences.settle(connection, schema, event_table(topic))
-        _pass_on_rights(connection, schema, topic, segment_name(topic, 0))
+        log, plain = identifier(schema, topic), sql.Identifier(schema, segment_name(topic, 0))
+        pass_on_rights(connection, schema, plain, log)
+        pass_on_owner(connection, schema, plain, log)
         ensure_ahead(connection, schema, topic)
 
 
-def _pass_on_rights(connection: Connection, schema: str, topic: str, segment: str) -> None:
-    """Give the rights on the plain table on the log that took its place, and make its owner the log's."""
-    queries = LogQueries("segments", schema)
-    log, table = identifier(schema, topic), sql.Identifier(schema, segment).as_string(connection)
-    for privilege, grantee, grantable in fetch_all(connection, queries("grants"), {"table": table}):
+def pass_on_rights(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
+    """Give the rights on a table or view also on another."""
+    values = {"table": source.as_string(connection)}
+    for privilege, grantee, grantable in fetch_all(connection, LogQueries("segments", schema)("grants"), values):
         to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)
         option = sql.SQL(" WITH GRANT OPTION" if grantable else "")
-        connection.execute(sql.SQL("GRANT {} ON {} TO {}{}").format(sql.SQL(privilege), log, to, option))
-    owner = fetch_first(connection, queries("owner"), {"table": table})
-    mine = fetch_first(connection, queries("owner"), {"table": log.as_string(connection)})
+        connection.execute(sql.SQL("GRANT {} ON {} TO {}{}").format(sql.SQL(privilege), target, to, option))
+
+
+def pass_on_owner(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
+    """Make the owner of a table the owner of another table or view."""
+    owner, mine = (
+        fetch_first(connection, LogQueries("segments", schema)("owner"), {"table": each.as_string(connection)})
+        for each in (source, target)
+    )
     if owner is not None and owner != mine:
-        connection.execute(sql.SQL("ALTER TABLE {} OWNER TO {}").format(log, sql.Identifier(owner[0])))
+        connection.execute(sql.SQL("ALTER TABLE {} OWNER TO {}").format(target, sql.Identifier(owner[0])))

@@ -18,7 +18,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Queries, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.storage.log_form import stored, stored_table
+from eventsql_orchestration.storage.log_form import written, written_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 logger = logging.getLogger(__name__)
@@ -113,13 +113,13 @@ class Ids:
 
         Gives whether the times of the log are points in time. Raises `SequenceError`.
         """
-        log = stored(connection, self._schema, topic).as_string(connection)
+        log = written(connection, self._schema, topic).as_string(connection)
         query = self._queries.on(connection, "log_state", topic)
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
         # After the statement above, which says where a topic was deleted.
         check_log(connection, self._schema, topic)
         if last < highest:
-            (state,) = states(connection, self._schema, [stored_table(connection, self._schema, topic)])
+            (state,) = states(connection, self._schema, [written_table(connection, self._schema, topic)])
             try:
                 # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
                 connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
@@ -164,7 +164,7 @@ def states(connection: Connection, schema: str, names: Sequence[str]) -> list[Se
 
 def check_log(connection: Connection, schema: str, topic: str) -> None:
     """Raise `SequenceError` unless a log's ids come one by one and upwards from a sequence of its own."""
-    check(connection, schema, stored_table(connection, schema, topic))
+    check(connection, schema, written_table(connection, schema, topic))
 
 
 def check(connection: Connection, schema: str, table: str) -> None:
@@ -198,7 +198,7 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
 
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
     """What is wrong with the sequences of the platform's tables and of the logs of `topics`."""
-    names = [*tables.NAMES, *(stored_table(connection, schema, topic) for topic in topics)]
+    names = [*tables.NAMES, *(written_table(connection, schema, topic) for topic in topics)]
     found: list[SequenceError] = []
     for state in states(connection, schema, names):
         highest = _highest(connection, schema, state.table)

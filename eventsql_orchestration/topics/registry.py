@@ -14,11 +14,20 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.rows import fetch_all
-from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, ROWS, Retention, Storage, Topic
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    InvalidNameError,
+    RedefinitionError,
+    RegistryError,
+    ValidationError,
+)
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, ROWS, STORAGES, Retention, Storage, Topic
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.storage import log_table, segments
+from eventsql_orchestration.storage import altering, log_form, log_table, segments
+from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_table import check_readable
+from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import (
     all_topics,
@@ -36,7 +45,7 @@ from eventsql_orchestration.topics.catalog import (
 )
 from eventsql_orchestration.topics.offsets import Earliest, Position, Start, resolve, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
-from eventsql_orchestration.validation import check_text
+from eventsql_orchestration.validation import check_choice, check_text
 
 
 class ConsumerSettings(TypedDict, total=False):
@@ -50,6 +59,12 @@ class ConsumerSettings(TypedDict, total=False):
 
 DEFAULT_STORAGE: Storage = ROWS
 """The form of a topic that names none."""
+
+WAIT_SECONDS: Final = 1.0
+"""The longest that one attempt to change the form of a topic makes others wait, for each lock."""
+
+RETRY_SECONDS: Final = 30.0
+"""Seconds for which a change of the form is tried."""
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -96,8 +111,8 @@ class Registry:
             existing = existing_topic(connection, topic.name)
             if topic.storage not in {None, existing.storage}:
                 raise RedefinitionError(
-                    f"topic {topic.name!r} is stored in {existing.storage} and cannot be changed to {topic.storage}: "
-                    "register another topic"
+                    f"topic {topic.name!r} is stored in {existing.storage}, not in {topic.storage}: change it with "
+                    f"`eventsql topic alter {topic.name} --storage {topic.storage}`"
                 )
             if existing.partitions != topic.partitions:
                 self._redefine(connection, existing, topic)
@@ -178,6 +193,45 @@ class Registry:
             lock_registry(connection)
             _keep(connection, existing_topic(connection, name), retention or Retention())
         self.forget(name)
+
+    def set_storage(self, name: str, storage: Storage, *, timeout: float = RETRY_SECONDS) -> bool:
+        """See `ClusterRegistry.set_storage`."""
+        check_choice("storage", storage, STORAGES)
+        if Topic(name, storage=storage).storage == self.topic(name).storage:
+            return False
+        schema, retry = self._database.schema, Backoff(timeout)
+        while True:
+            try:
+                with self._database.errors(), self._database.dedicated() as driver:
+                    segments.adopt(driver, schema, name)
+                with self._database.core() as connection:
+                    driver = driver_connection(connection)
+                    changed = self._change_storage(connection, name, storage)
+            except DatabaseBusyError as error:
+                if not retry.lasts():
+                    raise DatabaseBusyError(
+                        f"topic {name!r} keeps its form, because transactions that read or write it do not end: {error}"
+                    ) from error
+            else:
+                log_form.forget(driver, schema, name)
+                self.forget(name)
+                return changed
+
+    def _change_storage(self, connection: Connection, name: str, storage: Storage) -> bool:
+        driver, schema = driver_connection(connection), self._database.schema
+        has_roles = roles.act_as_owner(driver, schema)
+        lock_registry(connection)
+        driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
+        if not try_retain(driver, schema, name):
+            raise DatabaseBusyError(f"retention of topic {name!r} is under way")
+        if not try_change(driver, schema, name):
+            raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way")
+        topic = existing_topic(connection, name)
+        lock_topic(connection, name)
+        changed = altering.change(connection, schema, topic, storage)
+        if changed and has_roles:
+            roles.grant(driver, schema, [name])
+        return changed
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """See `ClusterRegistry.unregister_topic`."""

@@ -34,11 +34,11 @@ from typing import Any, Final, TypeAlias
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, ShardError
-from eventsql_orchestration.model import STORAGES
+from eventsql_orchestration.model import STORAGES, Storage
 from tests.fixtures import memory_disk
 from tests.log import playing, verdict
 from tests.log.numbered import TOPIC, Progress, replace
-from tests.log.plan import PARTITIONS, SERVER, SHARD, Player, Settings, faults, players, publishers
+from tests.log.plan import FORM, PARTITIONS, SERVER, SHARD, Player, Settings, faults, players, publishers
 from tests.log.playing import followed, make_tables
 from tests.log.verdict import CONSUMERS
 
@@ -62,6 +62,7 @@ class Figures:
     seconds: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
     restarts: int = 0
+    changes: int = 0
     layouts: list[int] = field(default_factory=list)
     shards: int = 0
     moved: int = 0
@@ -80,6 +81,7 @@ class Figures:
             *((f"kills: {kind}", str(count)) for kind, count in sorted(self.kills.items())),
             ("kills", str(self.kills.total())),
             ("server restarts", str(self.restarts)),
+            ("changes of the form", str(self.changes)),
             ("effects", f"{self.effects:,}"),
             ("seconds until published", f"{self.published_seconds:.1f}"),
             ("seconds until consumed", f"{self.seconds:.1f}"),
@@ -237,6 +239,8 @@ class Run:
                 self.figures.restarts += 1
             elif fault.name == PARTITIONS:
                 self._repartition(cast, platform)
+            elif fault.name == FORM:
+                self._change_form(cast, platform)
             elif fault.name == SHARD:
                 self._add_shard(cast, platform)
             elif cast.kill_and_follow(fault.name):
@@ -255,6 +259,20 @@ class Run:
             return True
 
         self._until(cast, repartitioned)
+
+    def _change_form(self, cast: Cast, platform: EventSQL) -> None:
+        storage: Storage = "rows" if platform.registry.topic(TOPIC).storage == "blocks" else "blocks"
+
+        def changed() -> bool:
+            try:
+                platform.registry.set_storage(TOPIC, storage, timeout=5.0)
+            except (DatabaseError, ShardError):
+                # A batch or a lost server was in the way: it is done again, as its operator is told.
+                return False
+            return True
+
+        self._until(cast, changed)
+        self.figures.changes += 1
 
     def _add_shard(self, cast: Cast, platform: EventSQL) -> None:
         old, new = self._urls.read_text().split(), self._create()
@@ -371,6 +389,7 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--kills", type=int, default=None, help="by default one in 10,000 events, at least 20")
     parser.add_argument("--restarts", type=int, default=None, help="of servers; a tenth of the kills by default")
     parser.add_argument("--repartitionings", type=int, default=None, help="as many as restarts by default")
+    parser.add_argument("--changes", type=int, default=None, help="of the log's form, as many as restarts by default")
     parser.add_argument("--additions", type=int, default=None, help="of shards; two by default if there are several")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
     parser.add_argument("--storage", choices=STORAGES, default="rows", help="the form of the log")
@@ -383,8 +402,9 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
         "kills": kills, "restarts": max(1, kills // 10), "additions": 2 if given["shards"] > 1 else 0,
     }  # fmt: skip
     chosen: dict[str, Any] = {name: defaults.get(name) if value is None else value for name, value in given.items()}
-    if chosen["repartitionings"] is None:
-        chosen["repartitionings"] = chosen["restarts"]
+    for name in ("repartitionings", "changes"):
+        if chosen[name] is None:
+            chosen[name] = chosen["restarts"]
     return Settings(**chosen), keep
 
 

@@ -18,11 +18,14 @@ SHARES: Final = {"single": 0.02, "small": 0.08, "outbox": 0.10, "buffered": 0.30
 SERVER: Final = "server"
 PARTITIONS: Final = "partitions"
 SHARD: Final = "shard"
+FORM: Final = "form"
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """A run: how many events, in how many partitions, how many faults, and the seconds after which it is given up.
+
+    `changes` are of the form of the topic's log.
 
     `shards` is how many there are from the beginning, each on a server of its own; `additions` are of further ones.
     """
@@ -34,6 +37,7 @@ class Settings:
     kills: int = 100
     restarts: int = 10
     repartitionings: int = 10
+    changes: int = 0
     additions: int = 0
     deadline: float = 1_200.0
     storage: Storage = "rows"
@@ -52,7 +56,7 @@ class Player:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What happens once so many events are acknowledged: the process of this name is killed, a server restarts, the
-    topic is repartitioned, or a shard is added.
+    topic is repartitioned or gets another form, or a shard is added.
     """
 
     at: int
@@ -113,6 +117,7 @@ def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
         of_kind.setdefault(kind, []).append(name)
     kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
     others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings + [SHARD] * settings.additions
+    others += [FORM] * settings.changes
     targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]
     drawn.shuffle(targets)
     moments = sorted(drawn.sample(range(settings.events // 50, settings.events * 9 // 10), len(targets)))

@@ -12,7 +12,7 @@ from tests.log import faults, plan, verdict
 from tests.log.plan import Settings
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=150.0)
-IN_BLOCKS = replace(SMALL, events=6_000, kills=11, restarts=1, repartitionings=2, storage="blocks")
+IN_BLOCKS = replace(SMALL, events=6_000, kills=11, restarts=1, repartitionings=2, changes=3, storage="blocks")
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2
@@ -24,7 +24,10 @@ SHARDED = replace(
     [
         pytest.param(SMALL, id="one database"),
         pytest.param(SHARDED, id="shards that are added"),
-        pytest.param(IN_BLOCKS, id="blocks"),
+        pytest.param(IN_BLOCKS, id="blocks, and changes of the form"),
+        pytest.param(
+            replace(SMALL, storage="blocks", changes=5), id="more changes of the form", marks=pytest.mark.nightly
+        ),
         pytest.param(replace(SMALL, storage="blocks"), id="more in blocks", marks=pytest.mark.nightly),
     ],
 )
@@ -34,6 +37,7 @@ def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_s
     figures = faults.run(settings)
     assert figures.violations == [], f"repeat it with --seed {settings.seed}"
     assert figures.restarts == settings.restarts
+    assert figures.changes == settings.changes
     assert len(figures.layouts) >= settings.repartitionings
     # One that has published everything is not killed any more.
     assert figures.kills.total() >= settings.kills - 2

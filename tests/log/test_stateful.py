@@ -206,10 +206,11 @@ class LogMachine(RuleBasedStateMachine):
 
     example = itertools.count()
 
-    def __init__(self, platform: EventSQL, dsn: str, storage: Storage) -> None:
+    def __init__(self, platform: EventSQL, dsn: str, storage: Storage, *, changing: bool) -> None:
         super().__init__()
         self.platform = platform
         self.storage = storage
+        self.changing = changing
         self.dsn = dsn
         self.prefix = f"t{next(self.example)}"
         self.values = itertools.count()
@@ -252,7 +253,11 @@ class LogMachine(RuleBasedStateMachine):
     @rule(
         # What ends what others need comes seldom.
         change=st.sampled_from(
-            ["resume"] * 3 + ["redrive"] * 3 + ["dead letters"] * 2 + ["unregister", "redefine", "delete"]
+            ["resume"] * 3
+            + ["redrive"] * 3
+            + ["change form"] * 3
+            + ["dead letters"] * 2
+            + ["unregister", "redefine", "delete"]
         ),
         place=places,
         partitions=st.sampled_from([-1, 1, 3]),
@@ -270,6 +275,10 @@ class LogMachine(RuleBasedStateMachine):
             case "unregister" if consumer is not None:
                 self.platform.registry.unregister_consumer(consumer.topic.name, consumer.name)
                 self._forget(consumer)
+            # An open transaction that has read the log keeps this waiting.
+            case "change form" if self.changing and not self.transactions:
+                stored = self.platform.registry.topic(topic.name).storage
+                assert self.platform.registry.set_storage(topic.name, "rows" if stored == "blocks" else "blocks")
             # An open transaction that has published keeps these waiting.
             case "redefine" if not self.transactions:
                 self._redefine(topic, partitions)
@@ -756,7 +765,7 @@ class LogMachine(RuleBasedStateMachine):
     def _check_logs(self) -> None:
         for topic in self.all_topics():
             events = self.platform.reader.read(topic.name)
-            if self.storage == "blocks":
+            if self.storage == "blocks" or self.changing:
                 topic.place_new([int(event.value) for event in events])
             found = [(int(event.value), event.key, event.partition) for event in events]
             assert found == [(entry.value, entry.key, entry.partition) for entry in topic.log]
@@ -829,15 +838,16 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
 
 
 @pytest.mark.parametrize(
-    ("storage", "examples"),
+    ("form", "examples"),
     [
         ("rows", 6),
         ("blocks", 5),
-        *(pytest.param(storage, 60, marks=pytest.mark.nightly) for storage in STORAGES),
+        ("changing", 5),
+        *(pytest.param(form, 60, marks=pytest.mark.nightly) for form in (*STORAGES, "changing")),
     ],
 )
 def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
-    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, examples: int, storage: Storage
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, examples: int, form: str
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
@@ -853,7 +863,7 @@ def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
 
     class Machine(LogMachine):
         def __init__(self) -> None:
-            super().__init__(platform, dsn, storage)
+            super().__init__(platform, dsn, "blocks" if form == "blocks" else "rows", changing=form == "changing")
 
     try:
         run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=examples))

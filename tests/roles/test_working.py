@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -354,6 +355,28 @@ def test_an_eraser_erases_and_lists_what_was_erased(owner: EventSQL, as_: As, st
     with pytest.raises(psycopg.errors.InsufficientPrivilege), platform.database.connection() as connection:
         connection.execute("DELETE FROM eventsql.erasure")
     assert as_("reader").eraser.records() == [record]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_roles_keep_their_rights_when_a_topic_changes_its_form(owner: EventSQL, as_: As, storage: Storage) -> None:
+    for form in STORAGES if storage == "blocks" else reversed(STORAGES):
+        owner.publisher.publish_all(_orders(4))
+        owner.transfer.run_once()
+        as_("admin").registry.set_storage("orders", form)
+    as_("publisher_orders").publisher.publish_all(_orders(4))
+    assert as_("transfer").transfer.run_once() == {"orders": 4}
+    assert as_("reader_orders").reader.count("orders") == 12
+    assert sum(lag.events for lag in as_("reader").lag("orders")) == 12
+    seen: list[Event] = []
+
+    def take(events: Sequence[Event], _: Connection) -> None:
+        seen.extend(events)
+
+    consumer = as_("consumer_orders")
+    while consumer.consumers.consume_once("orders", "mailer", take):
+        pass
+    assert len(seen) == 12
+    assert as_("eraser").eraser.execute("orders", [seen[0].key or ""]).events >= 1
 
 
 def test_an_eraser_reaches_staged_blocks_and_failed_deliveries(owner: EventSQL, as_: As) -> None:

@@ -370,3 +370,15 @@ def test_an_erasure_erases_on_each_shard(orders: Run) -> None:
     assert sum(int(str(each["events"])) for each in records) == len(KEYS)
     events = lines(orders("consume", "orders", "mailer"))
     assert [each["value"] for each in events] == [None] * len(KEYS)
+
+
+def test_a_topic_changes_its_form_on_each_shard(orders: Run) -> None:
+    first = json.loads(orders("topic", "describe", "orders", "--json").stdout)["storage"]
+    other = "rows" if first == "blocks" else "blocks"
+    assert "stored in" in orders("topic", "alter", "orders", "--storage", other).output
+    assert "already" in orders("topic", "alter", "orders", "--storage", other).output
+    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
+    orders("publish", "orders", "--key", "key", stdin=events)
+    orders("transfer", "--once")
+    consumed = lines(orders("consume", "orders", "mailer"))
+    assert sorted(str(each["key"]) for each in consumed) == sorted([*KEYS, *KEYS])

@@ -15,7 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import encode_blocks
-from eventsql_orchestration.storage import log_table, segments
+from eventsql_orchestration.storage import altering, log_table, segments
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.ranges import LogRanges, Sample
 from eventsql_orchestration.storage.reading import MAX_OFFSET, Extent, LogReader, Waiting
@@ -84,7 +84,16 @@ def blocks(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic(TOPIC, 3, storage="blocks"))
 
 
-@pytest.fixture(params=[rows, blocks], ids=["rows", "blocks"])
+def both(platform: EventSQL) -> None:
+    """A log whose form has changed: it is read as one in blocks, and its new events are rows."""
+    with pytest.MonkeyPatch.context() as patched:
+        # A log without events would have one form again at once.
+        patched.setattr(altering, "simplify", lambda *_: False)
+        blocks(platform)
+        assert platform.registry.set_storage(TOPIC, "rows")
+
+
+@pytest.fixture(params=[rows, blocks, both], ids=["rows", "blocks", "both"])
 def log(
     request: pytest.FixtureRequest, platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> Log:

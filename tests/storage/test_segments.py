@@ -139,7 +139,7 @@ def test_a_plain_table_becomes_the_first_segment_without_a_rewrite(plain: EventS
     before, end = plain.reader.read("plain"), plain.reader.end("plain")
     file = session.execute("SELECT pg_relation_filenode('eventsql.plain_event')").fetchone()
     segments.adopt(session, SCHEMA, "plain")
-    first = Segment(segment_name("plain", 0), 0, end + segments.SEGMENT_EVENTS, 0, detaching=False)
+    first = Segment(segment_name("plain", 0), 0, end + segments.SEGMENT_EVENTS, 0, detaching=False, log="plain_event")
     existing = segments.segments(session, SCHEMA, "plain")
     assert existing is not None
     found, *ahead = existing

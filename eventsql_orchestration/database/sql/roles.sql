@@ -17,17 +17,34 @@ SELECT a.eql_role, a.eql_kind, a.eql_topic,
 FROM {schema}.access_role a
 ORDER BY array_position(%(kinds)s::text[], a.eql_kind), a.eql_topic NULLS FIRST;
 
--- logs -- Each topic, the schema and table of its log, the sequence of the ids, and the view of a log in blocks.
-SELECT t.eql_name, n.nspname, c.relname,
-       pg_get_serial_sequence(format('%%I.%%I', n.nspname, c.relname), 'eql_id'),
-       CASE WHEN t.eql_storage = 'blocks' THEN format(%(log)s, lower(t.eql_name COLLATE "C")) END
+-- logs -- The tables and the view of blocks of each topic's log: topic, schema, name, the sequence of the ids, the view of
+-- the events (NULL for a log in rows), whether it holds blocks.
+SELECT t.eql_name, n.nspname, held.name,
+       coalesce(CASE WHEN log.relkind <> 'v' THEN pg_get_serial_sequence(held.own, 'eql_id') END, (
+           SELECT pg_get_serial_sequence(format('%%I.%%I', n.nspname, own.relname), 'eql_id')
+           FROM pg_class own
+           WHERE own.relnamespace = n.oid AND own.relkind = ANY (ARRAY['r', 'p']) AND own.relname = ANY (ARRAY[
+               format(%(blocks)s, folded.name), format(%(rows_of_both)s, folded.name), format(%(blocks_of_both)s, folded.name)
+           ]) AND pg_get_serial_sequence(format('%%I.%%I', n.nspname, own.relname), 'eql_id') IS NOT NULL
+           LIMIT 1
+       )),
+       CASE WHEN log.relkind = 'v' THEN log.relname END, held.blocks
 FROM {schema}.topic t
-JOIN pg_class c ON c.relname = format(
-    CASE WHEN t.eql_storage = 'blocks' THEN %(blocks)s ELSE %(log)s END, lower(t.eql_name COLLATE "C")
-)
-JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
+CROSS JOIN LATERAL (SELECT lower(t.eql_name COLLATE "C")) AS folded (name)
+JOIN pg_namespace n ON n.nspname = %(schema)s
+JOIN pg_class log ON log.relnamespace = n.oid AND log.relname = format(%(log)s, folded.name)
+LEFT JOIN pg_class block ON block.relnamespace = n.oid AND block.relname = format(%(blocks)s, folded.name)
+CROSS JOIN LATERAL (
+    SELECT named.name, format('%%I.%%I', n.nspname, named.name) AS own, named.blocks
+    FROM (
+        SELECT log.relname, false WHERE log.relkind <> 'v'
+        UNION ALL SELECT block.relname, true WHERE log.relkind = 'v'
+        UNION ALL SELECT format(%(rows_of_both)s, folded.name), false WHERE log.relkind = 'v' AND block.relkind = 'v'
+        UNION ALL SELECT format(%(blocks_of_both)s, folded.name), true WHERE log.relkind = 'v' AND block.relkind = 'v'
+    ) AS named (name, blocks)
+) held
 WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
-ORDER BY t.eql_name;
+ORDER BY t.eql_name, held.name;
 
 -- tables -- The platform's tables, with the logs and views, and the partitions of all: schema, name, owner, whether that
 -- is a superuser.
@@ -42,8 +59,13 @@ WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
       coalesce(parent.relname, c.relname) = ANY (%(tables)s)
       OR coalesce(parent.relname, c.relname) = ANY (
           SELECT format(pattern, lower(t.eql_name COLLATE "C"))
-          FROM {schema}.topic t CROSS JOIN unnest(ARRAY[%(log)s, %(blocks)s]) AS pattern
-          WHERE pattern = %(log)s OR t.eql_storage = 'blocks'
+          FROM {schema}.topic t
+          CROSS JOIN unnest(ARRAY[%(log)s, %(blocks)s, %(rows_of_both)s, %(blocks_of_both)s]) AS pattern
+          WHERE pattern = %(log)s OR EXISTS (
+              SELECT FROM pg_class log
+              WHERE log.relnamespace = n.oid AND log.relkind = 'v'
+                AND log.relname = format(%(log)s, lower(t.eql_name COLLATE "C"))
+          )
           UNION ALL
           SELECT format('view_%%s', v.eql_name) FROM {schema}.view_definition v
       )

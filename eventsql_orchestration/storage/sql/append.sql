@@ -1,9 +1,4 @@
--- part ids -- The sequence of a topic's ids, in either form of its log.
-coalesce(
-    pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'),
-    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block')) IS NOT NULL
-        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'), 'eql_id') END
-)
+-- parts of forms
 
 -- part last_id -- The last id of the log; NULL if its sequence does not give ids one by one and upwards.
 (SELECT pg_sequence_last_value(own.sequence)
@@ -11,18 +6,11 @@ FROM (SELECT {ids}::regclass::oid AS sequence) own
 CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
 WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 
--- part in_blocks -- Whether the log is in blocks.
-coalesce((
-    SELECT relkind = 'v' FROM pg_class
-    WHERE oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'))
-), false)
-
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
--- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log, and whether it is in
--- blocks.
+-- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log, and its form.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), coalesce(max(eql_id), 0), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
-       {last_id}, {in_blocks}
+       {last_id}, {form}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -31,17 +19,17 @@ FROM (
 ) buffered;
 
 -- append -- Any number of encoded events to the end of the topic's log.
-COPY {schema}.{event_table} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
+COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- A batch of at most `limit` rows of the buffer: its last id, its size, the topic's partitions and layout,
--- the first ids of events, of blocks and of packed blocks in it, the last id of the log, and whether it is in blocks.
+-- the first ids of events, of blocks and of packed blocks in it, the last id of the log, and its form.
 -- Every read of a topic's part of the buffer compares rows: the buffer fills and empties faster than its statistics
 -- change, and the server might step over all other topics otherwise.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        min(eql_id) FILTER (WHERE eql_partition >= -1), min(eql_id) FILTER (WHERE eql_partition = -3),
        min(eql_id) FILTER (WHERE eql_partition = -2),
-       {last_id}, {in_blocks}
+       {last_id}, {form}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
@@ -55,7 +43,7 @@ WITH moved AS (
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
-INSERT INTO {schema}.{event_table} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
 
 -- move -- Move buffered events to the end of the topic's log, in the order of their buffer ids. The statement's time is
 -- after the lock, so times grow with ids. Planned for its values: a generic plan would walk the ids of all topics.
@@ -112,7 +100,7 @@ SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
     WHERE at_home AND cardinality(eql_values) = events
       AND coalesce(cardinality(eql_keys) = events, true) AND coalesce(cardinality(eql_event_metadata) = events, true)
 ), entered AS (
-    INSERT INTO {schema}.{event_table} (
+    INSERT INTO {schema}.{row_store} (
         eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
     )
     SELECT block.eql_partition, event.key, event.value, reference.eql_created_at, statement_timestamp(),

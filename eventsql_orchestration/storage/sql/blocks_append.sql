@@ -1,14 +1,14 @@
 -- parts of append
 
 -- append -- Any number of encoded blocks to the end of the topic's log.
-COPY {schema}.{block_table} (
+COPY {schema}.{block_store} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 ) FROM STDIN (FORMAT binary);
 
 -- part drawn -- Take an id of the log for each of the `wanted` events: the id before them, the last one, and whether they
 -- are consecutive.
 own AS MATERIALIZED (
-    SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence
+    SELECT pg_get_serial_sequence('{schema}.{block_store}', 'eql_id')::regclass AS sequence
 ), ids AS MATERIALIZED (
     SELECT min(id) - 1 AS before, max(id) AS last, max(id) - min(id) + 1 = count(*) AS consecutive
     FROM (SELECT nextval(own.sequence) AS id FROM own, generate_series(1, (SELECT events FROM wanted))) drawn
@@ -42,7 +42,7 @@ numbered AS (
     FROM numbered
     GROUP BY eql_partition, by_number, trunc(by_size)
 ), wanted AS (SELECT count(*) AS events FROM moved), {drawn}
-INSERT INTO {schema}.{block_table} (
+INSERT INTO {schema}.{block_store} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 )
 SELECT CASE WHEN ids.consecutive THEN ids.before + (sum(packed.events) OVER (ORDER BY packed.first))::bigint END,
@@ -75,7 +75,7 @@ RETURNING eql_events
 {taken}, sound AS (SELECT FROM block WHERE at_home),
 wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {drawn},
 entered AS (
-    INSERT INTO {schema}.{block_table} (
+    INSERT INTO {schema}.{block_store} (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
     )
     SELECT CASE WHEN ids.consecutive

@@ -12,7 +12,7 @@ found AS MATERIALIZED (
     SELECT eql_id, eql_key, count(*) AS events
     FROM (
         SELECT b.eql_id, e.eql_key, e.eql_value, e.eql_metadata
-        FROM {schema}.{block_table} b
+        FROM {schema}.{block_store} b
         CROSS JOIN LATERAL {events}
         WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_keys && %(keys)s::text[]
     ) log
@@ -29,7 +29,7 @@ WITH {found}
 
 -- erase -- Erase the events of keys in a range of a log; how many of each key. A second call finds none.
 WITH {found}, changed AS (
-    UPDATE {schema}.{block_table} b
+    UPDATE {schema}.{block_store} b
     SET eql_values = ARRAY(
             SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END
             FROM {events}

@@ -1,7 +1,7 @@
 -- parts of blocks_parts
 
 -- newest -- The last id of a log in blocks, 0 where it is empty.
-SELECT coalesce(max(eql_id), 0) FROM {schema}.{block_table};
+SELECT coalesce(max(eql_id), 0) FROM {schema}.{block_store};
 
 -- part border -- The first offset from which on consumers wait for a layout or for a shard: no block has events on both
 -- sides of it.
@@ -17,7 +17,7 @@ WHERE each.border > %(after)s
 -- that have many small ones. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border.
 -- NULL where no block is left. Blocks that begin before the window stay as they are.
 WITH first AS MATERIALIZED (
-    SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_table}
+    SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s
     ORDER BY eql_id
     LIMIT 1
@@ -27,7 +27,7 @@ WITH first AS MATERIALIZED (
     SELECT *, (sum(bytes) OVER (ORDER BY eql_id))::bigint AS total
     FROM (
         SELECT eql_id, eql_partition, eql_events, pg_column_size(eql_values) AS bytes
-        FROM {schema}.{block_table}
+        FROM {schema}.{block_store}
         WHERE eql_id > %(after)s AND eql_id <= (SELECT ends.id FROM ends) AND {base} >= %(after)s
     ) own
 ), chosen AS (
@@ -48,7 +48,7 @@ FROM (
 -- merge -- Replace the blocks of a window that are of these partitions by larger ones: how many there were, their events,
 -- and how many there are. A block has at most 10,000 events, and less than 1 MiB besides its first event.
 WITH gone AS (
-    DELETE FROM {schema}.{block_table}
+    DELETE FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s AND {base} >= %(after)s
       AND eql_partition = ANY (%(partitions)s::smallint[])
     RETURNING *
@@ -77,7 +77,7 @@ WITH gone AS (
     FROM numbered
     GROUP BY eql_partition, by_number, trunc(by_size)
 ), entered AS (
-    INSERT INTO {schema}.{block_table} (
+    INSERT INTO {schema}.{block_store} (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values,
         eql_metadata, eql_span, eql_places, eql_entered
     )

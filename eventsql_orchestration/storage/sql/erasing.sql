@@ -19,12 +19,12 @@ eql_id > %(after)s AND eql_id <= %(upto)s AND {wanted}
 SELECT eql_key, count(*) FROM found GROUP BY eql_key
 
 -- count -- How many events of each key a range of a log has that are not erased.
-WITH found AS (SELECT eql_key FROM {schema}.{log_table} WHERE {window})
+WITH found AS (SELECT eql_key FROM {schema}.{row_store} WHERE {window})
 {by_key};
 
 -- erase -- Erase the events of keys in a range of a log; how many of each key. A second call finds none.
 WITH found AS (
-    UPDATE {schema}.{log_table} SET eql_value = '', eql_metadata = {marked} WHERE {window}
+    UPDATE {schema}.{row_store} SET eql_value = '', eql_metadata = {marked} WHERE {window}
     RETURNING eql_key
 )
 {by_key};

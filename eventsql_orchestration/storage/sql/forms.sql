@@ -1,5 +1,42 @@
--- form -- Whether a log is in blocks.
-SELECT coalesce((SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass(%(log)s)), false);
+-- part log_and_block -- The relation of a log's events, and that of its blocks.
+LEFT JOIN pg_class log ON log.oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'))
+LEFT JOIN pg_class block
+    ON block.oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'))
+
+-- part form -- The form of a log: rows, blocks, or both and the one that new events get.
+(SELECT CASE WHEN (log.relkind = 'v') IS NOT TRUE THEN 'rows'
+             WHEN (block.relkind = 'v') IS NOT TRUE THEN 'blocks'
+             WHEN topic.eql_storage = 'blocks' THEN 'both, new blocks'
+             ELSE 'both, new rows' END
+ FROM (SELECT) one {log_and_block}
+ LEFT JOIN {schema}.topic ON topic.eql_name = %(topic)s)
+
+-- part ids -- The sequence of a topic's ids, in any form of its log: of the first table that has one.
+coalesce(
+    pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'),
+    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block')) IS NOT NULL
+        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'), 'eql_id') END,
+    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array')) IS NOT NULL
+        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array'), 'eql_id') END,
+    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows')) IS NOT NULL
+        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows'), 'eql_id') END
+)
+
+-- part stores -- The tables that hold a log: one, or that of its rows and that of its blocks.
+(SELECT ARRAY(
+    SELECT held.oid FROM pg_class held
+    WHERE held.relkind = ANY (ARRAY['r', 'p']) AND held.oid = ANY (CASE
+        WHEN (log.relkind = 'v') IS NOT TRUE THEN ARRAY[log.oid]
+        WHEN (block.relkind = 'v') IS NOT TRUE THEN ARRAY[block.oid]
+        ELSE ARRAY[
+            to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows')),
+            to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array'))
+        ]::oid[] END)
+)
+FROM (SELECT) one {log_and_block})::oid[]
+
+-- form_of -- The form of a log.
+SELECT {form};
 
 -- exists -- Whether there is a relation of this name.
 SELECT to_regclass(%(name)s) IS NOT NULL;
@@ -9,7 +46,7 @@ SELECT to_regclass(%(name)s) IS NOT NULL;
 -- the log. NULL stands for no keys, no metadata, one time for all, and consecutive ids. A place is how far an id is
 -- behind the id before the block's first event, and `eql_span` is the last place. A block with a wrong number or a cut
 -- array is refused.
-CREATE TABLE {schema}.{block_table} (
+CREATE TABLE {schema}.{table} (
     eql_id bigserial PRIMARY KEY,
     eql_partition smallint NOT NULL,
     eql_events integer NOT NULL,
@@ -54,25 +91,47 @@ CREATE TABLE {schema}.{block_table} (
 ) PARTITION BY RANGE (eql_id);
 
 -- store_apart -- Keep arrays out of the rows and as they are: most of their bytes would not get smaller.
-ALTER TABLE {schema}.{block_table}
+ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_times SET STORAGE EXTERNAL, ALTER COLUMN eql_keys SET STORAGE EXTERNAL,
     ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,
     ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL;
 
 -- create_partition_index -- The index that the readers of one partition need.
-CREATE INDEX ON {schema}.{block_table} (eql_partition, eql_id);
+CREATE INDEX ON {schema}.{table} (eql_partition, eql_id);
 
 -- create_gap_index -- The index of the blocks with gaps, which may lie between those of other partitions.
-CREATE INDEX ON {schema}.{block_table} (eql_id) WHERE eql_span IS NOT NULL;
+CREATE INDEX ON {schema}.{table} (eql_id) WHERE eql_span IS NOT NULL;
 
--- create_view -- The events of a log in blocks, with the columns of a log in rows.
-CREATE VIEW {schema}.{event_table} AS
+-- part events_of_blocks -- The events of the blocks of a log.
 SELECT b.eql_id - coalesce(b.eql_span, b.eql_events) + coalesce(e.place, e.number) AS eql_id, b.eql_partition,
        e.key AS eql_key, e.value AS eql_value, coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at,
        coalesce(e.entered, b.eql_created_at) AS eql_created_at, coalesce(e.metadata, '{{}}'::json) AS eql_metadata
-FROM {schema}.{block_table} b
+FROM {schema}.{block_store} b
 CROSS JOIN LATERAL unnest(b.eql_values, b.eql_keys, b.eql_metadata, b.eql_times, b.eql_places, b.eql_entered)
-    WITH ORDINALITY AS e (value, key, metadata, published, place, entered, number);
+    WITH ORDINALITY AS e (value, key, metadata, published, place, entered, number)
+
+-- create_view -- The events of a log in blocks, with the columns of a log in rows.
+CREATE OR REPLACE VIEW {schema}.{event_table} AS
+{events_of_blocks};
+
+-- create_view_of_both -- The events of a log in both forms.
+CREATE OR REPLACE VIEW {schema}.{event_table} AS
+{events_of_blocks}
+UNION ALL
+SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, eql_created_at::timestamptz,
+       eql_metadata::json
+FROM {schema}.{row_store};
+
+-- create_view_of_blocks -- The blocks of a log in both forms: a row is a block of one event.
+CREATE VIEW {schema}.{block_table} AS
+SELECT eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_metadata, eql_values,
+       eql_span, eql_places, eql_entered
+FROM {schema}.{block_store}
+UNION ALL
+SELECT eql_id, eql_partition, 1, eql_buffered_at::timestamptz, eql_created_at::timestamptz, NULL::timestamptz[],
+       CASE WHEN eql_key IS NOT NULL THEN ARRAY[eql_key] END, ARRAY[eql_metadata::json], ARRAY[eql_value],
+       NULL::integer, NULL::smallint[], NULL::timestamptz[]
+FROM {schema}.{row_store};
 
 -- refuse_rows -- Tell programs that know no blocks, such as EventSQL's Java library, that they cannot write to the log.
 CREATE TRIGGER eql_refuse_rows INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.{event_table}
@@ -81,8 +140,14 @@ CREATE TRIGGER eql_refuse_rows INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}
 -- drop_view -- Drop the view of a log in blocks.
 DROP VIEW {schema}.{event_table};
 
--- drop_blocks -- Drop the table of a log in blocks.
-DROP TABLE {schema}.{block_table};
+-- drop_view_of_blocks -- Drop the view of the blocks of a log in both forms.
+DROP VIEW {schema}.{block_table};
+
+-- drop_rows -- Drop the table of the rows of a log.
+DROP TABLE {schema}.{row_store};
+
+-- drop_blocks -- Drop the table of the blocks of a log.
+DROP TABLE {schema}.{block_store};
 
 -- broken_blocks -- At most 100 blocks that are not whole, overlap a block before them, or are of a partition that their
 -- topic never had. Only the newest 1,000 blocks' arrays are read. A block with gaps may lie between blocks of other
@@ -119,7 +184,7 @@ FROM (
                max(CASE WHEN eql_span IS NULL THEN eql_id END) OVER (
                    ORDER BY eql_id ROWS BETWEEN UNBOUNDED PRECEDING AND 1 PRECEDING
                ) AS without_gaps
-        FROM {schema}.{block_table}
+        FROM {schema}.{block_store}
     ) block
 ) block
 WHERE NOT whole OR NOT ascending OR overlapping OR foreign_partition

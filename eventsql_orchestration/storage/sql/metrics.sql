@@ -1,3 +1,5 @@
+-- parts of forms
+
 -- readable -- Those of some topics whose logs are there and may be read by the current role.
 SELECT known.topic
 FROM unnest(%(topics)s::text[], %(logs)s::text[]) AS known (topic, log)
@@ -6,14 +8,14 @@ ORDER BY known.topic;
 
 -- log -- A log's identity; the newest offset that it has, or has given out if it is empty; the seconds since its oldest
 -- event entered it; its bytes.
-SELECT log.oid::bigint,
-       coalesce((SELECT max(eql_id) FROM {schema}.{log_table}),
-                pg_sequence_last_value(pg_get_serial_sequence(%(log)s::text, 'eql_id')::regclass), 0),
+SELECT log.tables[1]::bigint,
+       coalesce((SELECT max(eql_id) FROM {schema}.{log_table}), pg_sequence_last_value({ids}::regclass), 0),
        (SELECT extract(epoch FROM clock_timestamp() - eql_created_at::timestamptz)::float8
         FROM {schema}.{log_table} ORDER BY eql_id LIMIT 1),
-       (pg_total_relation_size(log.oid)
-        + (SELECT coalesce(sum(pg_total_relation_size(inhrelid)), 0) FROM pg_inherits WHERE inhparent = log.oid))::bigint
-FROM (SELECT %(log)s::text::regclass::oid) AS log (oid);
+       (SELECT coalesce(sum(pg_total_relation_size(own.id)), 0) FROM (
+            SELECT unnest(log.tables) UNION ALL SELECT inhrelid FROM pg_inherits WHERE inhparent = ANY (log.tables)
+        ) AS own (id))::bigint
+FROM (SELECT {stores}) AS log (tables);
 
 -- waiting -- The events of a log that each consumer partition has left: consumer, partition, number of at most `most`,
 -- the last offset of these, seconds since the first was published, and whether a partition with a bound may go on below

@@ -1,29 +1,33 @@
--- is_segmented -- Whether a topic's log is made of segments.
-SELECT relkind = 'p' FROM pg_class WHERE oid = %(log)s::regclass;
+-- parts of forms
 
--- segments -- The segments of a log by their ids: table, first id, first id after it, bytes, whether it is being detached.
+-- is_segmented -- Whether a topic's log is made of segments.
+SELECT bool_and(relkind = 'p') FROM pg_class WHERE oid = ANY ({stores});
+
+-- segments -- The segments of a log by their ids: table, first id, first id after it, bytes, whether it is being detached,
+-- the log's table that it belongs to.
 SELECT segment.relname,
        coalesce(substring(bounds.text FROM 'FROM [(]''([0-9]+)''[)]')::bigint, 0),
        substring(bounds.text FROM 'TO [(]''([0-9]+)''[)]')::bigint,
        pg_total_relation_size(segment.oid),
-       inherits.inhdetachpending
+       inherits.inhdetachpending, parent.relname
 FROM pg_inherits inherits
 JOIN pg_class segment ON segment.oid = inherits.inhrelid
+JOIN pg_class parent ON parent.oid = inherits.inhparent
 CROSS JOIN LATERAL (SELECT pg_get_expr(segment.relpartbound, segment.oid) AS text) bounds
-WHERE inherits.inhparent = %(log)s::regclass
+WHERE inherits.inhparent = ANY ({stores})
 ORDER BY 3;
 
 -- newest_id -- The newest id that was given out in a log.
-SELECT pg_sequence_last_value(pg_get_serial_sequence(%(log)s, 'eql_id')::regclass);
+SELECT pg_sequence_last_value({ids}::regclass);
 
 -- skip_to -- Let the ids of a log go on after this one.
-SELECT setval(pg_get_serial_sequence(%(log)s, 'eql_id')::regclass, %(newest)s);
+SELECT setval({ids}::regclass, %(newest)s);
 
 -- sequence -- Schema and name of the sequence that a log's ids come from.
 SELECT namespace.nspname, sequence.relname
 FROM pg_class sequence
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
-WHERE sequence.oid = pg_get_serial_sequence(%(log)s, 'eql_id')::regclass;
+WHERE sequence.oid = {ids}::regclass;
 
 -- detached -- The tables that retention has detached to drop them, with names that begin so.
 SELECT segment.relname
@@ -72,7 +76,8 @@ SELECT pg_get_userbyid(log.relowner) = current_user
        OR (pg_has_role(log.relowner, 'USAGE') AND log.relowner <> function.proowner)
 FROM pg_class log
 JOIN pg_proc function ON function.oid = '{schema}.ensure_segments(pg_catalog.text, bigint, integer)'::regprocedure
-WHERE log.oid = %(log)s::regclass;
+WHERE log.oid = ANY ({stores})
+LIMIT 1;
 
 -- make_segments -- Make the segments that a log lacks after its newest id, as its owner.
 SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
@@ -96,17 +101,20 @@ WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
 -- dependents -- Objects that depend on a table and would stay with it when another takes its place, by kind and name.
--- Our own guard (`guards.sql`) does not count.
+-- Our own views and triggers do not count.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
 WHERE depend.classid = 'pg_catalog.pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass
+  AND rewrite.ev_class <> ALL (ARRAY(
+      SELECT to_regclass(own.name)::oid FROM unnest(%(own)s::text[]) AS own (name) WHERE to_regclass(own.name) IS NOT NULL
+  ))
 UNION
 SELECT 'function ' || depend.objid::regprocedure
 FROM pg_depend depend
 WHERE depend.classid = 'pg_catalog.pg_proc'::regclass AND depend.refobjid = %(table)s::regclass AND depend.deptype = 'n'
 UNION
 SELECT 'trigger ' || tgname FROM pg_trigger WHERE tgrelid = %(table)s::regclass AND NOT tgisinternal
-  AND tgname <> 'eql_place_in_layout'
+  AND tgname <> ALL (ARRAY['eql_place_in_layout', 'eql_refuse_rows'])
 UNION
 SELECT 'policy ' || polname FROM pg_policy WHERE polrelid = %(table)s::regclass
 UNION
@@ -119,7 +127,9 @@ UNION
 SELECT 'foreign key ' || conname FROM pg_constraint
 WHERE contype = 'f' AND %(table)s::regclass = ANY (ARRAY[conrelid, confrelid])
 UNION
-SELECT 'child table ' || inhrelid::regclass FROM pg_inherits WHERE inhparent = %(table)s::regclass
+SELECT 'child table ' || child.oid::regclass
+FROM pg_inherits JOIN pg_class child ON child.oid = inhrelid
+WHERE inhparent = %(table)s::regclass AND NOT child.relispartition
 ORDER BY 1;
 
 -- has_index -- Whether a table has an index of all its rows by these columns.
@@ -139,13 +149,14 @@ SELECT c.relname, c.relkind = 'v'
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT c.relispartition
-  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|block|segment_[0-9]+)$'
+  AND starts_with(c.relname, %(prefix)s) AND c.relname ~ '_(event|block|rows|array|segment_[0-9]+)$'
   AND NOT EXISTS (
       SELECT FROM {schema}.topic t WHERE c.relname = ANY (ARRAY[
-          lower(t.eql_name COLLATE "C") || '_event', lower(t.eql_name COLLATE "C") || '_block'
+          lower(t.eql_name COLLATE "C") || '_event', lower(t.eql_name COLLATE "C") || '_block',
+          lower(t.eql_name COLLATE "C") || '_rows', lower(t.eql_name COLLATE "C") || '_array'
       ])
   )
 ORDER BY c.relkind DESC;
 
--- vacuum -- Leave a log as it is a while after it was written.
-VACUUM (ANALYZE) {schema}.{log_table};
+-- vacuum -- Leave a table of a log as it is a while after it was written.
+VACUUM (ANALYZE) {schema}.{table};

@@ -27,7 +27,7 @@ SELECT max(eql_id) FROM {schema}.{table};
 SELECT (
            SELECT pg_typeof(eql_buffered_at) = 'pg_catalog.timestamptz'::regtype
                   AND pg_typeof(eql_created_at) = 'pg_catalog.timestamptz'::regtype
-           FROM (SELECT) nothing LEFT JOIN {schema}.{log_table} ON false
+           FROM (SELECT) nothing LEFT JOIN {schema}.{written_table} ON false
        ),
        sequence.oid::bigint, coalesce(pg_sequence_last_value(sequence.oid), 0),
        greatest(

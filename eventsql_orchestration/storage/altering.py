@@ -1,0 +1,128 @@
+"""Changing the form of a log in use: from the border of a segment on, new events have another form.
+
+The caller's transaction holds the registry and the topic, so nobody writes to the log. Statements that read the log
+wait, and then find the views: `log_form` says what they show. Nothing is rewritten.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.database.log_names import block_store, block_table, event_table, row_store
+from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.model import BLOCKS, Storage, Topic
+from eventsql_orchestration.storage import legacy_writer_trigger, log_form, log_table, segments
+from eventsql_orchestration.storage.log_form import FORMS, Form
+from eventsql_orchestration.storage.log_queries import LogQueries
+
+_BOTH = FORMS["both, new blocks"]
+"""A log with both forms; which of them new events get makes no difference to the names of its tables."""
+
+
+def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage: Storage) -> bool:
+    """Let new events of a log have the form `storage`; False if they have it already.
+
+    The log has segments, and no program retains or erases its events. Raises `RegistryError` where an object depends on
+    a table that gets another name, such as a view, or where a table has a name that the log needs.
+    """
+    driver, blocks = driver_connection(connection), storage == BLOCKS
+    form = log_form.form_in_transaction(driver, schema, topic.name)
+    if form.writes_blocks == blocks:
+        return False
+
+    (namespace, name) = fetch_one(driver, LogQueries("segments", schema)("sequence"), {"topic": topic.name})
+    if not form.both:
+        _make_both(connection, schema, topic, form)
+    _write_to(driver, schema, topic.name, sql.Identifier(namespace, name), blocks=blocks)
+    simplify(driver, schema, topic.name, topic.partitions)
+    segments.ensure_ahead(driver, schema, topic.name)
+    return True
+
+
+def simplify(connection: Connection, schema: str, topic: str, partitions: int) -> bool:
+    """Give a log in both forms the one form of its new events, once it has no other events. Gives whether it did.
+
+    The caller's transaction holds the registry and the topic.
+    """
+    form = log_form.form_in_transaction(connection, schema, topic)
+    if not form.both:
+        return False
+    queries, blocks = LogQueries("altering", schema), form.writes_blocks
+    other = log_form.store(topic, form, blocks=not blocks)
+    name = block_table(topic) if blocks else event_table(topic)
+    view = sql.Identifier(schema, name)
+    store = sql.Identifier(schema, log_form.store(topic, form, blocks=blocks))
+    if fetch_one(connection, queries("holds_events", table=other)) == (True,):
+        return False
+    views = [sql.Identifier(schema, each(topic)) for each in ((block_table,) if blocks else (block_table, event_table))]
+    if any(segments.dependents(connection, schema, topic, each) for each in views):
+        return False
+
+    segments.pass_on_rights(connection, schema, view, store)
+    forms = LogQueries("forms", schema)
+    steps = ["create_view", "drop_view_of_blocks", "drop_rows"]
+    if not blocks:
+        steps = ["drop_view", "drop_view_of_blocks", "drop_blocks"]
+    for step in steps:
+        connection.execute(forms(step, topic=topic, form=form))
+    connection.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(store, sql.Identifier(name)))
+    if not blocks and fetch_one(connection, queries("lost_partitions"), {"topic": topic}) == (True,):
+        legacy_writer_trigger.guard(connection, schema, topic, partitions)
+    return True
+
+
+def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, form: Form) -> None:
+    """Make a log in rows or in blocks one in both forms, whose new events still have the same form."""
+    driver, name = driver_connection(connection), topic.name
+    stored = sql.Identifier(schema, block_table(name) if form.blocks else event_table(name))
+    kept, added = (block_store(name), row_store(name)) if form.blocks else (row_store(name), block_store(name))
+    for table in (kept, added) if form.blocks else (kept, added, block_table(name)):
+        log_table.check_free(driver, schema, table)
+    segments.check_dependents(driver, schema, name, stored, "another form")
+
+    # The guard of a log in rows: from now on nobody writes to the log but this version.
+    legacy_writer_trigger.release(driver, schema, name)
+    driver.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(stored, sql.Identifier(kept)))
+    if form.blocks:
+        log_table.event_log(name, partitioned=topic.partitioned, name=added).create(connection)
+    else:
+        log_table.create_block_table(driver, schema, name, added, partitioned=topic.partitioned)
+    new = sql.Identifier(schema, added)
+    own = fetch_one(driver, LogQueries("altering", schema)("own_sequence"), {"table": new.as_string(driver)})
+    driver.execute(sql.SQL("ALTER TABLE {} ALTER COLUMN eql_id DROP DEFAULT").format(new))
+    driver.execute(sql.SQL("DROP SEQUENCE {}").format(sql.Identifier(*own)))
+
+    forms = LogQueries("forms", schema)
+    for step in ("create_view_of_both", "create_view_of_blocks", *(() if form.blocks else ("refuse_rows",))):
+        driver.execute(forms(step, topic=name, form=_BOTH))
+    source = sql.Identifier(schema, kept)
+    for target in (new, sql.Identifier(schema, event_table(name)), sql.Identifier(schema, block_table(name))):
+        segments.pass_on_owner(driver, schema, source, target)
+    segments.pass_on_rights(driver, schema, source, stored)
+
+
+def _write_to(connection: Connection, schema: str, topic: str, sequence: sql.Identifier, *, blocks: bool) -> None:
+    """Let the rows or the blocks of a log in both forms have the new events, from the next segment on."""
+    newest = segments.newest_id(connection, schema, topic)
+    queries = LogQueries("altering", schema)
+    ends = []
+    for segment in segments.segments(connection, schema, topic) or ():
+        unused = segment.start > newest or newest == 0
+        if unused and fetch_one(connection, queries("holds_events", table=segment.table)) == (False,):
+            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(schema, segment.table)))
+            continue
+        ends.append(segment.end)
+    if ends:
+        connection.execute(queries("go_on_at"), {"sequence": sequence.as_string(connection), "newest": max(ends) - 1})
+
+    old, new = (sql.Identifier(schema, log_form.store(topic, _BOTH, blocks=each)) for each in (not blocks, blocks))
+    for statement in (
+        "ALTER TABLE {old} ALTER COLUMN eql_id DROP DEFAULT",
+        "ALTER SEQUENCE {sequence} OWNED BY {new}.eql_id",
+        "ALTER TABLE {new} ALTER COLUMN eql_id SET DEFAULT pg_catalog.nextval({name}::pg_catalog.regclass)",
+    ):
+        name = sql.Literal(sequence.as_string(connection))
+        connection.execute(sql.SQL(statement).format(old=old, new=new, sequence=sequence, name=name))
+    connection.execute(queries("note_form"), {"topic": topic, "storage": "blocks" if blocks else "rows"})
