@@ -28,7 +28,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage import log_form, segments
 from eventsql_orchestration.storage.compacting import LogCompactor, Merged, Window
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.segment_drops import try_retain
@@ -102,7 +102,9 @@ class Compactor:
 
     def _in_blocks(self, topic: str) -> Topic:
         found = self._registry.topic(topic)
-        if found.storage != BLOCKS:
+        with self._database.connection() as connection:
+            form = log_form.form_now(connection, self._database.schema, topic)
+        if not form.blocks:
             raise RegistryError(f"topic {topic!r} is stored in {found.storage}: only a log in blocks is compacted")
         return found
 

@@ -15,7 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, ValidationError
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_writer
-from eventsql_orchestration.storage import log_form, segments
+from eventsql_orchestration.storage import compacting, log_form, segments
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
@@ -147,6 +147,23 @@ def test_an_erasure_finds_the_events_of_both_forms(platform: EventSQL, storage: 
     assert platform.eraser.execute("orders", ["3"]).events == 6
     assert [event.value for event in platform.reader.read("orders") if event.key == "3"] == [None] * 6
     assert platform.eraser.plan("orders", ["3"]).events == 0
+
+
+def test_the_blocks_of_a_log_in_both_forms_are_compacted(
+    platform: EventSQL, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 10)
+    for first in range(0, 36, 12):
+        for number in range(first, first + 12):
+            publish(platform, number, 1)
+        platform.registry.set_storage("orders", OTHER[storage] if first % 24 == 0 else storage)
+    before = list(platform.reader.read("orders"))
+    done = platform.compactor.execute("orders")
+    assert done.blocks >= 8
+    assert done.into is not None
+    assert done.into < done.blocks
+    assert list(platform.reader.read("orders")) == before
+    check_whole(before, 36)
 
 
 def test_a_topic_in_both_forms_is_deleted_with_all_its_tables(
