@@ -32,7 +32,7 @@ def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage
     if form.writes_blocks == blocks:
         return False
 
-    (namespace, name) = fetch_one(driver, LogQueries("segments", schema)("sequence"), {"topic": topic.name})
+    (namespace, name) = fetch_one(driver, LogQueries("segments", schema)("sequence", topic=topic.name))
     if not form.both:
         _make_both(connection, schema, topic, form)
     _write_to(driver, schema, topic.name, sql.Identifier(namespace, name), blocks=blocks)

@@ -75,14 +75,14 @@ class LogAppender:
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
         """The state of a topic. At most `limit` buffered events are counted; a block of events counts as `limit`."""
         values = {"topic": topic, "low_water": low_water, "limit": limit}
-        row = fetch_one(connection, self._queries("append_state"), values, prepare=False)
+        row = fetch_one(connection, self._queries("append_state", topic=topic), values, prepare=False)
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
         return TopicState._make((*row[:-1], blocks))
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
         values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
-        row = fetch_one(connection, self._queries("batch_end"), values, prepare=False)
+        row = fetch_one(connection, self._queries("batch_end", topic=topic), values, prepare=False)
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
         return BufferedBatch._make((*row[:-1], blocks))
 

@@ -56,6 +56,14 @@ _known: Final[dict[tuple[object, ...], tuple[float, Form]]] = {}
 _MOST_KNOWN: Final = 10_000
 
 
+def names(topic: str) -> dict[str, str]:
+    """The names of the relations of a topic's log in any form, by their placeholders in SQL."""
+    return {
+        "event_table": event_table(topic), "block_table": block_table(topic),
+        "rows_of_both": row_store(topic), "blocks_of_both": block_store(topic),
+    }  # fmt: skip
+
+
 def form(connection: psycopg.Connection[Any], schema: str, topic: str) -> Form:
     """The form of a topic's log, as far as is known from a short while ago. Rows for a missing log."""
     known = _known.get(_key(connection, schema, topic))
@@ -75,8 +83,8 @@ def form_in_transaction(connection: psycopg.Connection[Any], schema: str, topic:
 
 
 def _found(connection: psycopg.Connection[Any], schema: str, topic: str) -> str:
-    query = Queries("forms", schema, room=ROOM)("form_of")
-    return str(fetch_one(connection, query, {"topic": topic}, prepare=False)[0])
+    query = Queries("forms", schema, room=ROOM)("form_of", **names(topic))
+    return str(fetch_one(connection, query, prepare=False)[0])
 
 
 def in_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:

@@ -3,7 +3,7 @@
 A file `blocks_<name>.sql` has variants of the statements of `<name>.sql` for logs in blocks. A statement without a
 variant reads such a log through the view `{event_table}`. In both, `{log_table}` is the relation to read the log from,
 `{row_store}` and `{block_store}` are the tables that hold rows and blocks, and `{written_table}` is the one of these
-that new events enter.
+that new events enter. `log_form.names` has the names that do not depend on the form.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.log_names import block_table, event_table
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import FORMS, ROOM, Form
 
@@ -58,7 +57,7 @@ class LogQueries:
     def _statement(self, name: str, topic: str | None, table: str | None, form: Form, *, blocks: bool) -> sql.SQL:
         names = {} if table is None else {"table": table}
         if topic is not None:
-            names["event_table"], names["block_table"] = event_table(topic), block_table(topic)
+            names |= log_form.names(topic)
             names["log_table"] = names["block_table" if form.blocks else "event_table"]
             names["row_store"] = log_form.store(topic, form, blocks=False)
             names["block_store"] = log_form.store(topic, form, blocks=True)

@@ -57,8 +57,7 @@ class LogMetrics:
 
     def log(self, connection: Connection, topic: str) -> LogFigures:
         """The figures of a topic's log."""
-        values = {"topic": topic}
-        return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), values, prepare=False))
+        return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), prepare=False))
 
     def waiting(self, connection: Connection, topic: str) -> dict[tuple[str, int], Waiting]:
         """The events that wait for each consumer of a topic and each of its partitions."""

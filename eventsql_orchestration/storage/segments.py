@@ -96,16 +96,16 @@ def segment_name(topic: str, start: int) -> str:
 
 def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
     """The segments of a topic's log by their ids; None where it is one plain table."""
-    queries, log = LogQueries("segments", schema), {"topic": topic}
-    row = fetch_first(connection, queries("is_segmented"), log)
+    queries = LogQueries("segments", schema)
+    row = fetch_first(connection, queries("is_segmented", topic=topic))
     if row is None or not row[0]:
         return None
-    return [Segment(*row) for row in fetch_all(connection, queries("segments"), log)]
+    return [Segment(*row) for row in fetch_all(connection, queries("segments", topic=topic))]
 
 
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
-    row = fetch_first(connection, LogQueries("segments", schema)("newest_id"), {"topic": topic})
+    row = fetch_first(connection, LogQueries("segments", schema)("newest_id", topic=topic))
     return 0 if row is None or row[0] is None else int(row[0])
 
 
@@ -116,7 +116,7 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
     `make_segments` in the database has the statements.
     """
     queries = LogQueries("segments", schema)
-    own = fetch_first(connection, queries("makes_segments"), {"topic": topic}) == (True,)
+    own = fetch_first(connection, queries("makes_segments", topic=topic)) == (True,)
     # Other roles, such as a transfer role or a member of the owner, call the owner's function.
     statement = queries("make_segments" if own else "ensure_segments")
     connection.execute(statement, {"topic": topic, "events": SEGMENT_EVENTS, "ahead": SEGMENTS_AHEAD})
@@ -124,8 +124,8 @@ def ensure_ahead(connection: Connection, schema: str, topic: str) -> None:
 
 def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> None:
     """Let the ids of the log go on after `segment`, in the caller's transaction that holds the topic."""
-    values = {"topic": topic, "newest": segment.end - 1}
-    connection.execute(LogQueries("segments", schema)("skip_to"), values)
+    query = LogQueries("segments", schema)("skip_to", topic=topic)
+    connection.execute(query, {"newest": segment.end - 1})
 
 
 def vacuum(connection: Connection, schema: str, topic: str) -> None:
@@ -187,7 +187,7 @@ def check_dependents(connection: Connection, schema: str, topic: str, table: sql
 
 def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str, sql.Composable | int]:
     log, name = identifier(schema, topic), segment_name(topic, 0)
-    sequence = fetch_one(connection, LogQueries("segments", schema)("sequence"), {"topic": topic})
+    sequence = fetch_one(connection, LogQueries("segments", schema)("sequence", topic=topic))
     return {
         "log": log, "segment": sql.Identifier(schema, name), "name": sql.Identifier(name),
         "sequence": sql.Identifier(*sequence), "check": sql.Identifier(ADOPTION_CHECK),

@@ -92,7 +92,7 @@ PREPARABLE = [
     (file, name)
     for file, name in STATEMENTS
     if not (file == "database/bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
-    and not (file == "storage/forms" and name not in {"form", "exists", "broken_blocks"})
+    and not (file == "storage/forms" and name not in {"form_of", "exists", "broken_blocks"})
     and (file, name)
     not in {
         ("database/bench", "create_plain"),

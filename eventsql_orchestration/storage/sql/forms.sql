@@ -1,25 +1,22 @@
--- part log_and_block -- The relation of a log's events, and that of its blocks.
-LEFT JOIN pg_class log ON log.oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'))
-LEFT JOIN pg_class block
-    ON block.oid = to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'))
+-- part ids_of_blocks -- The sequence of the ids of a log that has blocks only; NULL for others.
+CASE WHEN to_regclass('{schema}.{block_table}') IS NOT NULL
+    THEN pg_get_serial_sequence('{schema}.{block_table}', 'eql_id') END
 
--- part form -- The form of a log: rows, blocks, or both and the one that new events get.
-(SELECT CASE WHEN (log.relkind = 'v') IS NOT TRUE THEN 'rows'
-             WHEN (block.relkind = 'v') IS NOT TRUE THEN 'blocks'
-             WHEN topic.eql_storage = 'blocks' THEN 'both, new blocks'
-             ELSE 'both, new rows' END
- FROM (SELECT) one {log_and_block}
- LEFT JOIN {schema}.topic ON topic.eql_name = %(topic)s)
+-- part ids_of_both -- The sequence of the ids of a log in both forms whose new events become blocks; NULL for others.
+CASE WHEN to_regclass('{schema}.{blocks_of_both}') IS NOT NULL
+    THEN pg_get_serial_sequence('{schema}.{blocks_of_both}', 'eql_id') END
 
--- part ids -- The sequence of a topic's ids, in any form of its log: of the first table that has one.
+-- part form -- The form of a log. The table that new events enter has the sequence of the ids, and a view has none.
+CASE WHEN (SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass('{schema}.{event_table}')) IS NOT TRUE THEN 'rows'
+     WHEN {ids_of_blocks} IS NOT NULL THEN 'blocks'
+     WHEN {ids_of_both} IS NOT NULL THEN 'both, new blocks'
+     ELSE 'both, new rows' END
+
+-- part ids -- The sequence of a topic's ids, in any form of its log: of the table that new events enter.
 coalesce(
-    pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_event'), 'eql_id'),
-    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block')) IS NOT NULL
-        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_block'), 'eql_id') END,
-    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array')) IS NOT NULL
-        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array'), 'eql_id') END,
-    CASE WHEN to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows')) IS NOT NULL
-        THEN pg_get_serial_sequence('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows'), 'eql_id') END
+    pg_get_serial_sequence('{schema}.{event_table}', 'eql_id'), {ids_of_blocks}, {ids_of_both},
+    CASE WHEN to_regclass('{schema}.{rows_of_both}') IS NOT NULL
+        THEN pg_get_serial_sequence('{schema}.{rows_of_both}', 'eql_id') END
 )
 
 -- part stores -- The tables that hold a log: one, or that of its rows and that of its blocks.
@@ -28,12 +25,11 @@ coalesce(
     WHERE held.relkind = ANY (ARRAY['r', 'p']) AND held.oid = ANY (CASE
         WHEN (log.relkind = 'v') IS NOT TRUE THEN ARRAY[log.oid]
         WHEN (block.relkind = 'v') IS NOT TRUE THEN ARRAY[block.oid]
-        ELSE ARRAY[
-            to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_rows')),
-            to_regclass('{schema}.' || quote_ident(lower(%(topic)s::text COLLATE "C") || '_array'))
-        ]::oid[] END)
+        ELSE ARRAY[to_regclass('{schema}.{rows_of_both}'), to_regclass('{schema}.{blocks_of_both}')]::oid[] END)
 )
-FROM (SELECT) one {log_and_block})::oid[]
+FROM (SELECT) one
+LEFT JOIN pg_class log ON log.oid = to_regclass('{schema}.{event_table}')
+LEFT JOIN pg_class block ON block.oid = to_regclass('{schema}.{block_table}'))::oid[]
 
 -- form_of -- The form of a log.
 SELECT {form};
