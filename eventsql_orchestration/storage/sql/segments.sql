@@ -4,7 +4,7 @@
 SELECT bool_and(relkind = 'p') FROM pg_class WHERE oid = ANY ({stores});
 
 -- segments -- The segments of a log by their ids: table, first id, first id after it, bytes, whether it is being detached,
--- the log's table that it belongs to.
+-- the log's table that it belongs to. A segment that is dropped meanwhile has no bounds any more.
 SELECT segment.relname,
        coalesce(substring(bounds.text FROM 'FROM [(]''([0-9]+)''[)]')::bigint, 0),
        substring(bounds.text FROM 'TO [(]''([0-9]+)''[)]')::bigint,
@@ -14,7 +14,7 @@ FROM pg_inherits inherits
 JOIN pg_class segment ON segment.oid = inherits.inhrelid
 JOIN pg_class parent ON parent.oid = inherits.inhparent
 CROSS JOIN LATERAL (SELECT pg_get_expr(segment.relpartbound, segment.oid) AS text) bounds
-WHERE inherits.inhparent = ANY ({stores})
+WHERE inherits.inhparent = ANY ({stores}) AND bounds.text IS NOT NULL
 ORDER BY 3;
 
 -- newest_id -- The newest id that was given out in a log.
