@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 import weakref
@@ -16,7 +17,12 @@ from eventsql_orchestration.consuming.leases import LeasedHandler
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueHandler
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Running, stop_all
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, PartitionOutOfRangeError
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    PartitionOutOfRangeError,
+)
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.shards.barriers import Barriers
@@ -25,6 +31,8 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration
+
+logger = logging.getLogger(__name__)
 
 
 @checked
@@ -300,6 +308,7 @@ class ClusterTransfer:
             return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
         running: dict[Shard, threading.Thread] = {}
         reporting = threading.Lock()
+        fault: str | None = None
 
         def report(moved: dict[str, int]) -> None:
             if on_moved is not None:
@@ -313,8 +322,15 @@ class ClusterTransfer:
                     running[shard] = start_thread(
                         name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report
                     )
-            self.coordinator.finish()
-            self._barriers.settle()
+            try:
+                self.coordinator.finish()
+                self._barriers.settle()
+                fault = None
+            except EventSQLError as error:
+                # A shard can go down in between. If this loop ended, consumers would stay held back for ever.
+                if str(error) != fault:
+                    fault = str(error)
+                    logger.warning("consumers on shards that joined are not released, and asked again: %s", error)
             stop.wait(1.0)
         for thread in running.values():
             thread.join(10.0)

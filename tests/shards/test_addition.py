@@ -17,6 +17,7 @@ from eventsql_orchestration.consuming.claims import NoClaim
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
+    DatabaseUnavailableError,
     PartlyPublishedError,
     ShardPendingError,
     ShardSetError,
@@ -25,6 +26,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.offsets import Earliest, Latest
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until
@@ -310,6 +312,31 @@ def test_a_consumer_gets_no_event_of_the_new_shard_before_those_of_the_old_ones(
     consume_on(platform, other)
     assert platform.held_back() == []
     assert consume_on(platform, "shard-3") == [1]
+
+
+def test_the_transfer_goes_on_when_a_shard_goes_down_while_it_releases_consumers(
+    dsns: list[str], opened: Open, addition: Adding, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.open()
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    held, asked = ShardStore.held, []
+
+    def goes_down(store: ShardStore) -> list[tuple[str, str]]:
+        asked.append(store)
+        if len(asked) == 1:
+            raise DatabaseUnavailableError("the server closed the connection")
+        return held(store)
+
+    monkeypatch.setattr(ShardStore, "held", goes_down)
+    stop = threading.Event()
+    transfer = start_thread("transfer", platform.transfer.run, stop)
+    try:
+        until(lambda: len(asked) > 1)
+    finally:
+        stop.set()
+        transfer.join(10)
 
 
 def test_a_consumer_that_reads_everything_again_is_held_back_again(
