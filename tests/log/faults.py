@@ -2,8 +2,9 @@
 
 `python -m tests.log.faults --events 1000000 --seed 7` runs it on a server of its own whose settings are those that a
 user gets, fsync among them. Publishers of every kind, transfers, consumers of every kind and a reader run as processes
-of their own; the seed decides which of them is killed when, that a server is stopped in immediate mode, or that the
-topic gets another number of partitions, by how many events are acknowledged.
+of their own. By how many events are acknowledged, the seed decides which of them is killed when, when a server stops in
+immediate mode or is killed (all of it, its postmaster or one session), and when the topic gets another number of
+partitions. With `--pooled`, the processes reach the server through a PgBouncer, which is killed too.
 
 With `--shards 2`, it begins with two shards, one on each of two servers; every shard that is added goes to the server
 with the fewer. The seed also decides when a shard is added, whether its operator is killed in the middle, and whether
@@ -15,6 +16,7 @@ It prints what happened, and ends with 1 and the first violations when a promise
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import multiprocessing
 import os
@@ -26,6 +28,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection as Wire
 from pathlib import Path
@@ -38,9 +41,11 @@ from eventsql_orchestration.model import STORAGES, Storage
 from tests.fixtures import memory_disk
 from tests.log import playing, verdict
 from tests.log.numbered import TOPIC, Progress, replace
-from tests.log.plan import FORM, PARTITIONS, SERVER, SHARD, Player, Settings, faults, players, publishers
+from tests.log.plan import FORM, PARTITIONS, POOLER, SERVER, SHARD, Player, Settings, faults, players, publishers
 from tests.log.playing import followed, make_tables
-from tests.log.verdict import CONSUMERS
+from tests.log.servers import WAYS
+from tests.log.verdict import AS_A_QUEUE, CONSUMERS
+from tests.poolers.pgbouncer import PgBouncer, running
 
 MOST_PARTITIONS: Final = 12
 
@@ -48,6 +53,11 @@ MOST_VIOLATIONS: Final = 20
 
 AHEAD: Final = 0.1
 """How far publishers go on during a fault, as a share of all events: it takes its time and is to meet events."""
+
+OPERATOR: Final = "operator"
+
+OPERATION_SECONDS: Final = 120.0
+"""The longest that an operator may take to add a shard."""
 
 STEPS: Final = 6
 """An operator dies after one of this many steps of an addition, if there are as many."""
@@ -61,7 +71,7 @@ class Figures:
     published_seconds: float = 0.0
     seconds: float = 0.0
     kills: Counter[str] = field(default_factory=Counter)
-    restarts: int = 0
+    restarts: Counter[str] = field(default_factory=Counter)
     changes: int = 0
     layouts: list[int] = field(default_factory=list)
     shards: int = 0
@@ -80,7 +90,7 @@ class Figures:
             ("keys that moved", f"{self.moved:,}"),
             *((f"kills: {kind}", str(count)) for kind, count in sorted(self.kills.items())),
             ("kills", str(self.kills.total())),
-            ("server restarts", str(self.restarts)),
+            *((f"server: {way.replace('_', ' ')}", str(count)) for way, count in sorted(self.restarts.items())),
             ("changes of the form", str(self.changes)),
             ("effects", f"{self.effects:,}"),
             ("seconds until published", f"{self.published_seconds:.1f}"),
@@ -125,7 +135,7 @@ class Cast:
         """Kill a process and start another in its role; False when it had done its part and ended."""
         process, wire = self._playing[name]
         process.kill()
-        process.join()
+        process.join(60)
         if process.exitcode != -signal.SIGKILL:
             self.check()
             return False
@@ -138,11 +148,14 @@ class Cast:
         """Raise `RunEndedError` when a process failed."""
         for name, (process, _) in self._playing.items():
             if process.exitcode:
-                raise RunEndedError(f"{name} ended by itself with {process.exitcode}: {self._last_words(name)}")
+                raise RunEndedError(f"{name} ended by itself with {process.exitcode}: {self.last_words(name)}")
 
-    def _last_words(self, name: str) -> str:
+    def last_words(self, name: str, lines: int = 4) -> str:
+        """The last lines that a process has written."""
         log = self._home / f"{name}.log"
-        return " | ".join(log.read_text(errors="replace").splitlines()[-4:]) if log.exists() else "it said nothing"
+        if not log.exists():
+            return "it ended before it played its role, and said why on the standard error of this program"
+        return " | ".join(log.read_text(errors="replace").splitlines()[-lines:]) or "it said nothing"
 
     def published(self) -> bool:
         return not any(
@@ -157,7 +170,7 @@ class Cast:
         for name, (process, _) in self._playing.items():
             process.join(patience)
             if process.exitcode != 0:
-                raise RunEndedError(f"{name} was told to end and came to {process.exitcode}: {self._last_words(name)}")
+                raise RunEndedError(f"{name} was told to end and came to {process.exitcode}: {self.last_words(name)}")
 
     def close(self) -> None:
         for process, wire in self._playing.values():
@@ -167,24 +180,41 @@ class Cast:
             wire.close()
 
 
-def play(wire: Wire[str, str], log: Path, role: str, urls: str, *arguments: str) -> None:
-    """The whole life of a process, which says what it has to say to a file."""
+def _say_to(log: Path) -> None:
+    """Have this process say what it has to say to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
+    faulthandler.enable()
+
+
+def play(wire: Wire[str, str], log: Path, role: str, urls: str, *arguments: str) -> None:
+    """The whole life of a process."""
+    _say_to(log)
     playing.play(wire, role, urls, *arguments)
+
+
+def operate(log: Path, old: list[str], new: str, dies_after: int | None, only_prepare: bool) -> None:
+    """The whole life of an operator, which says where it stands if it takes too long."""
+    _say_to(log)
+    faulthandler.dump_traceback_later(OPERATION_SECONDS * 0.4, repeat=True)
+    playing.add(old, new, dies_after, only_prepare)
 
 
 class Run:
     """One run from its tables to its verdict."""
 
-    def __init__(self, settings: Settings, servers: Sequence[EmbeddedPostgres], home: Path) -> None:
+    def __init__(
+        self, settings: Settings, servers: Sequence[EmbeddedPostgres], poolers: Sequence[PgBouncer], home: Path
+    ) -> None:
         self._settings = settings
         self._servers = servers
+        self._poolers = poolers
         self._home = home
         self._urls = home / "urls"
         self._publishers = publishers(settings)
         self._drawn = random.Random(settings.seed)
+        self._ways = itertools.cycle(self._drawn.sample(WAYS, len(WAYS)))
         self._started = time.monotonic()
         self.figures = Figures(settings)
 
@@ -212,13 +242,14 @@ class Run:
 
     def _create(self) -> str:
         """A database for one more shard."""
-        server = self._servers[self.figures.shards % len(self._servers)]
+        number = self.figures.shards % len(self._servers)
         self.figures.shards += 1
-        return server.create_database(f"faults_{self.figures.shards}")
+        dsn = self._servers[number].create_database(f"faults_{self.figures.shards}")
+        return self._poolers[number].url(dsn) if self._poolers else dsn
 
     def _prepare(self, platform: EventSQL) -> None:
         platform.registry.register_topic(Topic(TOPIC, self._settings.partitions, storage=self._settings.storage))
-        for role, consumer in CONSUMERS.items():
+        for role, consumer in self._settings.consumers.items():
             platform.registry.register_consumer(Consumer(TOPIC, consumer, partitioned=role != "consume_claims"))
         for dsn in self._urls.read_text().split():
             make_tables(dsn)
@@ -233,10 +264,14 @@ class Run:
             self._progress.set_limit(fault.at / self._settings.events + AHEAD)
             self._until(cast, lambda at=fault.at: self._acknowledged() >= at)  # type: ignore[misc]  # bound
             if fault.name == SERVER:
-                server = self._drawn.choice(self._servers)
-                server.stop(mode="immediate")
-                server.start()
-                self.figures.restarts += 1
+                way = next(self._ways)
+                way(self._drawn.choice(self._servers), self._drawn)
+                self.figures.restarts[way.__name__] += 1
+            elif fault.name == POOLER:
+                pooler = self._drawn.choice(self._poolers)
+                pooler.stop()
+                pooler.start()
+                self.figures.kills[POOLER] += 1
             elif fault.name == PARTITIONS:
                 self._repartition(cast, platform)
             elif fault.name == FORM:
@@ -292,20 +327,31 @@ class Run:
 
         def added() -> bool:
             first = dies_after if not outcomes else None
-            process = context.Process(target=playing.add, args=(old, new, first, only_prepare), daemon=True)
+            process = context.Process(
+                target=operate, args=(self._home / f"{OPERATOR}.log", old, new, first, only_prepare), daemon=True
+            )
             process.start()
-            process.join(60)
+            process.join(OPERATION_SECONDS)
+            if process.exitcode is None:
+                process.kill()
+                process.join(60)
+                raise RunEndedError(f"the addition of a shard has not ended for {OPERATION_SECONDS:g} s")
             outcomes.append(process.exitcode)
             process.close()
             return outcomes[-1] == 0
 
-        self._until(cast, added)
+        try:
+            self._until(cast, added)
+        except RunEndedError as error:
+            came_to = ", ".join(map(str, outcomes))
+            raise RunEndedError(f"{error}; operators came to {came_to}: {cast.last_words(OPERATOR, 40)}") from error
 
     def _until(self, cast: Cast, condition: Callable[[], bool]) -> None:
         while not condition():
             cast.check()
             if time.monotonic() - self._started > self._settings.deadline:
-                raise RunEndedError(f"the run is not done after {self._settings.deadline:g} s")
+                done = f"{self._acknowledged():,} of {self._settings.events:,} events are acknowledged"
+                raise RunEndedError(f"the run is not done after {self._settings.deadline:g} s: {done}")
             time.sleep(0.002)
 
     def _acknowledged(self) -> int:
@@ -331,9 +377,9 @@ class Run:
         expected: dict[str, int] = {}
         for publisher in self._publishers:
             expected |= publisher.of_keys()
-        violations = verdict.check(platform, expected, self._home)
+        violations = verdict.check(platform, expected, self._home, self._settings.consumers.values())
         self.figures.violations.extend(itertools.islice(violations, MOST_VIOLATIONS))
-        self.figures.effects = self._settings.events * len(CONSUMERS)
+        self.figures.effects = self._settings.events * len(self._settings.consumers)
         self.figures.layouts = [each.partitions for each in platform.shards[0].layouts.of(TOPIC)]
         self.figures.moved = verdict.moved(platform)
 
@@ -365,9 +411,11 @@ def run(settings: Settings, *, keep: bool = False) -> Figures:
     servers = [EmbeddedPostgres(home / f"postgres-{number}") for number in range(settings.shards)]
     kept = False
     try:
-        for server in servers:
-            server.start()
-        figures = Run(settings, servers, home).play()
+        with ExitStack() as stack:
+            dsns = [server.start().dsn for server in servers]
+            # As many connections to the server as there are processes: a consumer holds one while it handles.
+            poolers = [stack.enter_context(running(dsn, servers=20)) for dsn in dsns if settings.pooled]
+            figures = Run(settings, servers, poolers, home).play()
         if keep and figures.violations:
             kept = True
             figures.violations.append(f"look at the servers and the processes' words in {home}")
@@ -393,6 +441,8 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--additions", type=int, default=None, help="of shards; two by default if there are several")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
     parser.add_argument("--storage", choices=STORAGES, default="rows", help="the form of the log")
+    parser.add_argument("--queue", action="store_true", help="consume the topic as a queue, and in no other way")
+    parser.add_argument("--pooled", action="store_true", help="have a PgBouncer before each server")
     parser.add_argument("--keep", action="store_true", help="leave the servers as they are when there are violations")
     given = vars(parser.parse_args(arguments))
     keep = given.pop("keep")
@@ -405,7 +455,8 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     for name in ("repartitionings", "changes"):
         if chosen[name] is None:
             chosen[name] = chosen["restarts"]
-    return Settings(**chosen), keep
+    consumers = AS_A_QUEUE if chosen.pop("queue") else CONSUMERS
+    return Settings(**chosen, consumers=consumers), keep
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

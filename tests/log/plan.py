@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -19,6 +19,7 @@ SERVER: Final = "server"
 PARTITIONS: Final = "partitions"
 SHARD: Final = "shard"
 FORM: Final = "form"
+POOLER: Final = "pooler"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Settings:
     `changes` are of the form of the topic's log.
 
     `shards` is how many there are from the beginning, each on a server of its own; `additions` are of further ones.
+    `pooled`: the processes reach each server through a PgBouncer, which dies as often as servers do.
     """
 
     events: int
@@ -41,6 +43,9 @@ class Settings:
     additions: int = 0
     deadline: float = 1_200.0
     storage: Storage = "rows"
+    pooled: bool = False
+    consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
+    """The consumer of each role."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +60,8 @@ class Player:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens once so many events are acknowledged: the process of this name is killed, a server restarts, the
-    topic is repartitioned or gets another form, or a shard is added.
+    """What happens once so many events are acknowledged: the process of this name is killed, a server or its pooler
+    breaks, the topic is repartitioned or gets another form, or a shard is added.
     """
 
     at: int
@@ -102,7 +107,7 @@ def players(settings: Settings, home: Path) -> list[Player]:
         *([Player("compact 0", "compact", "compact", ())] if settings.storage == "blocks" else ()),
         *(
             Player(f"{role} {number}", role, role, (consumer, most))
-            for role, consumer in CONSUMERS.items()
+            for role, consumer in settings.consumers.items()
             for number in range(2)
         ),
         Player("follow 0", "follow", "follow", (home,)),
@@ -118,6 +123,8 @@ def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
     kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
     others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings + [SHARD] * settings.additions
     others += [FORM] * settings.changes
+    if settings.pooled:
+        others += [POOLER] * settings.restarts
     targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]
     drawn.shuffle(targets)
     moments = sorted(drawn.sample(range(settings.events // 50, settings.events * 9 // 10), len(targets)))

@@ -7,8 +7,10 @@ take up the shards that join.
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
+import traceback
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,7 +21,7 @@ from urllib.parse import quote
 import psycopg
 
 from eventsql_orchestration import Event, EventSQL, Shard
-from eventsql_orchestration.consuming import worker_pool
+from eventsql_orchestration.consuming import queue_consumption, worker_pool
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection
@@ -117,8 +119,11 @@ def transfer(urls: str) -> None:
     shards = Shards(urls)
 
     def move() -> None:
-        shards.platform.transfer.run(stop, polling_delay=0.02)
-        if not stop.is_set():
+        try:
+            shards.platform.transfer.run(stop, polling_delay=0.02)
+        except BaseException:  # noqa: BLE001 - a thread that ends alone would not be noticed
+            traceback.print_exc()
+            sys.stderr.flush()
             os._exit(1)
 
     def end() -> None:
@@ -170,6 +175,19 @@ def consume_leased(urls: str, consumer: str, most: str) -> None:
         lambda: shards.platform.consumers.start_leased(
             TOPIC, consumer, handle, lease=1.0, max_events=int(most), polling_delay=0.02
         )
+    )
+
+
+def consume_queue(urls: str, consumer: str, _most: str) -> None:
+    """Consume the topic as a queue: each event is acknowledged by itself, together with its effect."""
+    queue_consumption.FAULT_DELAY = 0.1  # type: ignore[attr-defined]  # five seconds are for people
+    shards = Shards(urls)
+
+    def handle(event: Event, connection: Connection) -> None:
+        record([event], connection, consumer)
+
+    shards.attend(
+        lambda: shards.platform.consumers.start_queue(TOPIC, consumer, handle, workers=4, lease=1.0, polling_delay=0.02)
     )
 
 
@@ -265,7 +283,8 @@ def make_tables(dsn: str) -> None:
 
 
 ROLES: dict[str, Callable[..., None]] = {
-    role.__name__: role for role in (publish, transfer, compact, consume, consume_leased, consume_claims, follow)
+    role.__name__: role
+    for role in (publish, transfer, compact, consume, consume_leased, consume_queue, consume_claims, follow)
 }
 
 

@@ -6,7 +6,7 @@ import heapq
 import itertools
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
@@ -20,24 +20,32 @@ from tests.log.playing import followed
 CONSUMERS: Final = {"consume": "mailer", "consume_leased": "ledger", "consume_claims": "fares"}
 """The consumer of each role; each role has two processes. The last consumer is not partitioned."""
 
+QUEUE: Final = "pictures"
+"""A consumer with `start_queue`, which keeps the order of keys and not that of partitions."""
+
+AS_A_QUEUE: Final = {"consume_queue": QUEUE}
+"""The consumer of a run where each event is a transaction of its own."""
+
 Row: TypeAlias = tuple[str, int, int, int]
 """Key, number, partition and offset of an event."""
 
 
-def check(platform: EventSQL, expected: Mapping[str, int], home: Path) -> Iterator[str]:
+def check(
+    platform: EventSQL, expected: Mapping[str, int], home: Path, consumers: Collection[str] = tuple(CONSUMERS.values())
+) -> Iterator[str]:
     """The violations of a run; `expected` is how many events each key has."""
     generations = _generations(platform)
     of_keys: dict[str, list[tuple[int, list[int]]]] = {key: [] for key in expected}
     for shard in sorted(platform.shards, key=lambda each: _joined(generations, each.name or "")):
         name = shard.name or ""
         rows: dict[str, list[int]] = {}
-        yield from (f"{name}: {violation}" for violation in _check_shard(shard, home, rows))
+        yield from (f"{name}: {violation}" for violation in _check_shard(shard, home, rows, consumers))
         for key, numbers in rows.items():
             of_keys.setdefault(key, []).append((_joined(generations, name), numbers))
             if not any(shard_of_key(key, sorted(names)) == name for names in generations):
                 yield f"{name}: {key} never belonged to this shard"
     yield from wrong_keys(of_keys, expected)
-    for consumer in CONSUMERS.values():
+    for consumer in consumers:
         yield from wrong_order(f"effects of {consumer}", _effects(platform.shards, consumer), expected)
     yield from (f"still held back: {each}" for each in platform.held_back())
     if buffered := platform.buffered():
@@ -65,7 +73,7 @@ def _joined(generations: Sequence[frozenset[str]], name: str) -> int:
     return next(number for number, names in enumerate(generations) if name in names)
 
 
-def _check_shard(shard: Shard, home: Path, rows: dict[str, list[int]]) -> Iterator[str]:
+def _check_shard(shard: Shard, home: Path, rows: dict[str, list[int]], consumers: Collection[str]) -> Iterator[str]:
     """The violations on one shard; `rows` gets the numbers in its log, by key."""
     log: dict[int, array[int]] = {}
     strays: list[str] = []
@@ -77,7 +85,7 @@ def _check_shard(shard: Shard, home: Path, rows: dict[str, list[int]]) -> Iterat
     seen.frombytes(followed(home, shard.name).read_bytes())
     yield from difference("the reader", seen, log[NOT_PARTITIONED])
 
-    for consumer in CONSUMERS.values():
+    for consumer in consumers:
         yield from _check_offsets(shard, consumer, log)
 
     with shard.database.connection() as connection:
@@ -116,6 +124,8 @@ def _check_offsets(shard: Shard, consumer: str, log: Mapping[int, array[int]]) -
         handled[NOT_PARTITIONED if whole else partition].append(offset)
     for partition in handled.keys() - ({NOT_PARTITIONED} - states.keys()):
         own = log.get(partition, array("q"))
+        if consumer == QUEUE:
+            handled[partition] = array("q", sorted(handled[partition]))
         yield from difference(f"effects of {consumer}[{partition}]", handled[partition], own)
     for partition, state in states.items():
         if not kept:
