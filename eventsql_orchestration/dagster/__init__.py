@@ -37,14 +37,28 @@ from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_a
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.queues import (
+    QueueCheck,
+    QueueLimits,
+    build_queue_checks,
+    build_queue_sensor,
+)
 from eventsql_orchestration.dagster.monitoring.subscriptions import build_subscription_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import TopicSample
+from eventsql_orchestration.dagster.queues.assets import (
+    WorkConfig,
+    WorkerDefinition,
+    queue_asset,
+    queue_key,
+    worker_asset,
+)
 from eventsql_orchestration.dagster.read_models import projection_asset, store_asset, subscription_asset, view_asset
 from eventsql_orchestration.dagster.resources import EventSQLResource, TopicResource
 from eventsql_orchestration.dagster.tags import DEV_TAG, SPARK_POOL
 from eventsql_orchestration.dagster.topics import table_asset, topic_asset, topic_key, topic_observations
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.dagster.translator import EventSQLAssetProps, EventSQLTranslator
+from eventsql_orchestration.orchestration.limits import WorkLimits
 
 __all__ = [
     "DEV_TAG",
@@ -66,11 +80,16 @@ __all__ = [
     "LagLimits",
     "LocationOptions",
     "PreforkRunLauncher",
+    "QueueCheck",
+    "QueueLimits",
     "RangeLimits",
     "RunLimits",
     "TickOptions",
     "TopicResource",
     "TopicSample",
+    "WorkConfig",
+    "WorkLimits",
+    "WorkerDefinition",
     "build_alert_sensor",
     "build_backfill",
     "build_definitions",
@@ -78,6 +97,8 @@ __all__ = [
     "build_housekeeping_schedule",
     "build_lag_check",
     "build_lag_sensor",
+    "build_queue_checks",
+    "build_queue_sensor",
     "build_register_job",
     "build_subscription_sensor",
     "build_transfer_schedule",
@@ -86,6 +107,8 @@ __all__ = [
     "projection_asset",
     "publish_dataframe",
     "publish_events",
+    "queue_asset",
+    "queue_key",
     "range_asset",
     "share_runs",
     "spark_progress",
@@ -96,5 +119,6 @@ __all__ = [
     "topic_key",
     "topic_observations",
     "view_asset",
+    "worker_asset",
     "write_instance",
 ]

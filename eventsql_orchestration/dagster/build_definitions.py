@@ -24,11 +24,14 @@ from eventsql_orchestration.dagster.monitoring.alerts import build_alert_sensor
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.queues import build_queue_checks, build_queue_sensor
+from eventsql_orchestration.dagster.queues.assets import WorkerDefinition, check_one_worker, queue_asset
 from eventsql_orchestration.dagster.register import REGISTER_JOB
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
+from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
@@ -44,6 +47,7 @@ def build_definitions(
     - The consumers' assets, jobs and sensors; with `backfills`, the asset and the jobs of `build_backfill` for each.
     - As external assets: the topics to which no consumer publishes, and with `dead_letters` their dead letter topics.
     - The checks `lag` (none if `lag` is None) and `delivered`; with `notify`, an alert sensor.
+    - With `workers`, their assets, jobs and sensors, their queues as external assets, and the sensor `queues`.
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
     - The resource `eventsql`, by default `environment_resource()`, and what else `LocationOptions` name.
@@ -78,12 +82,20 @@ def common_definitions(
         dead_letters=options.dead_letters,
         prepare=options.prepare,
         name=REGISTER_JOB + suffix,
+        workers=options.workers,
     )
+    check_one_worker(options.workers)
+    queues = queue_assets(options.workers, options.translator)
+    limits = options.queue_lag
+    queue_checks = [] if limits is None else [each for spec in queues for each in build_queue_checks(spec, limits)]
     sources = _publishers(options.assets)
 
     sensors = [build_lag_sensor(consumers, checks=checks, topics=external, sample=options.sample, name=f"lag{suffix}")]
-    if options.notify is not None and checks:
-        sensors.append(build_alert_sensor(checks, options.notify, name=f"alerts{suffix}"))
+    if queues:
+        sensors.append(build_queue_sensor(queues, checks=queue_checks, name=f"queues{suffix}"))
+    all_checks = [*checks, *queue_checks]
+    if options.notify is not None and all_checks:
+        sensors.append(build_alert_sensor(all_checks, options.notify, name=f"alerts{suffix}"))
 
     resources = dict(options.resources or {})
     if options.platform:
@@ -91,16 +103,28 @@ def common_definitions(
     return dg.Definitions(
         assets=[
             *options.assets,
+            *queues,
+            *(worker.asset for worker in options.workers),
             *(
                 topic_asset(topic, deps=sources.get(topic.name, ()), translator=options.translator)
                 for topic in external
             ),
         ],
-        jobs=[register],
-        sensors=sensors,
-        schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=checks)] if options.platform else [],
+        asset_checks=[check.definition for check in queue_checks],
+        jobs=[register, *(worker.job for worker in options.workers)],
+        sensors=[*sensors, *(worker.sensor for worker in options.workers)],
+        schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=all_checks)]
+        if options.platform
+        else [],
         resources=resources,
     )
+
+
+def queue_assets(
+    workers: Sequence[WorkerDefinition], translator: EventSQLTranslator | None = None
+) -> list[dg.AssetSpec]:
+    """The assets of the queues that workers work off, each once."""
+    return [queue_asset(name, translator=translator) for name in dict.fromkeys(worker.queue for worker in workers)]
 
 
 def definitions_of(
@@ -166,11 +190,12 @@ def build_register_job(
     dead_letters: bool = True,
     prepare: Prepare | None = None,
     name: str = REGISTER_JOB,
+    workers: Sequence[WorkerDefinition] = (),
 ) -> dg.JobDefinition:
-    """A job that migrates the schema and creates topics and consumers. It can be repeated.
+    """A job that migrates the schema and creates topics, consumers, and the queues of workers. It can be repeated.
 
     An existing consumer keeps its offsets and gets the settings that its asset declares. The run's log and the metadata
-    of its only step show each change.
+    of its only step show each change. An existing queue gets the options that its worker declares.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
@@ -187,6 +212,8 @@ def build_register_job(
             for shard in eventsql.shards:
                 prepare(shard)
         done += [consumer.register(platform) for consumer in consumers]
+        for worker in workers:
+            context.log.info("queue %s", worker.register(platform))
         for each in done:
             context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
         context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))

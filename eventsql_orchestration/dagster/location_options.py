@@ -9,7 +9,10 @@ import dagster as dg
 from eventsql_orchestration import Shard, Topic
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_LAG, LagLimits
 from eventsql_orchestration.dagster.monitoring.alerts import Notify
+from eventsql_orchestration.dagster.monitoring.queues import DEFAULT_LIMITS as DEFAULT_QUEUE_LIMITS
+from eventsql_orchestration.dagster.monitoring.queues import QueueLimits
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample
+from eventsql_orchestration.dagster.queues.assets import WorkerDefinition
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
 
@@ -38,6 +41,9 @@ class LocationOptions:
     - `assets`: further assets. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to
       this topic.
     - `translator`: has the last word on the assets of topics; consumers have theirs in `AssetOptions`.
+    - `workers`: the workers of queues: their assets, jobs and sensors. The job `register` creates their queues, which
+      are external assets; `queue_lag` has their checks, and the sensor `queues` observes them.
+    - `queue_lag`: what each queue may hold. None leaves out the checks of queues.
     - `sample`: the last events on the page of a topic to which no consumer publishes.
     """
 
@@ -54,6 +60,8 @@ class LocationOptions:
     assets: Sequence[dg.AssetsDefinition] = ()
     translator: EventSQLTranslator | None = None
     sample: TopicSample = DEFAULT_SAMPLE
+    workers: Sequence[WorkerDefinition] = ()
+    queue_lag: QueueLimits | None = DEFAULT_QUEUE_LIMITS
 
 
 class LocationFields(TypedDict, total=False):
@@ -72,6 +80,8 @@ class LocationFields(TypedDict, total=False):
     assets: Sequence[dg.AssetsDefinition]
     translator: EventSQLTranslator | None
     sample: TopicSample
+    workers: Sequence[WorkerDefinition]
+    queue_lag: QueueLimits | None
 
 
 DEFAULT_LOCATION: Final = LocationOptions()

@@ -11,6 +11,8 @@ import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.errors import ConsumerNotFoundError, TopicNotFoundError
+from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.queue import list_queues
 
 REGISTER_JOB: Final = "register"
 
@@ -33,6 +35,18 @@ def require_topic(platform: EventSQL, topic: str) -> None:
         raise TopicNotFoundError(
             f"{topic_missing(topic)}; it creates the topics of the consumers and those of `topics=`"
         ) from error
+
+
+def queue_missing(queue: str) -> str:
+    """The message for a queue that a code location declares and that does not exist."""
+    return f"queue {queue!r} is not registered: {LAUNCH_IT}"
+
+
+def require_queue(platform: EventSQL, queue: str) -> None:
+    """Raise `dagster.Failure` if no shard has the queue."""
+    known = (each.name for shard in shards_of(platform) if shard.down is None for each in list_queues(shard.database))
+    if queue not in known:
+        raise dg.Failure(queue_missing(queue), allow_retries=False)
 
 
 def consumer_missing(consumer: Consumer) -> str:

@@ -43,6 +43,15 @@ so the value must name the run."""
 LATE_TAG: Final = f"{HIDDEN}late"
 """On a run that found its claim lost when it tried to take the claim over."""
 
+QUEUE_TAG: Final = "eventsql/queue"
+"""On the runs that work a queue off."""
+
+ALIVE_TAG: Final = f"{HIDDEN}alive"
+"""A sign of life of a run that works a queue off: a number that grows."""
+
+HANDLED_TAG: Final = f"{HIDDEN}handled"
+"""On a run that failed because messages failed, and worked all others off. Its value is the run."""
+
 BACKFILL_TAG: Final = "eventsql/backfill"
 """On every run of a backfill; its value is the backfill's id."""
 

@@ -13,12 +13,14 @@ from eventsql_orchestration.errors import ValidationError
 class EventSQLAssetProps:
     """What an asset stands for: `consumer` of a topic, or the topic itself if `consumer` is None.
 
-    `spec` is the asset as it would be without a translator.
+    For a queue, `topic` is None and `queue` is its name; `consumer` is the name of a worker's asset, or None for the
+    queue itself. `spec` is the asset as it would be without a translator.
     """
 
-    topic: str
+    topic: str | None
     consumer: str | None
     spec: dg.AssetSpec
+    queue: str | None = None
 
 
 class EventSQLTranslator:
@@ -29,9 +31,9 @@ class EventSQLTranslator:
                 spec = super().get_asset_spec(props)
                 return spec.replace_attributes(group_name=props.topic)
 
-    Give it to `AssetOptions` for a consumer and the topics that it publishes to, and to `topic_asset` or
-    `build_definitions` for other topics. The key of a topic stays `topic/<name>`: several code locations find the same
-    topic by it, and so do the links of their runs.
+    Give it to `AssetOptions` for a consumer and the topics that it publishes to, or for a worker; and to `topic_asset`,
+    `queue_asset` or `build_definitions` for other topics and queues. The key of a topic stays `topic/<name>`, and that
+    of a queue `queue/<name>`: several code locations find the same one by it, and so do the links of their runs.
     """
 
     def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
@@ -39,18 +41,20 @@ class EventSQLTranslator:
 
 
 def translated(
-    translator: EventSQLTranslator | None, topic: str, consumer: str | None, spec: dg.AssetSpec
-) -> dg.AssetSpec:
+    translator: EventSQLTranslator | None, topic: str | None, consumer: str | None, spec: dg.AssetSpec,
+    *, queue: str | None = None,
+) -> dg.AssetSpec:  # fmt: skip
     """The spec as a translator gives it. Raises `ValidationError`."""
     if translator is None:
         return spec
-    found = translator.get_asset_spec(EventSQLAssetProps(topic, consumer, spec))
+    found = translator.get_asset_spec(EventSQLAssetProps(topic, consumer, spec, queue))
     name = type(translator).__name__
     if not isinstance(found, dg.AssetSpec):
         raise ValidationError(f"{name}.get_asset_spec returned no AssetSpec for {spec.key.to_user_string()}: {found!r}")
     if consumer is None and found.key != spec.key:
+        what = f"topic {topic!r}" if queue is None else f"queue {queue!r}"
         raise ValidationError(
-            f"{name}.get_asset_spec gave topic {topic!r} the key {found.key.to_user_string()}: a topic keeps the key "
+            f"{name}.get_asset_spec gave {what} the key {found.key.to_user_string()}: it keeps the key "
             f"{spec.key.to_user_string()}, by which every code location finds it"
         )
     return found

@@ -19,8 +19,9 @@ from eventsql_orchestration.database.log_names import names_log
 from eventsql_orchestration.errors import PermissionDeniedError
 
 ADMIN: Final = "admin"
-KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader", "eraser")
-"""Every kind of role. A stager publishes what it has staged in blocks, as Spark and assets do."""
+KINDS: Final = (ADMIN, "transfer", "publisher", "stager", "consumer", "reader", "eraser", "sender", "worker")
+"""Every kind of role. A stager publishes what it has staged in blocks, as Spark and assets do. A sender sends
+messages to queues, a worker receives and settles them."""
 
 TOPIC_KINDS: Final = ("publisher", "consumer", "reader")
 """The kinds that a role of one topic can have."""
@@ -40,14 +41,21 @@ _CONSUME: Final = (
 )  # fmt: skip
 """The functions that consume in SQL, and those that they call."""
 
+_SEND: Final = ("put_messages", "queue_number", "queue_send", "queue_send_all")
+"""The functions that send messages to queues."""
+
+_WORK: Final = (
+    "take_messages", "take_in_order", "bury_messages", "promote_keys", "note_of_message", "acknowledge_messages",
+    "make_queue_archive", "queue_number", "queue_receive", "queue_acknowledge", "queue_acknowledge_all",
+    "queue_release", "queue_extend",
+)  # fmt: skip
+"""The functions that receive and settle messages, and those that they call."""
+
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
-    "capture_page", "capture_key", "forget_captures", "publish", "publish_all",
-    "note_of_message", "put_messages", "take_messages", "take_in_order", "bury_messages", "promote_keys",
-    "acknowledge_messages", "make_queue_archive", "queue_number", "queue_send", "queue_send_all", "queue_receive",
-    "queue_acknowledge", "queue_acknowledge_all", "queue_release", "queue_extend",
+    "capture_page", "capture_key", "forget_captures", "publish", "publish_all", *dict.fromkeys((*_SEND, *_WORK)),
     *_CONSUME, "make_view_periods", "refuse_rows", "order_change",
 )  # fmt: skip
 """The platform's functions."""
@@ -70,6 +78,25 @@ _MOVED: Final = (
     "eql_until", "eql_given_up",
 )  # fmt: skip
 """The columns of a consumer that consuming changes; its names, filter, most attempts and pause are not among them."""
+
+_SENT_MESSAGE: Final = (
+    "eql_id", "eql_queue", "eql_key", "eql_body", "eql_metadata", "eql_priority", "eql_in_order", "eql_visible_at",
+    "eql_due_at",
+)  # fmt: skip
+"""The columns of a message that sending writes."""
+
+_STATE_OF_MESSAGE: Final = (
+    "eql_id", "eql_queue", "eql_priority", "eql_in_order", "eql_receives", "eql_unhandled", "eql_receipt",
+    "eql_visible_at", "eql_due_at", "eql_origin", "eql_created_at",
+)  # fmt: skip
+"""The columns that tell how many messages wait, and since when; not their contents."""
+
+_MOVED_MESSAGE: Final = (
+    "eql_id", "eql_queue", "eql_origin", "eql_in_order", "eql_receives", "eql_unhandled", "eql_receipt",
+    "eql_visible_at", "eql_due_at", "eql_history",
+)  # fmt: skip
+"""The columns of a message that receiving, releasing and burying change; its body, key and metadata are not among
+them."""
 
 _BUFFERED: Final = (
     "SELECT (eql_id, eql_topic, eql_partition, eql_created_at) ON {s}.event_buffer",
@@ -123,6 +150,23 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT, UPDATE (eql_failure) ON {s}.consumer, {s}.consumer_delivery",
         "SELECT, INSERT, UPDATE (eql_finished_at, eql_events, eql_buffered, eql_dead_letters) ON {s}.erasure",
     ),
+    "sender": (
+        *_DEFINITIONS,
+        "SELECT ON {s}.queue",
+        # Not its content: a sender learns the ids of what it sends.
+        "SELECT (eql_id) ON {s}.queue_message",
+        f"INSERT ({', '.join(_SENT_MESSAGE)}) ON {{s}}.queue_message",
+        "USAGE ON SEQUENCE {s}.queue_message_eql_id_seq",
+        "SELECT, INSERT, UPDATE, DELETE ON {s}.queue_deduplication",
+        *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _SEND),
+    ),
+    "worker": (
+        *_DEFINITIONS,
+        "SELECT ON {s}.queue",
+        f"SELECT, DELETE, UPDATE ({', '.join(_MOVED_MESSAGE)}) ON {{s}}.queue_message",
+        "INSERT ON {s}.queue_archive",
+        *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _WORK),
+    ),
 }  # fmt: skip
 _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
     "publisher": ("EXECUTE ON FUNCTION {s}.publish_anywhere",),
@@ -131,6 +175,8 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON {s}.access_role, {s}.event_buffer_lock, {s}.spark_publication, {s}.spark_decision, {s}.spark_part",
         "SELECT ON {s}.erasure",
         "SELECT ON SEQUENCE {s}.event_buffer_eql_id_seq",
+        "SELECT ON {s}.queue",
+        f"SELECT ({', '.join(_STATE_OF_MESSAGE)}) ON {{s}}.queue_message",
     ),
 }
 """Further rights of a role of all topics."""
@@ -174,6 +220,8 @@ _DOES: Final[Mapping[str, str]] = {
     "stager": "publishes what Spark or an asset has staged",
     "consumer": "consumes",
     "eraser": "erases events of a key",
+    "sender": "sends messages",
+    "worker": "receives and settles messages",
 }
 """What a member of each kind of role does with an object. The kind with the least rights comes first."""
 

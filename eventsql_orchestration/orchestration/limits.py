@@ -1,4 +1,4 @@
-"""Limits of consuming runs."""
+"""Limits of runs that consume topics or work queues off."""
 
 # Dagster resolves components by annotations that are types, not texts.
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.queue.queue import MAX_MESSAGES
+from eventsql_orchestration.validation import check_whole
 
 
 def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
@@ -51,3 +53,39 @@ class RunLimits:
         if self.lease <= 0:
             raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
         check_not_negative(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkLimits:
+    """When a run that works a queue off is requested, and how long it goes on. Times are seconds.
+
+    - `min_messages`: number of visible messages that requests a run.
+    - `max_wait`: time after which fewer messages request a run. A message that waits for longer than this while runs
+      are under way requests a further run, up to `max_runs`.
+    - `max_runs`: maximum number of runs at once, on each shard.
+    - `batch`: maximum number of messages that the function gets at once; an ordered queue gives 1,000 at most.
+    - `drain_seconds`: age at which a run receives no further batch.
+    - `drain_messages`: number of received messages at which a run receives no further batch.
+    - `drain_idle`: time without a message after which a run ends.
+    - `lease`: time without a sign of life after which a run counts as dead, and another one is requested. The messages
+      of a dead run are received again after the queue's visibility timeout.
+
+    Raises `ValidationError` for limits that exclude one another.
+    """
+
+    min_messages: int = 1
+    max_wait: float = 5.0
+    max_runs: int = 1
+    batch: int = 100
+    drain_seconds: float = 20.0
+    drain_messages: int = 1_000_000
+    drain_idle: float = 1.0
+    lease: float = 60.0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self)
+        for name in ("min_messages", "max_runs", "drain_messages"):
+            check_whole(name, getattr(self, name), least=1)
+        check_whole("batch", self.batch, least=1, most=MAX_MESSAGES)
+        if self.lease <= 0:
+            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")

@@ -2,7 +2,7 @@
 
 from eventsql_orchestration.queue.async_queue import AsyncQueue
 from eventsql_orchestration.queue.queue import Queue
-from eventsql_orchestration.queue.queue_table import drop_expired_archives, list_queues
+from eventsql_orchestration.queue.queue_table import QueueOptions, drop_expired_archives, list_queues
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
     Message,
@@ -22,6 +22,7 @@ __all__ = [
     "Queue",
     "QueueDefinition",
     "QueueDepth",
+    "QueueOptions",
     "QueueStatistics",
     "drop_expired_archives",
     "list_queues",

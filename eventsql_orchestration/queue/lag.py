@@ -13,8 +13,6 @@ from eventsql_orchestration.database.rows import fetch_all, fetch_one
 COUNTED: Final = 10_000
 """How many messages of each state are counted at most."""
 
-_TABLES: Final = ("queue", "queue_message")
-
 
 @dataclass(frozen=True, slots=True)
 class QueueLag:
@@ -49,8 +47,11 @@ class QueueLagReader:
 
     def is_allowed(self, connection: Connection) -> bool:
         """Whether this role may read queues. Roles have no rights on queues unless they were given some."""
-        tables = [sql.Identifier(self._schema, name).as_string() for name in _TABLES]
-        return bool(fetch_one(connection, self._queries("may_read_lag"), {"tables": tables}, prepare=False)[0])
+        tables = {
+            "queues": sql.Identifier(self._schema, "queue").as_string(),
+            "messages": sql.Identifier(self._schema, "queue_message").as_string(),
+        }
+        return bool(fetch_one(connection, self._queries("may_read_lag"), tables, prepare=False)[0])
 
     def read(self, connection: Connection) -> list[QueueLag]:
         """The lag of every queue, by name."""

@@ -95,19 +95,9 @@ class Queue:
         deduplication_window: Duration | None = None,
     ) -> None:
         self.name = check_name("queue name", name)
-        if dead_letters is not None and check_name("dead_letters", dead_letters) == name:
-            raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
-        if max_receives is not None and dead_letters is None:
-            check_name("queue name with _dead", f"{name}_dead")
-        self._options = QueueOptions(
-            ordered=ordered,
-            visibility_timeout=_seconds("visibility_timeout", visibility_timeout),
-            max_receives=None
-            if max_receives is None
-            else check_whole("max_receives", max_receives, least=1, most=2**31 - 1),
-            dead_letters=dead_letters,
-            retention=_seconds("retention", retention),
-            deduplication_window=_seconds("deduplication_window", deduplication_window),
+        self._options = checked_options(
+            name,
+            QueueOptions(ordered, visibility_timeout, max_receives, dead_letters, retention, deduplication_window),
         )
         self._source = source
         self._tables: dict[int, QueueTable] = {}
@@ -368,9 +358,13 @@ class Queue:
         """
         self._of(message).release(message, check_seconds("delay", delay, zero=True), reason)
 
-    def _give_back(self, message: Message) -> None:
-        """Release a message that nobody began to handle: its receive does not count towards `max_receives`."""
-        self._of(message).release(message, 0.0, None, unhandled=True)
+    def give_back(self, messages: Iterable[Message]) -> None:
+        """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
+
+        A message that is not held any more stays as it is.
+        """
+        for table, held in self._by_shard(messages):
+            table.give_back(held)
 
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
@@ -460,6 +454,24 @@ class Queue:
             self, handler, workers=workers, max_messages=max_messages,
             visibility_timeout=_seconds("visibility_timeout", visibility_timeout), backoff=backoff,
         ).start()  # fmt: skip
+
+
+def checked_options(name: str, given: QueueOptions) -> QueueOptions:
+    """The options of a queue, with durations in seconds. Raises `InvalidNameError`, `ValidationError`."""
+    if given.dead_letters is not None and check_name("dead_letters", given.dead_letters) == name:
+        raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
+    if given.max_receives is not None and given.dead_letters is None:
+        check_name("queue name with _dead", f"{name}_dead")
+    return QueueOptions(
+        given.ordered,
+        _seconds("visibility_timeout", given.visibility_timeout),
+        None
+        if given.max_receives is None
+        else check_whole("max_receives", given.max_receives, least=1, most=2**31 - 1),
+        given.dead_letters,
+        _seconds("retention", given.retention),
+        _seconds("deduplication_window", given.deduplication_window),
+    )
 
 
 def _seconds(what: str, duration: Duration | None) -> float | None:

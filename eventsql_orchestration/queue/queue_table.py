@@ -30,7 +30,7 @@ from eventsql_orchestration.queue.values import (
     QueueDefinition,
     QueueStatistics,
 )
-from eventsql_orchestration.validation import NO_METADATA
+from eventsql_orchestration.validation import NO_METADATA, Duration
 
 QUEUE: Final = "queue"
 """The kind of a notification of new messages in a queue."""
@@ -41,14 +41,14 @@ PURGED_AT_ONCE: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """The options that a caller gave; None leaves an option as it is."""
+    """The options of a queue, as `Queue` takes them; None leaves an option as it is."""
 
     ordered: bool | None = None
-    visibility_timeout: float | None = None
+    visibility_timeout: Duration | None = None
     max_receives: int | None = None
     dead_letters: str | None = None
-    retention: float | None = None
-    deduplication_window: float | None = None
+    retention: Duration | None = None
+    deduplication_window: Duration | None = None
 
     def differ(self, found: QueueDefinition) -> bool:
         """Whether the database has other options than the given ones."""
@@ -224,16 +224,23 @@ class QueueTable:
         if missing:
             raise self.not_found(missing)
 
-    def release(self, message: Message, delay: float, reason: str | None, *, unhandled: bool = False) -> None:
+    def release(self, message: Message, delay: float, reason: str | None) -> None:
         values = {
             "queue": self.id(), "id": message.id, "receipt": message.receipt, "delay": delay, "reason": reason,
-            "unhandled": int(unhandled),
         }  # fmt: skip
         with self.database.connection() as connection:
             released = connection.execute(self._queries("release"), values, prepare=False).rowcount
         if not released:
             raise self.not_found([message.id])
         if self._notifier is not None and not delay:
+            self._notifier.notify(QUEUE, self._name)
+
+    def give_back(self, messages: Collection[Message]) -> None:
+        """Make messages visible that are still held; their receive does not count."""
+        values = {"queue": self.id(), **_held(messages)}
+        with self.database.connection() as connection:
+            given = connection.execute(self._queries("give_back"), values, prepare=False).rowcount
+        if given and self._notifier is not None:
             self._notifier.notify(QUEUE, self._name)
 
     def extend(self, messages: Collection[Message], seconds: float) -> set[int]:

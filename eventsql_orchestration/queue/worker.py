@@ -12,8 +12,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, MessageNotFoundError
+from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.validation import check_seconds
 
 if TYPE_CHECKING:
     from eventsql_orchestration.queue.queue import Handler, Queue
@@ -27,20 +29,32 @@ FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 300.0
 """Seconds that a message waits after its first failure, and at most."""
 
-HEARTBEATS: Final = 3
-"""Extensions of a held message within its visibility timeout: two may fail."""
+_LONGEST_REASON: Final = 1_000
+"""Characters of an error in a message's history."""
 
 LONGEST_RETRY: Final = 5.0
 """The longest pause of a worker while the database is away, in seconds."""
-
-_LONGEST_REASON: Final = 1_000
-"""Characters of an error in a message's history."""
 
 
 def exponential(receives: int) -> float:
     """1, 2, 4 … seconds, 300 at most, each shortened at random by up to a half."""
     pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(receives - 1, 30))
     return pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+
+def pause_after(message: Message, backoff: Backoff) -> float:
+    """Seconds until a message that failed is received again; those of `exponential` if `backoff` fails."""
+    try:
+        return check_seconds("backoff", float(backoff(message.receives)), zero=True)
+    except Exception:
+        logger.exception("the backoff of message %s failed", message.id)
+        return exponential(message.receives)
+
+
+def reason_of(error: BaseException) -> str:
+    """An error as a line of a message's history."""
+    reason = f"{type(error).__name__}: {error}".replace("\x00", "")
+    return reason.encode(errors="replace").decode()[:_LONGEST_REASON]
 
 
 class QueueWorkers:
@@ -67,7 +81,7 @@ class QueueWorkers:
         self._threads: list[threading.Thread] = []
         self._heart: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._held: dict[tuple[str | None, int], Message] = {}
+        self._held = HeldMessages(queue)
         self._subscriptions = ExitStack()
         self.handled = 0
         """The number of messages that were handled and acknowledged."""
@@ -136,27 +150,16 @@ class QueueWorkers:
 
     def _work_off(self, messages: list[Message]) -> None:
         waiting = deque(messages)
-        with self._lock:
-            self._held |= {(message.shard, message.id): message for message in messages}
+        self._held.hold(messages)
         while waiting:
             message = waiting.popleft()
             try:
                 if self._stop.is_set():
                     self._give_back(message)
-                elif self._holds(message):
+                elif message in self._held:
                     self._handle(message)
             finally:
-                self._let_go(message)
-
-    def _holds(self, message: Message) -> bool:
-        with self._lock:
-            return self._held.get((message.shard, message.id)) is message
-
-    def _let_go(self, message: Message) -> None:
-        with self._lock:
-            # Another worker may hold a later receive of the same message.
-            if self._held.get((message.shard, message.id)) is message:
-                del self._held[message.shard, message.id]
+                self._held.let_go(message)
 
     def _handle(self, message: Message) -> None:
         try:
@@ -177,13 +180,8 @@ class QueueWorkers:
     def _fail(self, message: Message, error: BaseException) -> None:
         with self._lock:
             self.failed += 1
-        reason = f"{type(error).__name__}: {error}".replace("\x00", "")
-        reason = reason.encode(errors="replace").decode()[:_LONGEST_REASON]
-        try:
-            pause = float(self._backoff(message.receives))
-        except Exception:
-            logger.exception("the backoff of queue %r failed", self._queue.name)
-            pause = exponential(message.receives)
+        reason = reason_of(error)
+        pause = pause_after(message, self._backoff)
         logger.warning(
             "message %s of queue %r failed at its receive %s, again in %.1f s: %s",
             message.id, self._queue.name, message.receives, pause, reason,
@@ -194,7 +192,7 @@ class QueueWorkers:
     def _give_back(self, message: Message, delay: float = 0.0, reason: str | None = None) -> None:
         try:
             if reason is None:
-                self._queue._give_back(message)  # noqa: SLF001 - a part of the queue
+                self._queue.give_back([message])
             else:
                 self._queue.release(message, delay=delay, reason=reason)
         except EventSQLError as error:
@@ -212,22 +210,4 @@ class QueueWorkers:
                 self._stop.wait(every - (time.monotonic() - last))
             if time.monotonic() - last >= every:
                 last = time.monotonic()
-                self._extend(timeout)
-
-    def _extend(self, timeout: float) -> None:
-        with self._lock:
-            held = list(self._held.values())
-        # Each shard by itself: one that is down costs no other its messages.
-        for shard in {message.shard for message in held}:
-            self._extend_on_shard([message for message in held if message.shard == shard], timeout)
-
-    def _extend_on_shard(self, held: list[Message], timeout: float) -> None:
-        try:
-            still = {(message.shard, message.id) for message in self._queue.extend_all(held, timeout)}
-        except EventSQLError as error:
-            logger.warning("the messages held from queue %r were not extended: %s", self._queue.name, error)
-            return
-        for message in held:
-            if (message.shard, message.id) not in still:
-                # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
-                self._let_go(message)
+                self._held.extend(timeout)

@@ -21,13 +21,8 @@ from eventsql_orchestration.dagster import (
     build_lag_sensor,
     consumer_asset,
 )
-from eventsql_orchestration.dagster.monitoring.lag_sensor import (
-    GREEN_INTERVAL,
-    IDLE_INTERVAL,
-    RENEWAL_INTERVAL,
-    materialized_at,
-    observe_lag,
-)
+from eventsql_orchestration.dagster.monitoring.checks import GREEN_INTERVAL, IDLE_INTERVAL, RENEWAL_INTERVAL
+from eventsql_orchestration.dagster.monitoring.lag_sensor import materialized_at, observe_lag
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Workbench

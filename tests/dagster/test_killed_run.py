@@ -28,14 +28,17 @@ def bench(bench: Workbench, shared_instance: dg.DagsterInstance) -> Workbench:
 
 
 @contextmanager
-def run_process(bench: Workbench, request: dg.RunRequest, *, delay: float) -> Iterator[subprocess.Popen[bytes]]:
-    """The run of a request in a process of its own, which takes `delay` seconds over each batch of 10."""
+def run_process(
+    bench: Workbench, request: dg.RunRequest, *, delay: float, module: str = "tests.dagster.location",
+    job: str = "consume_slow",
+) -> Iterator[subprocess.Popen[bytes]]:  # fmt: skip
+    """The run of a request in a process of its own, which takes `delay` seconds over each batch."""
     home = Path(bench.instance.root_directory)
     config = home / "run_config.yaml"
     config.write_text(json.dumps(request.run_config))
     # fmt: off
     command = [
-        sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "consume_slow",
+        sys.executable, "-m", "dagster", "job", "execute", "-m", module, "-j", job,
         "--config", str(config), "--tags", json.dumps(dict(request.tags)),
     ]
     # fmt: on

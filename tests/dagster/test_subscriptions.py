@@ -20,7 +20,7 @@ from eventsql_orchestration.dagster import (
     topic_key,
     view_asset,
 )
-from eventsql_orchestration.dagster.monitoring.lag_sensor import IDLE_INTERVAL
+from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
 from eventsql_orchestration.dagster.monitoring.subscriptions import observe_subscriptions
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError

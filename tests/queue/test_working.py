@@ -170,7 +170,7 @@ def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
         queue.send(b"2")
         turns.append(threading.Event())
         until(lambda: len(calls) == 3)
-        assert {message.receives for message in workers._held.values() if message.body == b"1"} == {2}
+        assert {message.receives for message in workers._held.messages() if message.body == b"1"} == {2}
         turns[1].set()
         turns[2].set()
         until(lambda: workers.handled == 2)

@@ -169,8 +169,8 @@ class SharedWatch:
         return f"Claims events for one of {labels}, and requests a run of all, unless one is under way."
 
     @property
-    def topics(self) -> frozenset[str]:
-        return frozenset(member.topic.name for member in self.members)
+    def notified_by(self) -> frozenset[tuple[str, str]]:
+        return frozenset(each for member in self.members for each in member.notified_by)
 
     def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
         """One tick. `cursor` is the first consumer of this tick: the next one after the consumer with the last claim.

@@ -106,7 +106,7 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
         return TryClaim(presumed_dead=None if run is None else run.run_id, when_leased=hand_over)
 
     if run.finished:
-        left = _backoff(state.failures, options) - state.since_failure
+        left = backoff(state.failures, options) - state.since_failure
         if left > 0:
             return Wait(
                 f"{state.failures} runs failed from offset {claim.range.after}, run {run.run_id} last; "
@@ -207,7 +207,7 @@ def _will_come(successor: RunState, options: TickOptions) -> bool:
     return successor.queued or successor.unchanged < options.start_timeout
 
 
-def _backoff(failures: int, options: TickOptions) -> float:
+def backoff(failures: int, options: TickOptions) -> float:
     """Seconds between the end of a run that failed and the next one from the same offset."""
     if failures < 2:
         return 0.0

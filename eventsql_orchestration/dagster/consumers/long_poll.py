@@ -21,7 +21,6 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Watch, evaluate
-from eventsql_orchestration.database.notifications import LOG
 
 MOST_SENSORS: Final = 30
 """The most sensors of a code location with lingering ticks. With more sensors, ticks already wait for threads."""
@@ -48,7 +47,7 @@ def _linger(
 ) -> dg.SensorResult:
     """Look again at each notification until the tick finds something or the deadline has come."""
     options = watch.options
-    with _told(platform, watch.topics) as told:
+    with _told(platform, watch.notified_by) as told:
         while isinstance(result.skip_reason, NothingYet) and (left := deadline - time.monotonic()) > 0:
             if isinstance(result.skip_reason, Leased):
                 # New events belong to the owner of the lease.
@@ -96,11 +95,11 @@ LINGERING: Final = Lingering()
 
 
 @contextlib.contextmanager
-def _told(platform: EventSQL, topics: Collection[str]) -> Iterator[threading.Event]:
-    """A `threading.Event` that is set when logs of the topics have new events, on any shard."""
+def _told(platform: EventSQL, notified_by: Collection[tuple[str, str]]) -> Iterator[threading.Event]:
+    """A `threading.Event` that is set by these notifications, on any shard."""
     told = threading.Event()
     with contextlib.ExitStack() as subscriptions:
         for shard in platform.shards:
-            for topic in topics:
-                subscriptions.callback(shard.listener.subscribe(LOG, topic, told.set))
+            for kind, name in notified_by:
+                subscriptions.callback(shard.listener.subscribe(kind, name, told.set))
         yield told

@@ -15,6 +15,7 @@ import dagster as dg
 from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.dagster.consumers.decision import RunState
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, RunLimits, TickOptions
+from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, SchemaOutdatedError
 
 _T = TypeVar("_T")
@@ -64,7 +65,7 @@ class Leased(NothingYet):
 class Watch(Protocol):
     """Decides what a tick of the sensor with the name `sensor` does on one database.
 
-    The sensor waits for events of `topics`.
+    The sensor waits for what `notified_by` names: kinds of notifications, each with the name of a topic or queue.
     """
 
     @property
@@ -77,7 +78,7 @@ class Watch(Protocol):
     def description(self) -> str: ...
 
     @property
-    def topics(self) -> Collection[str]: ...
+    def notified_by(self) -> Collection[tuple[str, str]]: ...
 
     def evaluate(self, tick: Tick, cursor: str | None) -> dg.SensorResult: ...
 
@@ -94,8 +95,8 @@ class Watched:
     options: TickOptions = DEFAULT_TICKS
 
     @property
-    def topics(self) -> tuple[str]:
-        return (self.topic.name,)
+    def notified_by(self) -> Collection[tuple[str, str]]:
+        return ((LOG, self.topic.name),)
 
 
 def evaluate(

@@ -16,7 +16,7 @@ from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_windows,
     purge_ticks,
 )
-from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
+from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
@@ -60,7 +60,7 @@ class HistoryRetention:
 def build_housekeeping_schedule(
     retention: HistoryRetention | None = None,
     *,
-    checks: Collection[ConsumerCheck] = (),
+    checks: Collection[ReportedCheck] = (),
     name: str = "housekeeping",
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, latest_evaluation
+from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, latest_evaluation
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
 
@@ -47,7 +47,7 @@ Notify: TypeAlias = Callable[[CheckAlert], object]
 
 
 def build_alert_sensor(
-    checks: Sequence[ConsumerCheck | dg.AssetChecksDefinition],
+    checks: Sequence[ReportedCheck | dg.AssetChecksDefinition],
     notify: Notify,
     *,
     name: str = "alerts",
@@ -61,7 +61,7 @@ def build_alert_sensor(
     Raises `ValidationError` without checks, or for a `notify` that is not callable.
     """
     keys = tuple(
-        key for check in checks for key in ([check.key] if isinstance(check, ConsumerCheck) else check.check_keys)
+        key for check in checks for key in ([check.key] if isinstance(check, ReportedCheck) else check.check_keys)
     )
     if not keys:
         raise ValidationError("an alert sensor needs at least one check")

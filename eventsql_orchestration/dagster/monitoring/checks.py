@@ -24,8 +24,22 @@ BEYOND_SINCE: Final = "beyond since"
 UNDER_WAY: Final = 5
 """The most executions of one check, under way or dead, that are expected since its newest result."""
 
+IDLE_INTERVAL: Final = 300.0
+"""Seconds between observations of an asset without lag, and between reports of a red check that has not changed: plots
+go on, and event storage stays small."""
+
+GREEN_INTERVAL: Final = 3_600.0
+"""Seconds between reports of a green check that has not changed."""
+
+RENEWAL_INTERVAL: Final = 60.0
+"""The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
+once."""
+
 Memory: TypeAlias = Mapping[str, Any]
 """State of a check that is kept from one evaluation to the next, as JSON."""
+
+Reported: TypeAlias = Mapping[str, Any]
+"""The face and the time of a check's last report, and its memory, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +64,47 @@ class Verdict:
 
 
 @dataclass(frozen=True, eq=False)
-class ConsumerCheck:
-    """A check of a consumer's asset; `definition` is for Dagster."""
+class ReportedCheck:
+    """A check whose results a sensor reports without a run; `definition` is for Dagster."""
 
-    consumer: ConsumerDefinition
-    name: str
+    key: dg.AssetCheckKey
     severity: dg.AssetCheckSeverity
     definition: dg.AssetChecksDefinition
-    judge: Callable[[Look], Verdict]
-
-    @property
-    def key(self) -> dg.AssetCheckKey:
-        return dg.AssetCheckKey(self.consumer.key, self.name)
 
     def evaluation(self, verdict: Verdict) -> dg.AssetCheckEvaluation:
         """A result as an event that is reported without a run."""
         return dg.AssetCheckEvaluation(
-            asset_key=self.consumer.key,
-            check_name=self.name,
+            asset_key=self.key.asset_key,
+            check_name=self.key.name,
             passed=verdict.passed,
             severity=self.severity,
             description=verdict.description,
             metadata=dict(verdict.metadata),
         )
+
+    def due(
+        self, verdict: Verdict, reported: Reported, *, now: float, materialized: float
+    ) -> tuple[dg.AssetCheckEvaluation | None, Reported]:
+        """The result as an event if it has changed or is due again, and the state for the next tick.
+
+        `materialized` is the time of the asset's last materialization; Dagster's UI hides older results.
+        """
+        at = reported.get("at", 0.0)
+        if materialized >= at:
+            pause = RENEWAL_INTERVAL if verdict.passed else 0.0
+        else:
+            pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
+        is_due = reported.get("face") != verdict.face or now - at >= pause
+        left = {"face": verdict.face, "at": now if is_due else at, "memory": dict(verdict.memory)}
+        return self.evaluation(verdict) if is_due else None, left
+
+
+@dataclass(frozen=True, eq=False)
+class ConsumerCheck(ReportedCheck):
+    """A check of a consumer's asset."""
+
+    consumer: ConsumerDefinition
+    judge: Callable[[Look], Verdict]
 
 
 def build_lag_check(
@@ -110,15 +142,15 @@ def define_check(
     @dg.asset_check(asset=consumer.key, name=name, description=description)
     def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
         lag = read_lags(eventsql.platform, [consumer]).get(consumer.key, AssetLag(()))
-        verdict = judge(Look(eventsql.platform, lag, time.time(), _remembered(context.instance, key)))
+        verdict = judge(Look(eventsql.platform, lag, time.time(), remembered(context.instance, key)))
         return dg.AssetCheckResult(
             passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
         )
 
-    return ConsumerCheck(consumer, name, severity, check, judge)
+    return ConsumerCheck(key, severity, check, consumer, judge)
 
 
-def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
+def remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
     """The memory for an execution by hand, read from the newest result: the sensor's memory is in its cursor."""
     latest = latest_evaluation(instance, key)
     since = None if latest is None else latest[0].metadata.get(BEYOND_SINCE)

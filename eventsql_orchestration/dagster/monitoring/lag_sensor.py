@@ -16,7 +16,7 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
-from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
+from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, ConsumerCheck, Look, Reported
 from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
@@ -28,19 +28,8 @@ from eventsql_orchestration.orchestration.shards import shards_of
 
 logger = logging.getLogger(__name__)
 
-IDLE_INTERVAL: Final = 300.0
-"""Seconds between observations of a consumer without lag, and between reports of a red check that has not changed:
-plots go on, and event storage stays small."""
-
 TOPIC_INTERVAL: Final = 60.0
 """Seconds between two reports of events that arrived in a topic: freshness is a matter of minutes."""
-
-GREEN_INTERVAL: Final = 3_600.0
-"""Seconds between reports of a green check that has not changed."""
-
-RENEWAL_INTERVAL: Final = 60.0
-"""The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
-once."""
 
 SHOWN_CONSUMERS: Final = 5
 """The most consumers that a tick names in its skip reason."""
@@ -126,8 +115,7 @@ class _Cursor:
     """The last observed lag of each asset in events, and its time."""
 
     offsets: dict[str, dict[str, int]] = field(default_factory=dict)
-    checks: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """The face and the time of each check's last report, and its memory."""
+    checks: dict[str, Reported] = field(default_factory=dict)
 
     topics: dict[str, int] = field(default_factory=dict)
     """The offset up to which each topic was reported."""
@@ -258,12 +246,6 @@ class _Tick:
         name = check.key.to_user_string()
         said = self.before.checks.get(name, {})
         verdict = check.judge(replace(look, memory=said.get("memory", {})))
-        at = said.get("at", 0.0)
-        if materialized >= at:
-            pause = RENEWAL_INTERVAL if verdict.passed else 0.0
-        else:
-            pause = GREEN_INTERVAL if verdict.passed else IDLE_INTERVAL
-        if said.get("face") != verdict.face or self.now - at >= pause:
-            at = self.now
-            yield check.evaluation(verdict)
-        self.after.checks[name] = {"face": verdict.face, "at": at, "memory": dict(verdict.memory)}
+        evaluation, self.after.checks[name] = check.due(verdict, said, now=self.now, materialized=materialized)
+        if evaluation is not None:
+            yield evaluation

@@ -38,14 +38,22 @@ FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s)
 -- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
 SELECT {schema}.acknowledge_messages(%(queue)s, %(ids)s::bigint[], %(receipts)s::int[]);
 
--- release -- Makes a held message visible after a delay, for another receiver. An unhandled receive does not count.
+-- release -- Makes a held message visible after a delay, for another receiver.
 UPDATE {schema}.queue_message
-SET eql_unhandled = eql_unhandled + %(unhandled)s,
-    eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
+SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_receipt = NULL,
     eql_history = CASE WHEN %(reason)s::text IS NULL THEN eql_history ELSE
         {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), %(reason)s) END
 WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
 RETURNING eql_id;
+
+-- give_back -- Makes held messages visible for another receiver; their receive does not count.
+UPDATE {schema}.queue_message
+SET eql_unhandled = eql_unhandled + 1, eql_visible_at = clock_timestamp(), eql_receipt = NULL
+FROM (
+    SELECT given.id, given.receipt FROM unnest(%(ids)s::bigint[], %(receipts)s::int[]) AS given (id, receipt)
+    ORDER BY given.id
+) held
+WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt;
 
 -- extend -- Lets held messages stay invisible for longer; gives those that are held.
 UPDATE {schema}.queue_message
@@ -66,6 +74,23 @@ CROSS JOIN LATERAL (
       AND m.eql_visible_at > now() AND m.eql_visible_at < 'infinity'
     ORDER BY m.eql_visible_at LIMIT 1
 ) next;
+
+-- waiting -- The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest;
+-- no row where there is no such queue.
+SELECT count(found.eql_visible_at),
+       coalesce(extract(epoch FROM clock_timestamp() - min(found.eql_visible_at)), 0)::float8
+FROM {schema}.queue q
+LEFT JOIN LATERAL (
+    SELECT visible.eql_visible_at
+    FROM generate_series(9, 0, -1) AS level
+    CROSS JOIN LATERAL (
+        SELECT m.eql_visible_at FROM {schema}.queue_message m
+        WHERE m.eql_queue = q.eql_id AND m.eql_priority = level.level AND m.eql_visible_at <= now()
+        ORDER BY m.eql_visible_at LIMIT %(limit)s
+    ) visible
+) found ON true
+WHERE q.eql_name = %(name)s
+GROUP BY q.eql_id;
 
 -- peek -- The messages of a queue that are first in turn, or one message, with their states.
 SELECT m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_priority, m.eql_created_at,
@@ -145,8 +170,9 @@ WHERE i.inhparent = to_regclass(%(archive)s) AND NOT i.inhdetachpending
   AND c.relname ~ '^queue_archive_[0-9]+$' AND to_date(right(c.relname, 8), 'YYYYMMDD') + 1 < now()
 ORDER BY c.relname;
 
--- may_read_lag -- Whether this role may read these tables.
-SELECT bool_and(has_table_privilege(each, 'SELECT')) FROM unnest(%(tables)s::regclass[]) AS each;
+-- may_read_lag -- Whether this role may read the state of messages, beside that of queues.
+SELECT has_table_privilege(%(queues)s::regclass, 'SELECT')
+    AND has_column_privilege(%(messages)s::regclass, 'eql_visible_at', 'SELECT');
 
 -- lag -- The messages of each queue by state, each counted up to a limit; the seconds for which a visible one has waited
 -- longest; whether the queue takes the dead letters of another one. Reads as many entries of indexes as it counts.

@@ -1,0 +1,308 @@
+"""The queue sensor: observes the depth and age of queues, and evaluates their checks, without any run."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import dagster as dg
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
+from eventsql_orchestration.dagster.monitoring.checks import (
+    BEYOND_SINCE,
+    IDLE_INTERVAL,
+    LAG_CHECK,
+    Memory,
+    ReportedCheck,
+    Verdict,
+    remembered,
+)
+from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
+from eventsql_orchestration.dagster.queues.assets import QUEUE
+from eventsql_orchestration.dagster.register import queue_missing
+from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN
+from eventsql_orchestration.errors import DatabaseUnavailableError, SchemaOutdatedError, ValidationError
+from eventsql_orchestration.orchestration.limits import check_not_negative
+from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.queue.lag import QueueLag, queue_lags
+
+AGE: Final = "Age seconds"
+DEPTH: Final = "Depth"
+"""Dagster's UI sorts the plots of an asset by their names, capital letters first: these two come first."""
+
+UNREACHABLE: Final = "unreachable"
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueueLimits:
+    """What a queue may hold: more than `max_messages` that wait, or one that waits for more than `max_seconds`, for at
+    most `grace` seconds; and at most `max_dead_letters`, at any time.
+
+    None sets no limit. Raises `ValidationError` for a negative number.
+    """
+
+    max_messages: int | None = None
+    max_seconds: float | None = 300.0
+    grace: float = 60.0
+    max_dead_letters: int | None = 0
+
+    def __post_init__(self) -> None:
+        check_not_negative(self, optional=("max_messages", "max_seconds", "max_dead_letters"))
+
+
+DEFAULT_LIMITS: Final = QueueLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A queue over all shards; `lags` has one for each shard that could be reached and has the queue."""
+
+    name: str
+    lags: Sequence[QueueLag] = ()
+    unreachable: Sequence[str] = ()
+
+    @property
+    def depth(self) -> int:
+        return sum(lag.depth for lag in self.lags)
+
+    @property
+    def seconds(self) -> float:
+        return max((lag.seconds for lag in self.lags), default=0.0)
+
+    @property
+    def dead(self) -> int:
+        return sum(lag.dead for lag in self.lags)
+
+    def metadata(self) -> dict[str, Any]:
+        return {
+            DEPTH: self.depth,
+            AGE: round(self.seconds, 3),
+            "Visible": sum(lag.visible for lag in self.lags),
+            "In flight": sum(lag.in_flight for lag in self.lags),
+            "Delayed": sum(lag.delayed for lag in self.lags),
+            "Blocked": sum(lag.blocked for lag in self.lags),
+            "Dead letters": self.dead,
+            **({UNREACHABLE: ", ".join(self.unreachable)} if self.unreachable else {}),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLook:
+    """The input of a check: a queue's state at `now` (seconds since the epoch), and the check's memory."""
+
+    state: QueueState
+    now: float
+    memory: Memory = field(default_factory=dict)
+
+
+@dataclass(frozen=True, eq=False)
+class QueueCheck(ReportedCheck):
+    """A check of a queue's asset."""
+
+    queue: str
+    judge: Callable[[QueueLook], Verdict]
+
+
+def build_queue_checks(
+    asset: dg.AssetSpec,
+    limits: QueueLimits = DEFAULT_LIMITS,
+    *,
+    severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
+) -> list[QueueCheck]:
+    """The checks of a queue: `lag`, red while too many messages wait or one waits too long, and `delivered`, red while
+    the queue has dead letters.
+
+    `asset` is that of `queue_asset`. A check without a limit is left out. Both are also red while a shard is down,
+    because the numbers there are unknown. Messages are counted up to 10,000 of each state. Raises `ValidationError` for
+    another asset.
+    """
+    queue = _queue_of(asset)
+    checks = []
+    if limits.max_messages is not None or limits.max_seconds is not None:
+        key = dg.AssetCheckKey(asset.key, LAG_CHECK)
+        checks.append(_define(key, queue, f"Messages of queue {queue} wait within limits.", severity, _LagRule(limits)))
+    if limits.max_dead_letters is not None:
+        description = f"Queue {queue} has at most {limits.max_dead_letters} dead letters."
+        rule = _DeliveredRule(queue, limits.max_dead_letters)
+        checks.append(_define(dg.AssetCheckKey(asset.key, DELIVERED_CHECK), queue, description, severity, rule))
+    return checks
+
+
+def _define(
+    key: dg.AssetCheckKey,
+    queue: str,
+    description: str,
+    severity: dg.AssetCheckSeverity,
+    judge: Callable[[QueueLook], Verdict],
+) -> QueueCheck:
+    @dg.asset_check(asset=key.asset_key, name=key.name, description=description)
+    def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
+        state = read_queues(eventsql.platform, [queue])[queue]
+        verdict = judge(QueueLook(state, time.time(), remembered(context.instance, key)))
+        return dg.AssetCheckResult(
+            passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
+        )
+
+    return QueueCheck(key, severity, check, queue, judge)
+
+
+@dataclass(frozen=True, slots=True)
+class _LagRule:
+    limits: QueueLimits
+
+    def __call__(self, look: QueueLook) -> Verdict:
+        state, limits = look.state, self.limits
+        if (unknown := _unknown(state)) is not None:
+            return unknown
+        said = f"{state.depth} messages wait, one for {state.seconds:.1f} s"
+        over_messages = limits.max_messages is not None and state.depth > limits.max_messages
+        over_seconds = limits.max_seconds is not None and state.seconds > limits.max_seconds
+        if not over_messages and not over_seconds:
+            return Verdict(True, f"{said}: within the limits", state.metadata(), "within")
+
+        bounds = [f"{limits.max_messages} messages"] if over_messages else []
+        bounds += [f"{limits.max_seconds:g} s"] if over_seconds else []
+        since = float(look.memory.get(BEYOND_SINCE, look.now))
+        metadata = {**state.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
+        memory = {BEYOND_SINCE: since}
+        beyond = f"{said}: beyond {' and '.join(bounds)}"
+        if (left := limits.grace - (look.now - since)) > 0:
+            return Verdict(True, f"{beyond}; red if this lasts {left:.0f} s more", metadata, "for a while", memory)
+        return Verdict(False, beyond, metadata, "beyond", memory)
+
+
+@dataclass(frozen=True, slots=True)
+class _DeliveredRule:
+    queue: str
+    most: int
+
+    def __call__(self, look: QueueLook) -> Verdict:
+        state = look.state
+        if (unknown := _unknown(state)) is not None:
+            return unknown
+        if state.dead <= self.most:
+            return Verdict(True, f"{state.dead} dead letters", state.metadata(), "delivered")
+        return Verdict(
+            False,
+            f"{state.dead} dead letters: `eventsql queue peek` on the queue of dead letters shows their history, "
+            f"`eventsql queue redrive {self.queue}` moves them back",
+            state.metadata(),
+            # Further dead letters are news, up to the number that is counted.
+            f"{state.dead} dead",
+        )
+
+
+def _unknown(state: QueueState) -> Verdict | None:
+    if state.unreachable:
+        named = ", ".join(state.unreachable)
+        return Verdict(False, f"{named} cannot be reached", state.metadata(), f"{UNREACHABLE} {named}")
+    if not state.lags:
+        return Verdict(False, queue_missing(state.name), state.metadata(), "missing")
+    return None
+
+
+def build_queue_sensor(
+    assets: Sequence[dg.AssetSpec],
+    *,
+    checks: Sequence[QueueCheck] = (),
+    name: str = "queues",
+    interval_seconds: int = 15,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+) -> dg.SensorDefinition:
+    """A sensor that observes the depth and age of queues about every `interval_seconds`, and evaluates `checks`.
+
+    `assets` are those of `queue_asset`. Each observation has the numbers `Depth`, `Age seconds` (the time for which a
+    visible message has waited longest), `Visible`, `In flight`, `Delayed`, `Blocked` and `Dead letters`, which Dagster
+    plots. A queue that stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported as by
+    `build_lag_sensor`. No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
+    """
+    queues = {spec.key: _queue_of(spec) for spec in assets}
+    strangers = sorted(check.key.to_user_string() for check in checks if check.key.asset_key not in queues)
+    if strangers:
+        raise ValidationError(f"these checks are of queues that the sensor does not watch: {strangers}")
+
+    @dg.sensor(
+        name=name, minimum_interval_seconds=interval_seconds, default_status=default_status, tags=INTERNAL_RUN,
+        description="Observes how many messages of queues wait, and evaluates the checks of queues.",
+    )  # fmt: skip
+    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
+        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
+            return observe_queues(platform, queues, checks=checks, cursor=context.cursor, now=time.time())
+
+    return observe
+
+
+def _queue_of(spec: dg.AssetSpec) -> str:
+    name = spec.metadata.get(QUEUE)
+    if not isinstance(name, str):
+        raise ValidationError(f"asset {spec.key.to_user_string()} is not a queue: give assets of queue_asset")
+    return name
+
+
+def read_queues(platform: EventSQL, names: Sequence[str]) -> dict[str, QueueState]:
+    """The states of queues over all shards. Raises `DatabaseUnavailableError` if the only database is down."""
+    found: dict[str, list[QueueLag]] = {name: [] for name in names}
+    down: list[str] = []
+    for shard in shards_of(platform):
+        try:
+            lags = queue_lags(shard.database)
+        except DatabaseUnavailableError:
+            if len(platform.shards) == 1:
+                raise
+            down.append(shard.name or str(shard.database))
+            continue
+        for lag in lags:
+            if lag.queue in found:
+                found[lag.queue].append(lag)
+    return {name: QueueState(name, lags, down) for name, lags in found.items()}
+
+
+def observe_queues(
+    platform: EventSQL,
+    queues: Mapping[dg.AssetKey, str],
+    *,
+    checks: Sequence[QueueCheck] = (),
+    cursor: str | None,
+    now: float,
+) -> dg.SensorResult:
+    """One tick: the observations and results that are due. `now` is in seconds since the epoch."""
+    try:
+        states = read_queues(platform, list(queues.values()))
+    except SchemaOutdatedError as error:
+        return dg.SensorResult(skip_reason=error.message, cursor=cursor)
+
+    before: dict[str, Any] = json.loads(cursor) if cursor else {}
+    idle: dict[str, float] = {}
+    reported: dict[str, Any] = {}
+    events: list[dg.AssetObservation | dg.AssetCheckEvaluation] = []
+    said: list[str] = []
+    for key, name in queues.items():
+        state, last = states[name], before.get("idle", {}).get(name, 0.0)
+        if not state.lags:
+            gone = ", ".join(state.unreachable)
+            said.append(f"{gone} cannot be reached" if gone else queue_missing(name))
+            continue
+        if state.depth or state.unreachable:
+            said.append(f"{name} has {state.depth:,} messages, one waits for {state.seconds:.0f} s")
+        elif now - last < IDLE_INTERVAL:
+            idle[name] = last
+            continue
+        else:
+            idle[name] = now
+        events.append(dg.AssetObservation(asset_key=key, metadata=state.metadata(), tags=INTERNAL_RUN))
+
+    for check in checks:
+        label = check.key.to_user_string()
+        last_report = before.get("checks", {}).get(label, {})
+        verdict = check.judge(QueueLook(states[check.queue], now, last_report.get("memory", {})))
+        # Nothing materializes a queue.
+        evaluation, reported[label] = check.due(verdict, last_report, now=now, materialized=0.0)
+        if evaluation is not None:
+            events.append(evaluation)
+    return dg.SensorResult(
+        asset_events=events, skip_reason="; ".join(said) or "no messages wait",
+        cursor=json.dumps({"idle": idle, "checks": reported}),
+    )  # fmt: skip

@@ -1,0 +1,294 @@
+"""Queues as assets: the queue itself, which services send to, and the worker that a run is."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any, Final, TypeAlias
+
+import dagster as dg
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, Dependency, TickOptions
+from eventsql_orchestration.dagster.consumers.sensors import build_sensor
+from eventsql_orchestration.dagster.consumers.user_function import UserFunction
+from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_SHARD, ROW_COUNT
+from eventsql_orchestration.dagster.queues.tick import QueueWatch
+from eventsql_orchestration.dagster.register import require_queue
+from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG, pool_tags
+from eventsql_orchestration.dagster.topics import KINDS, declared_columns, freshness_policy
+from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.limits import WorkLimits
+from eventsql_orchestration.orchestration.queue_work import QueueRun, WorkedOff
+from eventsql_orchestration.queue import Queue, QueueDefinition, QueueOptions
+from eventsql_orchestration.queue.queue import checked_options
+from eventsql_orchestration.queue.worker import Backoff, exponential
+from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import check_kind, check_name
+
+QUEUE_PREFIX: Final = "queue"
+QUEUE_GROUP: Final = "queues"
+QUEUE_KINDS: Final = frozenset({"queue", "postgresql"})
+
+QUEUE: Final = "queue"
+"""The metadata key with the name of an asset's queue."""
+
+SIGNS_OF_LIFE: Final = 3
+"""Signs of life of a run within its `lease`: two may fail."""
+
+DEFAULT_LIMITS: Final = WorkLimits()
+DEFAULT_OPTIONS: Final = AssetOptions()
+DEFAULT_QUEUE: Final = QueueOptions()
+
+Decorator: TypeAlias = Callable[[Callable[..., Any]], "WorkerDefinition"]
+
+
+def queue_key(name: str) -> dg.AssetKey:
+    """The asset key of a queue: `queue/<name>`. Raises `InvalidNameError`."""
+    return dg.AssetKey([QUEUE_PREFIX, check_name("queue name", name)])
+
+
+def queue_asset(
+    name: str,
+    *,
+    description: str | None = None,
+    owners: Sequence[str] = (),
+    deps: Iterable[Dependency] = (),
+    group_name: str | None = QUEUE_GROUP,
+    metadata: Mapping[str, Any] | None = None,
+    tags: Mapping[str, str] | None = None,
+    translator: EventSQLTranslator | None = None,
+) -> dg.AssetSpec:
+    """A queue as an external asset, `queue/<name>`: services and consumers send to it.
+
+    `build_queue_sensor` shows its depth and age. `deps` are the assets whose runs send to it. A `translator` has the
+    last word, except on the key. Raises `InvalidNameError`.
+    """
+    spec = dg.AssetSpec(
+        queue_key(name), deps=list(deps), description=description or f"Messages of queue {name}.",
+        metadata={QUEUE: name, **(metadata or {})}, owners=list(owners), group_name=group_name, kinds={*QUEUE_KINDS},
+        tags=dict(tags or {}),
+    )  # fmt: skip
+    return translated(translator, None, None, spec, queue=name)
+
+
+class WorkConfig(dg.Config):
+    """Where a run works. If there are several shards, `shard` is the only one; by default the run works on each."""
+
+    shard: str | None = None
+
+
+@dataclass(frozen=True)
+class WorkerDefinition:
+    """A worker of a queue and everything that Dagster needs to run it."""
+
+    queue: str
+    queue_options: QueueOptions
+    asset: dg.AssetsDefinition
+    job: dg.UnresolvedAssetJobDefinition
+    sensor: dg.SensorDefinition
+    key: dg.AssetKey
+    limits: WorkLimits
+    translator: EventSQLTranslator | None = field(default=None, repr=False)
+
+    def register(self, platform: EventSQL) -> QueueDefinition:
+        """Create the queue, or give an existing one the declared options. Raises `RedefinitionError`."""
+        return Queue(platform, self.queue, **asdict(self.queue_options)).definition()
+
+
+def worker_asset(
+    *,
+    queue: str,
+    queue_options: QueueOptions = DEFAULT_QUEUE,
+    name: str | None = None,
+    backoff: Backoff = exponential,
+    limits: WorkLimits = DEFAULT_LIMITS,
+    options: AssetOptions = DEFAULT_OPTIONS,
+    ticks: TickOptions = DEFAULT_TICKS,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+) -> Decorator:
+    """Make a worker of a queue from a function `f(messages, connection)`. Each call gets at most `limits.batch`.
+
+    Writes through `connection` commit together with the acknowledgement of the messages: exactly once. Other effects
+    happen at least once. The function may also take `context` (of the run), and resources as parameters annotated with
+    their types. If it raises, its writes are rolled back and it gets the messages one by one. A message that fails
+    alone is released for `backoff(receives)` seconds, with the error in its history, and becomes a dead letter after
+    the queue's `max_receives`. The run goes on with the other messages, and fails at its end. Heartbeats keep the
+    messages from other receivers while the function works.
+
+    The job `register` creates the queue, and gives an existing one the `queue_options` that are set. A sensor requests
+    a run if messages wait. The asset's name is `name` (by default the function's name), the job and the sensor are
+    called `work_<name>`. Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    """
+    check_kind("queue_options", queue_options, QueueOptions)
+    check_kind("limits", limits, WorkLimits)
+    declared = checked_options(check_name("queue name", queue), queue_options)
+
+    def decorate(function: Callable[..., Any]) -> WorkerDefinition:
+        user = UserFunction.of(function, required=("messages", "connection"), optional=("context",))
+        asset_name = name or user.call.__name__
+        if asset_name == queue:
+            raise ValidationError(
+                f"worker {queue!r} and queue {queue!r} would have the same label in Dagster's graph: give the worker's "
+                f"asset another name, for example name={'work_' + queue!r}"
+            )
+        spec = _spec(queue, asset_name, user.call.__doc__, options)
+        step = _Step(queue, declared, user, limits, backoff, spec.key)
+        asset = dg.multi_asset(
+            name=asset_name, specs=[spec], retry_policy=options.retry_policy, pool=options.pool,
+            op_tags=pool_tags(options.pool),
+        )(user.as_compute(WorkConfig, step))  # fmt: skip
+        job = dg.define_asset_job(
+            f"work_{asset_name}",
+            selection=dg.AssetSelection.assets(spec.key).without_checks(),
+            description=f"Works queue {queue} off, a batch at a time.",
+            executor_def=dg.in_process_executor,
+            tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
+        )
+        watch = QueueWatch(queue, asset_name, limits, job.name, ticks)
+        sensor = build_sensor(watch, job, default_status)
+        return WorkerDefinition(queue, declared, asset, job, sensor, spec.key, limits, options.translator)
+
+    return decorate
+
+
+def _spec(queue: str, name: str, docstring: str | None, options: AssetOptions) -> dg.AssetSpec:
+    prefix = [options.key_prefix] if isinstance(options.key_prefix, str) else options.key_prefix
+    spec = dg.AssetSpec(
+        dg.AssetKey([*prefix, name]),
+        # A run that finds no messages materializes nothing.
+        skippable=True,
+        deps=[queue_key(queue), *options.deps],
+        description=options.description or docstring,
+        group_name=options.group_name,
+        owners=list(options.owners),
+        code_version=None if options.code_version is None else str(options.code_version),
+        kinds={*KINDS, *(options.kinds or ())},
+        automation_condition=options.automation_condition,
+        freshness_policy=freshness_policy(options.freshness),
+        metadata={QUEUE: queue, **declared_columns(options.columns), **(options.metadata or {})},
+    )
+    spec = translated(options.translator, None, name, spec, queue=queue)
+    return spec if spec.skippable else spec.replace_attributes(skippable=True)
+
+
+def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
+    """Raise `ValidationError` if two workers have one queue: each would take the runs of the other for its own."""
+    places: dict[str, str] = {}
+    for worker in workers:
+        name = worker.key.to_user_string()
+        if (other := places.setdefault(worker.queue, name)) != name:
+            raise ValidationError(
+                f"{other!r} and {name!r} are both workers of queue {worker.queue!r}: make them one worker, with "
+                "a higher max_runs if you want several runs at once"
+            )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The step of a worker's asset: it works the queue off, reports, and materializes the asset."""
+
+    queue: str
+    options: QueueOptions
+    user: UserFunction
+    limits: WorkLimits
+    backoff: Backoff
+    key: dg.AssetKey
+
+    def __call__(
+        self, context: dg.AssetExecutionContext, config: WorkConfig, resources: Mapping[str, Any]
+    ) -> Iterator[dg.MaterializeResult[Any]]:
+        shard = config.shard or context.run.tags.get(SHARD_TAG)
+        done = WorkedOff()
+        try:
+            self._work(context, shard, resources, done)
+            self._report(context, done)
+        except BaseException:
+            # The messages that a failing run handled are acknowledged, so they belong to the asset's history.
+            if done.handled:
+                context.log_event(dg.AssetMaterialization(self.key, metadata=self._metadata(done, shard)))
+            raise
+        if done.handled:
+            yield dg.MaterializeResult(asset_key=self.key, metadata=self._metadata(done, shard))
+        else:
+            context.log.info("no messages of queue %s wait", self.queue)
+
+    def _work(
+        self, context: dg.AssetExecutionContext, shard: str | None, resources: Mapping[str, Any], done: WorkedOff
+    ) -> None:
+        eventsql: EventSQLResource = resources[RESOURCE_KEY]
+        require_queue(eventsql.platform, self.queue)
+        source = eventsql.platform if shard is None else eventsql.shard(shard)
+        call = partial(self.user, resources, context=context)
+        run = QueueRun(
+            Queue(source, self.queue, ordered=self.options.ordered),
+            lambda messages, on: call(messages=messages, connection=on),
+            self.limits, self.backoff, context.log, done,
+        )  # fmt: skip
+        with _signs_of_life(context, self.limits.lease):
+            run.drain()
+
+    def _report(self, context: dg.AssetExecutionContext, done: WorkedOff) -> None:
+        """Raise `dagster.Failure` if messages failed."""
+        if not done.failed:
+            return
+        run_id = context.run.run_id
+        if not done.gave_up:
+            context.instance.add_run_tags(run_id, {HANDLED_TAG: run_id})
+        raise _failure(self.queue, done)
+
+    def _metadata(self, done: WorkedOff, shard: str | None) -> dict[str, Any]:
+        return {
+            QUEUE: self.queue,
+            **({} if shard is None else {INPUT_SHARD: shard}),
+            "messages": done.handled,
+            ROW_COUNT: done.handled,
+            "batches": done.batches,
+            **({"failed messages": done.failed} if done.failed else {}),
+            **({"lost messages": done.lost} if done.lost else {}),
+        }
+
+
+@contextmanager
+def _signs_of_life(context: dg.AssetExecutionContext, lease: float) -> Iterator[None]:
+    """Show ticks that a run lives during the block. A run that ends sooner than a sign is due gives none."""
+    stop = threading.Event()
+
+    def beat() -> None:
+        signs = 0
+        while not stop.wait(lease / SIGNS_OF_LIFE):
+            signs += 1
+            try:
+                context.instance.add_run_tags(context.run.run_id, {ALIVE_TAG: str(signs)})
+            except Exception as error:  # noqa: BLE001 - whatever Dagster's storage raises, the next sign may succeed
+                context.log.info("Dagster's storage took no sign of life: %s", error)
+
+    heart = start_thread("signs-of-life", beat)
+    try:
+        yield
+    finally:
+        stop.set()
+        heart.join(lease)
+
+
+def _failure(queue: str, done: WorkedOff) -> dg.Failure:
+    first = done.failures[0]
+    again = "they are received again after a pause, and become dead letters after the queue's max_receives"
+    if done.gave_up:
+        again = "the run ended there, because each message of a batch failed; they are received again after a pause"
+    return dg.Failure(
+        f"{done.failed} messages of queue {queue} failed, message {first.id} first ({first.reason}): {again}. "
+        f"{done.handled} messages were handled",
+        metadata={
+            QUEUE: queue,
+            "failed messages": done.failed,
+            "failures": dg.MetadataValue.json([asdict(each) for each in done.failures]),
+        },
+        # The messages have their own retries.
+        allow_retries=False,
+    )

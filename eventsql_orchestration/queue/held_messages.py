@@ -1,0 +1,89 @@
+"""The messages that workers hold: heartbeats extend them, and tell which of them somebody else has by now."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.queue.values import Message
+from eventsql_orchestration.threads import start_thread
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.queue.queue import Queue
+
+logger = logging.getLogger(__name__)
+
+HEARTBEATS: Final = 3
+"""Extensions of a held message within its visibility timeout: two may fail."""
+
+
+class HeldMessages:
+    """The messages that the threads of a process hold from a queue. Its methods may be called from any thread."""
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._held: dict[tuple[str | None, int], Message] = {}
+        self._lock = threading.Lock()
+
+    def __contains__(self, message: Message) -> bool:
+        with self._lock:
+            return self._held.get((message.shard, message.id)) is message
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def messages(self) -> list[Message]:
+        with self._lock:
+            return list(self._held.values())
+
+    def hold(self, messages: Iterable[Message]) -> None:
+        with self._lock:
+            self._held |= {(message.shard, message.id): message for message in messages}
+
+    def let_go(self, message: Message) -> None:
+        with self._lock:
+            # Another worker may hold a later receive of the same message.
+            if self._held.get((message.shard, message.id)) is message:
+                del self._held[message.shard, message.id]
+
+    def extend(self, seconds: float) -> None:
+        """Hold all messages for `seconds` from now on. Those that are not held any more are let go."""
+        held = self.messages()
+        # Each shard by itself: one that is down costs no other its messages.
+        for shard in {message.shard for message in held}:
+            self._extend_on_shard([message for message in held if message.shard == shard], seconds)
+
+    def _extend_on_shard(self, held: list[Message], seconds: float) -> None:
+        try:
+            still = {(message.shard, message.id) for message in self._queue.extend_all(held, seconds)}
+        except EventSQLError as error:
+            logger.warning("the messages held from queue %r were not extended: %s", self._queue.name, error)
+            return
+        for message in held:
+            if (message.shard, message.id) not in still:
+                # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
+                self.let_go(message)
+
+    @contextmanager
+    def heartbeat(self, seconds: float) -> Iterator[None]:
+        """Extend the held messages during the block, so that none of them reaches its visibility timeout."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            every = seconds / HEARTBEATS
+            due = time.monotonic() + every
+            while not stop.wait(max(0.0, due - time.monotonic())):
+                due = time.monotonic() + every
+                self.extend(seconds)
+
+        heart = start_thread(f"heartbeat-{self._queue.name}", beat)
+        try:
+            yield
+        finally:
+            stop.set()
+            heart.join(seconds)

@@ -1,0 +1,412 @@
+"""Workers of queues as assets: effects and acknowledgement are one transaction, whatever becomes of the run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import dagster as dg
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import (
+    AssetOptions,
+    EventSQLAssetProps,
+    EventSQLResource,
+    EventSQLTranslator,
+    TickOptions,
+    WorkerDefinition,
+    WorkLimits,
+    build_definitions,
+    queue_asset,
+    queue_key,
+    topic_key,
+    worker_asset,
+)
+from eventsql_orchestration.dagster.consumers.decision import RunState
+from eventsql_orchestration.dagster.queues.tick import RecentRuns, Waiting, why_not
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
+from tests.dagster.conftest import Workbench
+from tests.dagster.test_documents import DAGSTER, examples
+from tests.fixtures import Until
+
+LIMITS = WorkLimits(max_wait=0.0, drain_idle=0.0, batch=5)
+STATUS = dg.DagsterRunStatus
+
+
+def write(messages: Sequence[Message], connection: Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO effect (id, partition) VALUES (%s, 0)", [(each.id,) for each in messages])
+
+
+def worker(function: Callable[..., Any], **options: Any) -> WorkerDefinition:
+    given: dict[str, Any] = {"queue": "pictures", "name": "thumbnails", "limits": LIMITS, **options}
+    return worker_asset(**given)(function)
+
+
+thumbnails = worker(write)
+
+
+class Work:
+    """A queue, and ticks and runs of its workers."""
+
+    def __init__(self, bench: Workbench) -> None:
+        self.bench = bench
+        self.queue = Queue(bench.platform, "pictures")
+
+    def send(self, count: int, **fields: Any) -> list[int]:
+        return self.queue.send_all([NewMessage(b"%d" % number, **fields) for number in range(count)])
+
+    def tick(self, definition: WorkerDefinition = thumbnails) -> Any:
+        return self.bench.tick(definition.sensor)
+
+    def job(self, definition: WorkerDefinition) -> dg.JobDefinition:
+        return dg.Definitions(
+            assets=[definition.asset, queue_asset("pictures")], jobs=[definition.job],
+            resources={"eventsql": self.bench.eventsql},
+        ).resolve_job_def(definition.job.name)  # fmt: skip
+
+    def run(
+        self, definition: WorkerDefinition = thumbnails, request: dg.RunRequest | None = None
+    ) -> dg.ExecuteInProcessResult:
+        return self.job(definition).execute_in_process(
+            instance=self.bench.instance, run_config=request.run_config if request else None,
+            tags=dict(request.tags) if request else None, raise_on_error=False,
+        )  # fmt: skip
+
+    def end_pauses(self) -> None:
+        """Let the messages that failed be due."""
+        with self.bench.platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
+
+    def receives(self) -> list[tuple[int, int]]:
+        """How often each message was received that is left, and how often nobody handled it."""
+        with self.bench.platform.database.connection() as connection:
+            found = connection.execute("SELECT eql_receives, eql_unhandled FROM eventsql.queue_message ORDER BY eql_id")
+            return list(found)
+
+
+@pytest.fixture
+def work(bench: Workbench) -> Work:
+    work = Work(bench)
+    work.queue.definition()
+    return work
+
+
+def test_a_tick_requests_a_run_that_works_all_messages_off(work: Work, metadata: Callable[..., dict[str, Any]]) -> None:
+    assert work.tick() == "no messages wait"
+    ids = work.send(12)
+    (request,) = work.tick()
+    result = work.run(request=request)
+    assert result.success
+    assert sorted(work.bench.effects()) == ids
+    found = metadata(result, thumbnails.key)
+    assert {name: found[name] for name in ("queue", "messages", "batches", "dagster/row_count")} == {
+        "queue": "pictures", "messages": 12, "batches": 3, "dagster/row_count": 12,
+    }  # fmt: skip
+    assert work.tick() == "no messages wait"
+
+
+def test_a_run_that_finds_nothing_materializes_nothing(work: Work) -> None:
+    result = work.run()
+    assert result.success
+    assert not result.get_asset_materialization_events()
+
+
+def test_no_second_run_is_requested_while_one_is_under_way(work: Work) -> None:
+    work.send(1)
+    (request,) = work.tick()
+    instance = work.bench.instance
+    run = instance.create_run_for_job(work.job(thumbnails), tags=dict(request.tags), status=STATUS.STARTING)
+    assert run.run_id in work.tick()
+    instance.report_run_canceled(run)
+    assert len(work.tick()) == 1
+
+
+def test_a_queue_that_is_not_registered_is_named_by_the_tick_and_by_the_run(bench: Workbench) -> None:
+    work = Work(bench)
+    assert "launch the job `register`" in work.tick()
+    result = work.run()
+    assert not result.success
+    assert "launch the job `register`" in str(result.all_events[-1].event_specific_data)
+
+
+def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work) -> None:
+    work.queue = Queue(work.bench.platform, "pictures", max_receives=2)
+    ids = work.send(5)
+    calls = []
+
+    def stumble(messages: Sequence[Message], connection: Connection) -> None:
+        calls.append(len(messages))
+        write(messages, connection)
+        if any(each.id == ids[2] for each in messages):
+            raise ValueError("no such picture")
+
+    definition = worker(stumble, backoff=lambda _: 600.0)
+    for again in range(2):
+        (request,) = work.tick(definition)
+        result = work.run(definition, request)
+        assert not result.success
+        # Others were handled, and belong to the asset's history.
+        materialized = [each for each in result.all_events if each.is_step_materialization]
+        assert len(materialized) == 1 - again
+        work.end_pauses()
+    assert calls == [5, 1, 1, 1, 1, 1, 1]
+    assert work.bench.effects() == [*ids[:2], *ids[3:]]
+
+    # The failures of messages make no pause between runs; the next receive buries the message.
+    (request,) = work.tick(definition)
+    assert work.run(definition, request).success
+    assert work.queue.statistics().dead == 1
+    (letter,) = Queue(work.bench.platform, "pictures_dead").peek()
+    assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: no such picture"] * 2
+
+
+def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_are_paused(work: Work) -> None:
+    work.send(25)
+
+    def fail(messages: Sequence[Message], connection: Connection) -> None:
+        raise ValueError("no service")
+
+    definition = worker(fail, limits=replace(LIMITS, batch=10), backoff=lambda _: 0.0)
+    for _ in range(2):
+        (request,) = work.tick(definition)
+        assert not work.run(definition, request).success
+    assert sum(receives for receives, _ in work.receives()) == 20
+    assert "2 runs in a row failed; the next is requested in" in work.tick(definition)
+
+
+def test_a_database_that_is_away_costs_no_message_a_receive_and_the_retried_step_goes_on(work: Work) -> None:
+    ids = work.send(5)
+    cut = iter([True])
+
+    def cut_off(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        if next(cut, False):
+            raise DatabaseUnavailableError
+
+    definition = worker(cut_off, options=AssetOptions(retry_policy=dg.RetryPolicy(max_retries=1)))
+    result = work.run(definition)
+    assert result.success
+    assert sum(event.event_type == dg.DagsterEventType.STEP_RESTARTED for event in result.all_events) == 1
+    assert sorted(work.bench.effects()) == ids
+
+
+def test_a_terminated_run_gives_its_messages_back_at_once(work: Work) -> None:
+    work.send(5)
+
+    def terminated(messages: Sequence[Message], connection: Connection) -> None:
+        raise KeyboardInterrupt
+
+    assert not work.run(worker(terminated)).success
+    assert work.receives() == [(1, 1)] * 5
+    assert work.queue.statistics().visible == 5
+
+
+def test_executing_a_run_again_replays_nothing(work: Work) -> None:
+    ids = work.send(3)
+    (request,) = work.tick()
+    first = work.run(request=request)
+    for tags in ({}, {"dagster/retry_number": "1"}):
+        again = work.job(thumbnails).execute_in_process(
+            instance=work.bench.instance, run_config=request.run_config,
+            tags={**request.tags, **tags, "dagster/parent_run_id": first.run_id},
+        )  # fmt: skip
+        assert again.success
+    assert sorted(work.bench.effects()) == ids
+
+
+def test_heartbeats_keep_the_messages_of_a_slow_batch(work: Work, until: Until) -> None:
+    Queue(work.bench.platform, "pictures", visibility_timeout=0.6).definition()
+    ids = work.send(2)
+
+    def slow(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        with work.bench.platform.database.connection() as other:
+
+            def extended() -> bool:
+                row = other.execute(
+                    "SELECT min(eql_visible_at) > min(eql_created_at) + interval '1.5 seconds' "
+                    "FROM eventsql.queue_message"
+                ).fetchone()
+                assert not work.queue.receive()
+                return row == (True,)
+
+            until(extended)
+
+    assert work.run(worker(slow)).success
+    assert sorted(work.bench.effects()) == ids
+
+
+def test_a_handler_that_ends_its_transaction_is_told_so(work: Work) -> None:
+    work.send(1)
+
+    def commit(messages: Sequence[Message], connection: Connection) -> None:
+        connection.execute("COMMIT")
+
+    result = work.run(worker(commit))
+    assert not result.success
+    (message,) = work.queue.peek()
+    assert "ended or broke the transaction" in message.history[0]["reason"]
+
+
+def test_messages_of_a_key_are_handled_in_order(work: Work) -> None:
+    queue = Queue(work.bench.platform, "letters", ordered=True)
+    sent = [queue.send(b"", key=f"{number % 2}") for number in range(6)]
+    keys: list[list[str]] = []
+
+    def note(messages: Sequence[Message], connection: Connection) -> None:
+        keys.append(sorted(str(each.key) for each in messages))
+        write(messages, connection)
+
+    assert work.run(worker(note, queue="letters")).success
+    assert keys == [["0", "1"]] * 3
+    assert sorted(work.bench.effects()) == sent
+    effects = work.bench.effects()
+    assert [each for each in effects if each in sent[::2]] == sent[::2]
+
+
+def test_a_run_shows_that_it_lives(work: Work, until: Until) -> None:
+    work.send(1)
+    instance = work.bench.instance
+
+    def slow(messages: Sequence[Message], connection: Connection, context: dg.AssetExecutionContext) -> None:
+        def shown() -> bool:
+            run = instance.get_run_by_id(context.run.run_id)
+            return run is not None and int(run.tags.get(".dagster/eventsql_alive", "0")) >= 2
+
+        until(shown)
+
+    assert work.run(worker(slow, limits=replace(LIMITS, lease=0.3))).success
+
+
+def _run(status: dg.DagsterRunStatus, unchanged: float = 0.0) -> RunState:
+    return RunState("r", status, unchanged=unchanged)
+
+
+@pytest.mark.parametrize(
+    ("waiting", "runs", "requested"),
+    [
+        (Waiting(0, 0.0), RecentRuns(), False),
+        (Waiting(1, 0.0), RecentRuns(), False),
+        (Waiting(1, 6.0), RecentRuns(), True),
+        (Waiting(3, 0.0), RecentRuns(), True),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.QUEUED, 1e6)]), False),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 299.0)]), False),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 301.0)]), True),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED, 301.0)]), True),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.CANCELING, 59.0)] * 2), False),
+        # A further run, once those under way have started and a message waits for too long all the same.
+        (Waiting(3, 1.0), RecentRuns([_run(STATUS.STARTED)]), False),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED)]), True),
+        (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED)] * 2), False),
+        (Waiting(3, 9.0), RecentRuns([], failures=1), True),
+        (Waiting(3, 9.0), RecentRuns([], failures=2, since_failure=9.0), False),
+        (Waiting(3, 9.0), RecentRuns([], failures=2, since_failure=11.0), True),
+    ],
+)
+def test_when_a_tick_requests_a_run(waiting: Waiting, runs: RecentRuns, *, requested: bool) -> None:
+    limits = WorkLimits(min_messages=3, max_wait=5.0, max_runs=2)
+    assert (why_not(waiting, runs, limits, TickOptions()) is None) is requested
+
+
+def test_a_run_works_on_one_shard_and_ticks_look_at_each(shards: dict[str, Workbench]) -> None:
+    works = {name: Work(bench) for name, bench in shards.items()}
+    some = next(iter(works.values()))
+    thumbnails.register(some.bench.eventsql.platform)
+    for each in works.values():
+        each.send(2)
+    requests = some.tick()
+    assert sorted(request.tags["eventsql/shard"] for request in requests) == sorted(works)
+    assert some.run(request=requests[0]).success
+    effects = {name: len(each.bench.effects()) for name, each in works.items()}
+    assert effects == {name: 2 * (name == requests[0].tags["eventsql/shard"]) for name in works}
+    assert some.run().success
+    assert all(len(each.bench.effects()) == 2 for each in works.values())
+
+
+class Shop(EventSQLTranslator):
+    def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
+        return props.spec.replace_attributes(group_name=f"{props.queue}_{props.consumer}")
+
+
+def test_a_location_has_the_queue_and_its_worker_with_their_options(platform: EventSQL, dsn: str) -> None:
+    definition = worker(
+        write, queue_options=QueueOptions(max_receives=3), name="thumbs",
+        options=AssetOptions(key_prefix="shop", owners=["team:shop"], metadata={"a": 1}, deps=[topic_key("moved")]),
+    )  # fmt: skip
+    location = build_definitions([], workers=[definition], topics=[Topic("moved")], notify=print)
+    dg.Definitions.validate_loadable(location)
+    graph = location.resolve_asset_graph()
+    found = graph.get(definition.key)
+    assert found.key.path == ["shop", "thumbs"]
+    assert found.parent_keys == {queue_key("pictures"), topic_key("moved")}
+    assert found.metadata["a"] == 1
+    assert {key.name for key in graph.asset_check_keys} == {"lag", "delivered"}
+    assert {sensor.name for sensor in location.sensors or []} >= {"work_thumbs", "queues", "alerts"}
+    register = location.resolve_job_def("register")
+    for _ in range(2):
+        assert register.execute_in_process(resources={"eventsql": EventSQLResource(dsn=dsn)}).success
+    assert Queue(platform, "pictures").definition().max_receives == 3
+
+
+def test_a_translator_has_the_last_word_but_on_the_key_of_a_queue() -> None:
+    assert queue_asset("pictures", translator=Shop()).group_name == "pictures_None"
+    definition = worker(write, options=AssetOptions(translator=Shop()))
+    assert next(iter(definition.asset.specs)).group_name == "pictures_thumbnails"
+
+    class Moving(EventSQLTranslator):
+        def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
+            return props.spec.replace_attributes(key="elsewhere")
+
+    with pytest.raises(ValidationError):
+        queue_asset("pictures", translator=Moving())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"queue": ""},
+        {"queue": "thumbnails"},
+        {"queue_options": QueueOptions(max_receives=0)},
+        {"queue_options": QueueOptions(dead_letters="pictures")},
+        {"limits": {"batch": 5}},
+    ],
+)
+def test_what_no_worker_can_have_is_refused_at_definition(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        worker(write, **given)
+
+
+@pytest.mark.parametrize("given", [{"batch": 0}, {"batch": 10_001}, {"max_runs": 0}, {"lease": 0}, {"drain_idle": -1}])
+def test_limits_that_exclude_work_are_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        WorkLimits(**given)
+
+
+def test_two_workers_of_one_queue_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        build_definitions([], workers=[thumbnails, worker(write, name="other")])
+
+
+@pytest.fixture(autouse=True)
+def no_threads_left() -> Iterator[None]:
+    yield
+    assert not [each.name for each in threading.enumerate() if "heartbeat" in each.name or "signs" in each.name]
+
+
+def test_the_example_of_the_document_is_a_location_that_works_a_queue_off(platform: EventSQL, dsn: str) -> None:
+    (example,) = [each for each in examples(DAGSTER) if "make_thumbnails" in each]
+    names: dict[str, Any] = {}
+    exec(compile(example, str(DAGSTER), "exec"), names)
+    location = names["defs"]
+    resources = {"eventsql": EventSQLResource(dsn=dsn)}
+    assert location.resolve_job_def("register").execute_in_process(resources=resources).success
+    Queue(platform, "thumbnails").send_all([b"cat.png", b"dog.png"])
+    assert location.resolve_job_def("work_make_thumbnails").execute_in_process(resources=resources).success
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM thumbnail").fetchone() == (2,)

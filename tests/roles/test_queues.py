@@ -1,0 +1,151 @@
+"""A sender only sends messages, a worker only works them off, a reader sees how many wait: also past the library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.queue import Message, NewMessage, Queue
+from eventsql_orchestration.queue.lag import queue_lags
+from tests.fixtures import Until
+from tests.roles.conftest import As, Login
+
+
+@pytest.fixture
+def queues(owner: EventSQL) -> dict[str, Queue]:
+    """Queues as their owner made them: one with dead letters and an archive, and one in order."""
+    made = {
+        "pictures": Queue(owner, "pictures", max_receives=1, retention=3_600.0),
+        "letters": Queue(owner, "letters", ordered=True),
+    }
+    for queue in made.values():
+        queue.definition()
+    return made
+
+
+def _take(message: Message, connection: Connection) -> None:
+    """Nothing to do."""
+
+
+def test_a_sender_sends_and_a_worker_works_off(queues: dict[str, Queue], as_: As, until: Until) -> None:
+    sender, worker = as_("sender"), as_("worker")
+    sent = Queue(sender, "pictures").send_all(
+        [NewMessage(b"1", deduplication_id="a"), NewMessage(b"2", deduplication_id="a"), NewMessage(b"3", priority=9)]
+    )
+    assert sent[0] == sent[1]
+    Queue(sender, "pictures").send(b"4", delay=600.0)
+    ordered = Queue(sender, "letters").send_all([NewMessage(b"%d" % n, key="k") for n in range(3)])
+
+    # It acknowledges into the archive, buries what was received too often, and brings the next of a key into sight.
+    mine = Queue(worker, "pictures")
+    first, second = mine.receive(max_messages=2)
+    mine.extend(first, 600.0)
+    mine.acknowledge(first)
+    mine.release(second, reason="not now")
+    assert mine.receive() == []
+    found = queues["pictures"].statistics()
+    assert (found.dead, found.delayed, len(queues["pictures"].archived())) == (1, 1, 1)
+    with Queue(worker, "letters").work(_take) as workers:
+        until(lambda: workers.handled == len(ordered))
+
+
+def test_a_sender_and_a_worker_in_sql(queues: dict[str, Queue], login: Login) -> None:
+    with psycopg.connect(login("sender"), autocommit=True) as sender:
+        sender.execute("SELECT eventsql.queue_send('pictures', 'x'), eventsql.queue_send('letters', 'y', 'k')")
+    with psycopg.connect(login("worker"), autocommit=True) as worker:
+        for queue in queues:
+            row = worker.execute("SELECT id, receipt FROM eventsql.queue_receive(%s)", [queue]).fetchone()
+            assert row is not None
+            worker.execute("SELECT eventsql.queue_acknowledge(%s, %s, %s)", [queue, *row])
+
+
+def test_a_reader_sees_how_many_messages_wait_and_others_do_not(queues: dict[str, Queue], as_: As) -> None:
+    queues["pictures"].send_all([b"1", b"2"])
+    found = {lag.queue: lag.visible for lag in queue_lags(as_("reader").database)}
+    assert found["pictures"] == 2
+    assert queue_lags(as_("sender").database) == []
+    assert queue_lags(as_("reader_orders").database) == []
+
+
+SENDER = (
+    "SELECT eql_body FROM eventsql.queue_message",
+    "SELECT eql_key FROM eventsql.queue_message",
+    "SELECT count(*) FROM eventsql.queue_message WHERE eql_queue = 1",
+    "SELECT * FROM eventsql.queue_receive('pictures')",
+    "SELECT * FROM eventsql.take_messages(1, 1, 1)",
+    "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata, eql_receives) VALUES (1, 'x', '{}', 9)",
+    "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata, eql_origin) VALUES (1, 'x', '{}', 1)",
+    "SELECT setval('eventsql.queue_message_eql_id_seq', 1)",
+    "SELECT * FROM eventsql.queue_archive",
+)
+WORKER = (
+    "SELECT eventsql.queue_send('pictures', 'x')",
+    "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata) VALUES (1, 'x', '{}')",
+    "SELECT * FROM eventsql.queue_archive",
+    "SELECT * FROM eventsql.queue_deduplication",
+)
+READER = (
+    "SELECT eql_body FROM eventsql.queue_message",
+    "SELECT eql_key FROM eventsql.queue_message",
+    "SELECT eql_metadata FROM eventsql.queue_message",
+    "SELECT eql_history FROM eventsql.queue_message",
+    "SELECT eventsql.queue_send('pictures', 'x')",
+    "SELECT * FROM eventsql.queue_receive('pictures')",
+    "SELECT * FROM eventsql.queue_archive",
+)
+NOBODY = (
+    "INSERT INTO eventsql.queue (eql_name) VALUES ('mine')",
+    "UPDATE eventsql.queue SET eql_max_receives = 1",
+    "DELETE FROM eventsql.queue",
+    "UPDATE eventsql.queue_message SET eql_body = 'x'",
+    "UPDATE eventsql.queue_message SET eql_key = 'x'",
+    "TRUNCATE eventsql.queue_message",
+    "DELETE FROM eventsql.queue_archive",
+    "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value) VALUES ('orders', 0, 'x')",
+    "SELECT * FROM eventsql.orders_event",
+)
+
+
+@pytest.fixture
+def connections(queues: dict[str, Queue], login: Login) -> Iterator[dict[str, Connection]]:
+    """A connection as each role, to a database with a message."""
+    queues["pictures"].send(b"x")
+    roles = ("sender", "worker", "reader", "publisher", "consumer")
+    opened = {role: psycopg.connect(login(role), autocommit=True) for role in roles}
+    yield opened
+    for connection in opened.values():
+        connection.close()
+
+
+def test_each_role_is_refused_what_is_not_its_work(connections: dict[str, Connection]) -> None:
+    refused = {
+        "sender": (*SENDER, *NOBODY, "UPDATE eventsql.queue_message SET eql_visible_at = now()",
+                   "DELETE FROM eventsql.queue_message"),
+        "worker": (*WORKER, *NOBODY),
+        "reader": (*READER, *NOBODY[:-1], "DELETE FROM eventsql.queue_message"),
+        "publisher": (*SENDER, *WORKER, *NOBODY[:7], "SELECT * FROM eventsql.queue"),
+        "consumer": (*SENDER, *WORKER, *NOBODY[:7], "SELECT * FROM eventsql.queue"),
+    }  # fmt: skip
+    for role, statements in refused.items():
+        for statement in statements:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connections[role].execute(statement)
+                pytest.fail(f"{role} may: {statement}")
+
+
+def test_the_error_names_the_role_that_may(queues: dict[str, Queue], as_: As) -> None:
+    with pytest.raises(PermissionDeniedError) as refused:
+        Queue(as_("worker"), "pictures").send(b"x")
+    assert "_sender" in str(refused.value)
+    queues["pictures"].send(b"x")
+    with pytest.raises(PermissionDeniedError) as refused:
+        Queue(as_("sender"), "pictures").receive()
+    assert "_worker" in str(refused.value)
+    with pytest.raises(PermissionDeniedError) as refused:
+        Queue(as_("sender"), "mine").send(b"x")
+    assert "_admin" in str(refused.value)
