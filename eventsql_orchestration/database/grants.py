@@ -60,6 +60,9 @@ FUNCTIONS: Final = (
 )  # fmt: skip
 """The platform's functions."""
 
+SEQUENCES: Final = ("event_buffer_eql_id_seq", "queue_message_eql_id_seq")
+"""The platform's own sequences on which some kind of role has rights."""
+
 BY_TOPIC: Final = ("consumer", "consumer_claim", "consumer_cursor", "consumer_delivery", "consumer_worker")
 """Tables with rows of all topics; row security shows a role of one topic its own rows."""
 

@@ -287,7 +287,7 @@ def _drop(connection: Connection, schema: str, roles: Sequence[Role], *, everyth
         (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in _tables(connection, schema)
     ]
     objects += [(sql.SQL("SEQUENCE"), log.sequence) for log in _logs(connection, schema)]
-    objects += [(sql.SQL("SEQUENCE"), sql.Identifier(schema, "event_buffer_eql_id_seq"))]
+    objects += [(sql.SQL("SEQUENCE"), sql.Identifier(schema, name)) for name in grants.SEQUENCES]
     objects += [(sql.SQL("FUNCTION"), sql.SQL(name)) for name, _ in functions]
     if everything:
         yield _ddl("DROP TRIGGER IF EXISTS {} ON {}.event_buffer", grants.TRIGGER, schema)

@@ -104,7 +104,7 @@ def test_the_list_shows_members(owner: EventSQL, login: Login, direct_dsn: str, 
     assert rows[f"{prefix}_reader_orders"] == {
         "role": f"{prefix}_reader_orders", "kind": "reader", "topic": "orders", "members": [f"{prefix}_login_0"],
     }  # fmt: skip
-    assert len(rows) == len(Roles(owner.database).states()) == 10
+    assert len(rows) == len(Roles(owner.database).states()) == 12
 
 
 def test_creating_printing_and_dropping(dsn: str, direct_dsn: str, prefix: str) -> None:

@@ -41,6 +41,9 @@ QUEUE: Final = "queue"
 SIGNS_OF_LIFE: Final = 3
 """Signs of life of a run within its `lease`: two may fail."""
 
+END_SECONDS: Final = 30.0
+"""How long a run waits at its end for a sign of life under way, which would write over the tags of later changes."""
+
 DEFAULT_LIMITS: Final = WorkLimits()
 DEFAULT_OPTIONS: Final = AssetOptions()
 DEFAULT_QUEUE: Final = QueueOptions()
@@ -273,7 +276,7 @@ def _signs_of_life(context: dg.AssetExecutionContext, lease: float) -> Iterator[
         yield
     finally:
         stop.set()
-        heart.join(lease)
+        heart.join(END_SECONDS)
 
 
 def _failure(queue: str, done: WorkedOff) -> dg.Failure:
