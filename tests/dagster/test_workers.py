@@ -270,9 +270,10 @@ def test_messages_of_a_key_are_handled_in_order(work: Work) -> None:
     assert [each for each in effects if each in sent[::2]] == sent[::2]
 
 
-def test_a_run_shows_that_it_lives(work: Work, until: Until) -> None:
+def test_a_run_shows_that_it_lives(work: Work, shared_instance: dg.DagsterInstance, until: Until) -> None:
     work.send(1)
-    instance = work.bench.instance
+    # Threads share it: storage in memory refuses the one while the other writes.
+    instance = work.bench.instance = shared_instance
 
     def slow(messages: Sequence[Message], connection: Connection, context: dg.AssetExecutionContext) -> None:
         def shown() -> bool:
