@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0032"
-down_revision = "0031"
+revision = "0033"
+down_revision = "0032"
 
 _KINDS = """
 ALTER TABLE access_role DROP CONSTRAINT access_role_kind;
