@@ -42,6 +42,7 @@ class All(Benchmark):
             Stream.sized(straight=False, hold_xmin=True, **common),
             *(each.sized(**common) for each in (Single, Transfer, Publish, Buffered, Latency, Idle, Consume)),
             Retention.sized(events=self.retention_events, **common),
+            *(each.sized(**common) for each in (Capture, Store, ViewsBenchmark)),
         ]
         return [figure for benchmark in benchmarks for figure in benchmark.measure(session)]
 
