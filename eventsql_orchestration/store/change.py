@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime
 from typing import Any, Final
 from uuid import UUID
 
 from eventsql_orchestration.consuming.snapshot_reader import MAX_TRANSACTION
+from eventsql_orchestration.database.binary import decode_jsonb, decode_time
 from eventsql_orchestration.database.single_statement import RawRow
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
@@ -29,9 +30,6 @@ CAUSATION: Final = "causation_id"
 """The name in a change's metadata of the change that caused it."""
 
 _MAX_SCHEMA_VERSION: Final = 2**31 - 1
-
-_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
-"""PostgreSQL counts microseconds from here."""
 
 
 def encode(what: str, data: Mapping[str, Any]) -> str:
@@ -147,13 +145,13 @@ class RecordedChange:
     @property
     def data(self) -> dict[str, Any]:
         if self._data is None:
-            self._data = _decoded(self._row[2])
+            self._data = decode_jsonb(self._row[2])
         return self._data
 
     @property
     def created_at(self) -> datetime:
         """When the transaction that appended it began, in UTC."""
-        return _time(self._row[3])
+        return decode_time(self._row[3])
 
     @property
     def schema_version(self) -> int:
@@ -168,7 +166,7 @@ class RecordedChange:
     @property
     def metadata(self) -> dict[str, str]:
         if self._metadata is None:
-            self._metadata = _decoded(self._row[6])
+            self._metadata = decode_jsonb(self._row[6])
         return self._metadata
 
     @property
@@ -205,15 +203,6 @@ def encode_metadata(change: Change) -> str:
     return json.dumps(change.metadata, ensure_ascii=False) if change.metadata else "{}"
 
 
-def _time(microseconds: bytes | None) -> datetime:
-    return _EPOCH + timedelta(microseconds=int.from_bytes(microseconds or b"", signed=True))
-
-
-def _decoded(jsonb: bytes | None) -> Any:
-    # The first byte is the version of the format.
-    return json.loads((jsonb or b"")[1:])
-
-
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """The state of an aggregate at `version`. `schema_version` is the version of the state's form."""
@@ -228,5 +217,8 @@ def read_snapshot(row: RawRow) -> Snapshot:
     """The snapshot of a row with version, state, time and schema version, in PostgreSQL's binary format."""
     version, state, created_at, schema_version = row
     return Snapshot(
-        int.from_bytes(version or b""), _decoded(state), _time(created_at), int.from_bytes(schema_version or b"")
+        int.from_bytes(version or b""),
+        decode_jsonb(state),
+        decode_time(created_at),
+        int.from_bytes(schema_version or b""),
     )

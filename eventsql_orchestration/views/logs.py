@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, Final
 
 from psycopg import sql
-from psycopg.rows import class_row
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database
+from eventsql_orchestration.database.binary import (
+    decode_bigint,
+    decode_jsonb,
+    decode_text,
+    decode_time,
+    encode_bigint,
+    encode_jsonb,
+    encode_time,
+)
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
     check_kind,
@@ -90,17 +99,14 @@ class LogsView:
         asked = self._asked(
             resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
         )
-        values = {
-            **asked, "since": since, "until": until,
-            "before_time": None if before is None else before.written_at,
-            "before_id": None if before is None else before.id,
-            "limit": check_whole("limit", limit, least=1),
-        }  # fmt: skip
-        query = _selection(
-            self.definition, self._schema, frozenset(name for name, value in values.items() if value is not None)
-        )
-        with self._table.reading() as connection, connection.cursor(row_factory=class_row(LogLine)) as found:
-            return found.execute(query, values, prepare=False).fetchall()
+        values = {name: _ENCODERS.get(name, str.encode)(value) for name, value in asked.items() if value is not None}
+        times = {"since": since, "until": until, "before_time": None if before is None else before.written_at}
+        values |= {name: encode_time(time) for name, time in times.items() if time is not None}
+        if before is not None:
+            values["before_id"] = encode_bigint(before.id)
+        values["limit"] = encode_bigint(check_whole("limit", limit, least=1))
+        query = _search(self.definition, self._schema, frozenset(values))
+        return [_line(row) for row in self._table.fetch(query, values)]
 
     def follow(
         self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,
@@ -138,6 +144,23 @@ class LogsView:
             "pattern": None if text is None else "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%",
             "words": words,
         }
+
+
+_ENCODERS: Final[Mapping[str, Callable[[str], bytes]]] = {"attributes": encode_jsonb}
+"""How conditions are sent that are no text."""
+
+
+def _line(row: RawRow) -> LogLine:
+    of_id, resource, level, line, attributes, written_at = row
+    return LogLine(
+        decode_bigint(of_id), decode_text(resource), decode_text(level), decode_text(line), decode_jsonb(attributes),
+        decode_time(written_at),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _search(logs: Logs, schema: str, given: frozenset[str]) -> SingleStatement:
+    return SingleStatement("search", sql.SQL(_selection(logs, schema, given).decode()), prepare=False)
 
 
 @lru_cache(maxsize=256)

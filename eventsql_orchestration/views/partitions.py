@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
 from typing import Final
@@ -12,7 +12,8 @@ from psycopg import sql
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
-from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
+from eventsql_orchestration.errors import EventSQLError, ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import check_name
 from eventsql_orchestration.views.definitions import Definition, start_of
@@ -65,6 +66,15 @@ class ViewTable:
             )
         joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
 
+    def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
+        """The rows of a statement that reads, in PostgreSQL's binary format."""
+        try:
+            return self._database.fetch(statement, values)
+        except EventSQLError as error:
+            if isinstance(error.__cause__, psycopg.Error) and (known := self._known(error.__cause__)) is not None:
+                raise known from error.__cause__
+            raise
+
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection to read with."""
@@ -75,21 +85,29 @@ class ViewTable:
     def _found(self) -> Iterator[None]:
         try:
             yield
-        except (psycopg.errors.UndefinedTable, psycopg.errors.NoDataFound) as error:
-            view = self._definition
-            raise ViewNotFoundError(
-                f"{view.kind} {view.name!r} does not exist in this database: `Views.declare` makes it"
-            ) from error
-        except (psycopg.errors.UndefinedColumn, psycopg.errors.InvalidParameterValue) as error:
-            raise ViewConflictError(
-                f"view {self._definition.name!r} of this database has another form than this {self._definition.kind} "
-                f"({error.diag.message_primary}): `eventsql view list` shows its form, `Views.declare` changes it"
-            ) from error
-        except psycopg.errors.ProgramLimitExceeded as error:
-            raise ValidationError(
-                f"an entry is too large for an index of {self._definition.kind} {self._definition.name!r}: "
-                f"{error.diag.message_primary}"
-            ) from error
+        except psycopg.Error as error:
+            if (known := self._known(error)) is not None:
+                raise known from error
+            raise
+
+    def _known(self, error: psycopg.Error) -> EventSQLError | None:
+        """What an error means for the view, if that is known."""
+        view = self._definition
+        match error:
+            case psycopg.errors.UndefinedTable() | psycopg.errors.NoDataFound():
+                return ViewNotFoundError(
+                    f"{view.kind} {view.name!r} does not exist in this database: `Views.declare` makes it"
+                )
+            case psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidParameterValue():
+                return ViewConflictError(
+                    f"view {view.name!r} of this database has another form than this {view.kind} "
+                    f"({error.diag.message_primary}): `eventsql view list` shows its form, `Views.declare` changes it"
+                )
+            case psycopg.errors.ProgramLimitExceeded():
+                return ValidationError(
+                    f"an entry is too large for an index of {view.kind} {view.name!r}: {error.diag.message_primary}"
+                )
+        return None
 
 
 def sent(statement: sql.Composable) -> bytes:

@@ -5,12 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
-from psycopg.rows import class_row
-
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Database
+from eventsql_orchestration.database import CallersConnection, Database, Queries
+from eventsql_orchestration.database.binary import (
+    decode_bigint,
+    decode_jsonb,
+    decode_text,
+    decode_time,
+    encode_bigint,
+)
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
 from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
@@ -39,6 +46,7 @@ class TimelineView:
 
     def __init__(self, database: Database, definition: Timeline) -> None:
         self.definition = definition
+        self._schema = database.schema
         self._table = ViewTable(database, definition)
 
     def append(
@@ -87,13 +95,20 @@ class TimelineView:
         `SnapshotReader`, which waits for open transactions.
         """
         values = {
-            "tenant": check_tenant(tenant),
-            "resource": check_name("resource", resource),
-            "after": check_whole("after", after, least=0),
-            "limit": None if limit is None else check_whole("limit", limit, least=1),
+            "tenant": check_tenant(tenant).encode(),
+            "resource": check_name("resource", resource).encode(),
+            "after": encode_bigint(check_whole("after", after, least=0)),
+            "limit": None if limit is None else encode_bigint(check_whole("limit", limit, least=1)),
         }
-        with (
-            self._table.reading() as connection,
-            connection.cursor(row_factory=class_row(TimelineEntry)) as found,
-        ):
-            return found.execute(self._table.query("read_timeline"), values, prepare=False).fetchall()
+        return [_entry(row) for row in self._table.fetch(_reading(self._schema, self.definition.table), values)]
+
+
+@lru_cache(maxsize=256)
+def _reading(schema: str, table: str) -> SingleStatement:
+    """The statement of a lookup. Handlers open their timeline anew for each batch."""
+    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), prepare=False)
+
+
+def _entry(row: RawRow) -> TimelineEntry:
+    of_id, resource, data, occurred_at = row
+    return TimelineEntry(decode_bigint(of_id), decode_text(resource), decode_jsonb(data), decode_time(occurred_at))
