@@ -37,6 +37,7 @@ from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_a
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
+from eventsql_orchestration.dagster.monitoring.projection_check import build_projection_check
 from eventsql_orchestration.dagster.monitoring.queues import (
     QueueCheck,
     QueueLimits,
@@ -97,6 +98,7 @@ __all__ = [
     "build_housekeeping_schedule",
     "build_lag_check",
     "build_lag_sensor",
+    "build_projection_check",
     "build_queue_checks",
     "build_queue_sensor",
     "build_register_job",

@@ -56,6 +56,11 @@ def subscription_asset(
     )  # fmt: skip
 
 
+def projection_key(projection: Projection | type[Projection]) -> dg.AssetKey:
+    """The key of a projection's asset."""
+    return dg.AssetKey([*STORE_KEY.path, "projection", projection.name])
+
+
 def projection_asset(
     projection: Projection | type[Projection], *, description: str | None = None, deps: Upstream | None = None,
     owners: Sequence[str] = (), group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
@@ -67,7 +72,7 @@ def projection_asset(
     """
     tables = ", ".join(f"{projection.schema}.{table}" for table in projection.tables)
     return dg.AssetSpec(
-        dg.AssetKey([*STORE_KEY.path, "projection", projection.name]), deps=_upstream(deps),
+        projection_key(projection), deps=_upstream(deps),
         description=description or f"Projection {projection.name}: {tables}.",
         metadata={SUBSCRIPTION: subscription_of(projection.name), "tables": tables, **(metadata or {})},
         owners=list(owners), group_name=group_name, kinds={"table", "postgresql"}, tags=dict(tags or {}),

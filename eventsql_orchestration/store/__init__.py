@@ -2,6 +2,7 @@
 
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import Change, RecordedChange, Snapshot, StoreCheckpoint
+from eventsql_orchestration.store.comparison import Comparison
 from eventsql_orchestration.store.events import EventAggregate, Events, EventType
 from eventsql_orchestration.store.lag import SubscriptionLag
 from eventsql_orchestration.store.projection import Fill, Filling, Projection, Projections, Rebuild
@@ -17,6 +18,7 @@ __all__ = [
     "Aggregate",
     "AggregateInfo",
     "Change",
+    "Comparison",
     "EventAggregate",
     "EventType",
     "Events",

@@ -18,10 +18,11 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import ProjectionError, ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
+from eventsql_orchestration.store.comparison import Compared, Comparison, compare
 from eventsql_orchestration.store.order import Filters, filters
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.store.subscription import Subscription, SubscriptionOptions
-from eventsql_orchestration.validation import check_name, check_whole
+from eventsql_orchestration.validation import check_name, check_whole, shown
 
 SHADOW: Final = "eventsql_shadow_"
 """The schemas of rebuilds begin with it, and end with the name of the projection."""
@@ -219,6 +220,27 @@ class Projections:
             if not more:
                 break
         return self._swap(each, batch)
+
+    def compare(self, name: str, columns: Mapping[str, str], *, sample: int = 20) -> Comparison:
+        """Compare the rows of `sample` random aggregates with a replay of their changes, in one snapshot.
+
+        `columns` names, for each table to compare, the column that has the aggregate's id: a row has to follow from the
+        changes of that aggregate alone. Columns with a default are not compared. If the projection follows by a
+        subscription, the replay ends at the subscription's place. Nothing is changed; choosing the sample takes longer
+        the more aggregates there are.
+
+        Raises `ValidationError` for a table that the projection does not have, and `ProjectionError` for a column.
+        """
+        each = self._named(name)
+        if not columns or not set(columns) <= set(each.tables):
+            raise ValidationError(
+                f"columns {shown(columns)} of projection {name!r} are not usable: name a column of some of "
+                f"{', '.join(each.tables)}"
+            )
+        compared = Compared(
+            each.name, each.schema, columns, each.only, each.subscription, each.projection.create, each.projection.apply
+        )
+        return compare(self._store, self._queries, compared, check_whole("sample", sample, least=1, most=100_000))
 
     def give_up(self, name: str) -> None:
         """Drop what an interrupted rebuild has made. The live tables stay."""

@@ -12,6 +12,7 @@ import eventsql_orchestration.dagster
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
+    build_projection_check,
     build_subscription_sensor,
     projection_asset,
     store_asset,
@@ -99,6 +100,28 @@ def test_a_projection_is_observed_by_its_subscription_in_a_tick(platform: EventS
         data = sensor.evaluate_tick(context)
     (event,) = data.asset_events
     assert event.asset_key == spec.key
+
+
+def test_a_projection_is_checked_against_a_replay(platform: EventSQL, dsn: str) -> None:
+    projections = Projections(platform.store, [Statuses()])
+    projections.install()
+    platform.store.append("order", "1", [Change("placed", {})], expected_version=0)
+    check = build_projection_check(Statuses(), {"status": "id"})
+    location = dg.Definitions(
+        assets=[projection_asset(Statuses)], asset_checks=[check], resources={"eventsql": EventSQLResource(dsn=dsn)}
+    )
+    whole = location.resolve_implicit_global_asset_job_def()
+    job = whole.get_subset(asset_check_selection=set(check.check_keys))
+
+    def checked() -> dg.AssetCheckEvaluation:
+        (evaluation,) = job.execute_in_process().get_asset_check_evaluations()
+        return evaluation
+
+    missing = checked()
+    assert not missing.passed
+    assert missing.metadata["status"].value == "1"
+    projections.rebuild("statuses")
+    assert checked().passed
 
 
 def test_assets_stand_downstream_of_the_store_and_of_their_topics() -> None:

@@ -376,3 +376,50 @@ def test_changes_of_other_types_are_left_out(store: Store, projections: Projecti
         projections.follow(store.load("rider", "1"), connection)
     assert projections.rebuild("sums") == 0
     assert sums(store) == {}
+
+
+# Comparing
+
+
+def test_a_comparison_replays_up_to_the_place_of_the_subscription(store: Store, projections: Projections) -> None:
+    adopted(store.database, 2)
+    put(store, "1", 1, 2)
+    put(store, "2", 3)
+    put(store, "1", 7, of="rider")
+    projections.subscribe("sums", background=False).run_once()
+    put(store, "1", 9)
+    put(store, "3", 9)
+    compared = projections.compare("sums", {"sums": "id"})
+    assert compared.equal
+    assert (compared.aggregates, compared.changes) == (5, 5)
+    assert projections.compare("sums", {"sums": "id"}, sample=2).aggregates == 2
+
+    with store.database.connection() as connection:
+        connection.execute("UPDATE public.sums SET total = 7 WHERE id = '2'")
+        connection.execute("DELETE FROM public.sums WHERE id = 'old 1'")
+        connection.execute("INSERT INTO public.sums VALUES ('3', 9, 1)")
+    compared = projections.compare("sums", {"sums": "id"})
+    assert not compared.equal
+    assert compared.different == {"sums": ["2", "3", "old 1"]}
+    assert sums(store)["2"] == (7, 1)
+
+
+def test_a_comparison_replays_every_change_of_a_projection_that_saves_apply(
+    store: Store, projections: Projections
+) -> None:
+    with store.database.transaction() as connection:
+        save(store, projections, "1", 1, 2, connection=connection)
+    assert projections.compare("sums", {"sums": "id"}).equal
+    put(store, "1", 3)
+    assert projections.compare("sums", {"sums": "id"}).different == {"sums": ["1"]}
+
+
+@pytest.mark.parametrize(
+    ("columns", "error"),
+    [({}, ValidationError), ({"other": "id"}, ValidationError), ({"sums": "no_column"}, ProjectionError)],
+)
+def test_columns_that_cannot_be_compared_are_refused(
+    projections: Projections, columns: dict[str, str], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        projections.compare("sums", columns)

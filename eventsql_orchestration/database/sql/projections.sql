@@ -92,3 +92,40 @@ WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
       WHERE m.nspname = %(shadow)s AND s.relname = %(table)s AND made.what = held.what
   )
 ORDER BY held.what;
+
+-- sample -- All aggregates of some random ids, without those of which a subscription has given up changes.
+SELECT eql_type, eql_id FROM {schema}.aggregate
+WHERE (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
+  AND eql_id = ANY (ARRAY(
+      SELECT known.eql_id FROM {schema}.aggregate known
+      WHERE (%(types)s::text[] IS NULL OR known.eql_type = ANY (%(types)s::text[]))
+        AND NOT EXISTS (
+            SELECT FROM {schema}.store_dead_letter letter
+            WHERE letter.eql_subscription = %(subscription)s::text AND letter.eql_aggregate_id = known.eql_id
+        )
+      ORDER BY random()
+      LIMIT %(sample)s::bigint
+  ))
+ORDER BY eql_type, eql_id;
+
+-- subscription_place -- The place of a subscription.
+SELECT eql_transaction::text, eql_position FROM {schema}.store_subscription WHERE eql_name = %(subscription)s::text;
+
+-- version_at -- The version that an aggregate had at a place in the global order; 0 before its first change.
+SELECT coalesce(max(change.eql_version), 0)
+FROM {schema}.aggregate_change change
+LEFT JOIN {schema}.adopted_change adopted
+    ON adopted.eql_type = change.eql_type AND adopted.eql_aggregate_id = change.eql_aggregate_id
+    AND adopted.eql_version = change.eql_version
+WHERE change.eql_type = %(type)s AND change.eql_aggregate_id = %(id)s
+  AND (coalesce(change.eql_transaction, '0'::xid8), coalesce(adopted.eql_position, change.eql_position))
+      <= (%(transaction)s::xid8, %(position)s::bigint);
+
+-- plain_columns -- The columns of a table that get no value of their own.
+SELECT a.attname::text
+FROM pg_attribute a
+JOIN pg_class c ON c.oid = a.attrelid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
+  AND a.attnum > 0 AND NOT a.attisdropped AND NOT a.atthasdef AND a.attidentity = ''
+ORDER BY a.attnum;

@@ -1,0 +1,120 @@
+"""Compares the rows of a projection with a replay of the changes of some aggregates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.errors import ProjectionError
+from eventsql_orchestration.store.change import RecordedChange
+from eventsql_orchestration.store.order import Filters
+from eventsql_orchestration.store.store import Store
+
+_TEMPORARY: Final = "pg_temp"
+"""The schema of tables that only this session sees."""
+
+_ROWS: Final = sql.SQL(
+    "SELECT {column}::pg_catalog.text, ROW({columns})::pg_catalog.text FROM {table} "
+    "WHERE {column}::pg_catalog.text OPERATOR(pg_catalog.=) ANY (%s)"
+)
+
+_DIFFERENT: Final = sql.SQL(
+    "SELECT DISTINCT differing.of FROM (({one} EXCEPT ALL {other}) UNION ALL ({other} EXCEPT ALL {one})) "
+    "differing (of, contents) ORDER BY 1"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How many ids of `aggregates` and `changes` were replayed, and the ids whose rows are others, by table."""
+
+    projection: str
+    aggregates: int
+    changes: int
+    different: Mapping[str, Sequence[str]]
+
+    @property
+    def equal(self) -> bool:
+        """Whether all rows are as the replay has them."""
+        return not any(self.different.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A projection to compare: `columns` names the column of each table that has an aggregate's id."""
+
+    name: str
+    schema: str
+    columns: Mapping[str, str]
+    only: Filters
+    subscription: str
+    create: Callable[[Connection], object]
+    apply: Callable[[RecordedChange, Connection], object]
+
+
+def compare(store: Store, queries: Queries, compared: Compared, sample: int) -> Comparison:
+    """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live ones.
+
+    All of it is one snapshot, and nothing of it stays. If the projection follows by a subscription, changes behind the
+    subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a table
+    without rows to compare.
+    """
+    with store.database.connection() as connection, connection.transaction(force_rollback=True):
+        connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        return _compare(store, connection, queries, compared, sample)
+
+
+def _compare(store: Store, connection: Connection, queries: Queries, compared: Compared, sample: int) -> Comparison:
+    store.order.home.era(connection)
+    values = {"subscription": compared.subscription, "sample": sample, **compared.only}
+    chosen = fetch_all(connection, queries("sample"), values)
+    place = fetch_first(connection, queries("subscription_place"), values)
+    selected = _selected_columns(connection, queries, compared)
+
+    path = sql.SQL("{}, public").format(sql.Identifier(_TEMPORARY)).as_string(connection)
+    connection.execute(queries("set_path"), {"path": path})
+    compared.create(connection)
+    replayed = 0
+    for of_type, aggregate_id in chosen:
+        upto = None
+        if place is not None:
+            row = {"type": of_type, "id": aggregate_id, "transaction": place[0], "position": place[1]}
+            (upto,) = fetch_first(connection, queries("version_at"), row) or (0,)
+        for change in store.load(of_type, aggregate_id, upto_version=upto, connection=connection):
+            if compared.only["kinds"] is None or change.kind in compared.only["kinds"]:
+                compared.apply(change, connection)
+                replayed += 1
+
+    ids = sorted({aggregate_id for _, aggregate_id in chosen})
+    different = {}
+    for table, column in compared.columns.items():
+        live, anew = (
+            _ROWS.format(
+                column=sql.Identifier(column),
+                columns=sql.SQL(", ").join(map(sql.Identifier, selected[table])),
+                table=sql.Identifier(schema, table),
+            )
+            for schema in (compared.schema, _TEMPORARY)
+        )
+        rows = connection.execute(_DIFFERENT.format(one=live, other=anew), [ids] * 4)
+        different[table] = [of for (of,) in rows]
+    return Comparison(compared.name, len(ids), replayed, different)
+
+
+def _selected_columns(connection: Connection, queries: Queries, compared: Compared) -> dict[str, list[str]]:
+    """The columns of each live table without a default, such as a number of a sequence."""
+    selected = {}
+    for table, column in compared.columns.items():
+        values = {"in_schema": compared.schema, "table": table}
+        selected[table] = [name for (name,) in fetch_all(connection, queries("plain_columns"), values)]
+        if column not in selected[table]:
+            raise ProjectionError(
+                f"table {table!r} of projection {compared.name!r} has no column {column!r} without a default: give the "
+                "column that has the aggregate's id"
+            )
+    return selected
