@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from airflow.sdk import Asset
 
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
 
 if TYPE_CHECKING:
@@ -21,12 +22,15 @@ TEMPLATE: Final = "{{"
 
 
 def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -> Asset:
-    """The asset of a topic that is reached by a connection. `options` are Airflow's, for example `watchers`.
+    """The asset of a topic that is reached by a connection, for inlets, outlets and schedules. `options` are Airflow's.
 
-    Its name is the topic's unless `options` name it. Raises `ValidationError` for a name that no topic can have.
+    Raises `ValidationError` for a name that no topic can have, and for `watchers`: Airflow keeps those of the asset's
+    last mention only, and each task that publishes or consumes mentions its topic.
     """
     check_topic_name(topic)
-    return Asset(**{"name": topic, "uri": f"{SCHEME}://{conn_id}/{topic}", **options})
+    if "watchers" in options:
+        raise ValidationError(f"an asset of a topic has no watchers: use claims_asset({topic!r}, <consumer>)")
+    return Asset(name=topic, uri=f"{SCHEME}://{conn_id}/{topic}", **options)
 
 
 def topic_of(asset: Asset) -> str | None:

@@ -24,7 +24,7 @@ from airflow.triggers.base import BaseEventTrigger, BaseTrigger, TriggerEvent
 from airflow.triggers.shared_stream import AdvanceItem, SharedStreamProducer
 
 from eventsql_orchestration import Consumer, Shard
-from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, SCHEME, topic_asset
+from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, SCHEME
 from eventsql_orchestration.airflow.conditions import Condition, Found
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.consuming.claims import Claim
@@ -383,10 +383,9 @@ def claims_asset(topic: str, consumer: str, *, eventsql_conn_id: str = DEFAULT_C
     """
     trigger = EventSQLTrigger(topic=topic, consumer=consumer, eventsql_conn_id=eventsql_conn_id, **options)
     name = f"{topic}/{quote(consumer, safe='')}"
-    return topic_asset(
-        topic, eventsql_conn_id,
-        name=name, uri=f"{SCHEME}://{eventsql_conn_id}/{name}", watchers=[AssetWatcher(name=name, trigger=trigger)],
-    )  # fmt: skip
+    return Asset(
+        name=name, uri=f"{SCHEME}://{eventsql_conn_id}/{name}", watchers=[AssetWatcher(name=name, trigger=trigger)]
+    )
 
 
 class EventSQLConditionTrigger(BaseTrigger):

@@ -79,6 +79,11 @@ def test_the_uri_of_an_asset_names_a_connection_and_a_topic() -> None:
         Asset(uri="eventsql://eventsql_default/a/b/c")
 
 
+def test_an_asset_of_a_topic_has_no_watchers_because_airflow_drops_them() -> None:
+    with pytest.raises(ValidationError, match="claims_asset\\('rides'"):
+        topic_asset("rides", watchers=claims_asset("rides", "billing").watchers)
+
+
 def test_claims_of_a_consumer_have_an_asset_of_their_own() -> None:
     claims = claims_asset("rides", "billing é", max_wait=2.0)
     assert (claims.name, claims.uri) == ("rides/billing%20%C3%A9", "eventsql://eventsql_default/rides/billing%20%C3%A9")
