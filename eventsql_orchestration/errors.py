@@ -335,6 +335,11 @@ class InputError(EventSQLError):
 class FinalRunError(EventSQLError):
     """A run failed, and a retry would only repeat the failure."""
 
+    def __init__(self, message: str | None = None, **facts: str | int) -> None:
+        """`facts` are texts and numbers by their names, for the record of the run."""
+        super().__init__(message)
+        self.facts = facts
+
 
 class ReplayError(FinalRunError):
     """A range cannot be replayed, and none of its events was."""
@@ -348,11 +353,19 @@ class RangeFailedError(FinalRunError):
     """A range failed as a whole and was released: it is claimed again after a pause."""
 
 
+class WindowFailedError(FinalRunError):
+    """The window of a backfill cannot be replayed further."""
+
+
+class WindowGoneError(FinalRunError):
+    """The window of a run is not registered: its backfill is finished, or was deleted."""
+
+
 class ForeignClaimError(FinalRunError):
     """A run was launched with the claim of another consumer, and has not touched the claim."""
 
 
-# Dagster on this machine
+# Orchestrators on this machine
 
 
 class LocalProcessError(EventSQLError):
@@ -367,8 +380,16 @@ class LocalAirflowError(LocalProcessError):
     """Airflow did not start, could not import the DAGs, or one of its parts has ended."""
 
 
+class AirflowAnswerError(LocalAirflowError):
+    """Airflow refused a request. `status` is the status of HTTP."""
+
+    def __init__(self, message: str | None = None, *, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class RunFailedError(EventSQLError):
-    """A Dagster run failed."""
+    """A run of Dagster or Airflow failed, or could not be launched."""
 
 
 class RoundError(EventSQLError):

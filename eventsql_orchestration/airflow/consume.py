@@ -13,6 +13,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
+from eventsql_orchestration.airflow.backfills import RESUME_OPTIONS, ReplayRequest
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.triggers import ClaimEvent
@@ -23,7 +24,11 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     FinalRunError,
     ValidationError,
+    WindowGoneError,
 )
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
+from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.orchestration.drain import Consume, Drained, Draining
 from eventsql_orchestration.orchestration.limits import RunLimits
@@ -52,8 +57,9 @@ class EventSQLConsumeOperator(BaseOperator):
     `eventsql`, for the hook, and `context`.
 
     A run that a claim of `EventSQLTrigger` triggered takes that claim over. Any other run claims the waiting events
-    itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. Without anything to
-    consume, the task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
+    itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. A run that
+    `eventsql backfill` launched replays its window instead, and consumes nothing new. Without anything to consume, the
+    task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
     Asset events of the task's outlets have it as `consumed`, and that of a topic what was published to it.
     """
 
@@ -95,15 +101,20 @@ class EventSQLConsumeOperator(BaseOperator):
     def execute(self, context: Context) -> dict[str, Any]:
         check_name("consumer name", self.consumer)
         drained = Drained()
+        request = ReplayRequest.read(context["dag_run"].conf)
         with EventSQLHook(self.eventsql_conn_id) as hook:
             try:
-                self._consume(context, hook, drained)
+                if request is None:
+                    self._consume(context, hook, drained)
+                else:
+                    drained = self._replay(context, hook, request)
             except FinalRunError as error:
                 raise AirflowFailException(error.message) from error
-            self._report(hook, drained)
+            if request is None:
+                self._report(hook, drained)
         if not drained.claims:
             reason = drained.note or "no events wait"
-            if context["ti"].try_number > 1 and drained.note is not None:
+            if request is None and context["ti"].try_number > 1 and drained.note is not None:
                 # The try before has failed: a skip would hide that.
                 raise AirflowException(f"nothing was consumed: {reason}")
             raise AirflowSkipException(f"nothing to consume: {reason}")
@@ -113,11 +124,37 @@ class EventSQLConsumeOperator(BaseOperator):
             "events": drained.events,
             "ranges": drained.ranges(),
             "dead_letters": [letter.event_id for letter in drained.dead_letters],
+            **({} if request is None else {"backfill": read_key(request.window)[0]}),
         }
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
                 context["outlet_events"][outlet].extra.update(published_to(outlet, drained.said), consumed=summary)
         return summary
+
+    def _replay(self, context: Context, hook: EventSQLHook, request: ReplayRequest) -> Drained:
+        """Replay the rest of a window of a backfill. Raises `FinalRunError`."""
+        if (request.topic, request.consumer) != (self.topic, self.consumer):
+            return Drained(note=f"the run replays {request.topic}/{request.consumer}")
+        backfill_id, window, partition = read_key(request.window)
+        shard = hook.shard(window.shard)
+        replay = WindowReplay(
+            shard, self.topic, self.consumer, self._calls(context, hook, shard), self.limits, backfill_id, window,
+            partition, TaskOrigin.of(context).run_id, logger, max_failures=request.max_failures,
+            resume_options=RESUME_OPTIONS,
+        )  # fmt: skip
+        try:
+            if context["ti"].try_number > 1:
+                replay.take_back()
+            # Airflow's tasks cannot ask for the runs of others: the lease of a killed one ends.
+            backfill = replay.run(lambda _: False)
+        except WindowGoneError:
+            if not replay.is_finished():
+                raise
+            replay.drained.note = f"another run has replayed window {request.window}"
+        else:
+            if Backfills([shard]).finish(backfill):
+                self.log.info("backfill %s is done%s", backfill_id, "" if shard.name is None else f" on {shard.name}")
+        return replay.drained
 
     def _consume(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
         requested = self._requested(context)

@@ -9,16 +9,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Self
-from urllib.parse import quote, urlencode
+from typing import Final, Self
 
-import requests
 from sqlalchemy.engine.url import make_url
 
+from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi
 from eventsql_orchestration.errors import LocalAirflowError
 from eventsql_orchestration.orchestration.local_processes import HOST, free_port, kill_group
 
@@ -26,10 +25,6 @@ PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 STOP_TIMEOUT: Final = 15.0
 """Seconds that a part has to end by itself. The triggerer waits for its triggers."""
-
-
-PAGE: Final = 100
-"""Objects that the REST API gives at once, at most."""
 
 START_TIMEOUT: Final = 180.0
 """Seconds until Airflow must have started; it takes 15 s on a calm machine."""
@@ -60,7 +55,7 @@ class LocalAirflow:
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
     as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to that
     of the parts. It takes another `port` if that is not free, and any for 0. Processes inherit `lock`, an open file
-    with a lock, and it gets the numbers of their groups.
+    with a lock, and it gets the numbers of their groups. `api` is its REST API.
     """
 
     home: Path
@@ -71,10 +66,12 @@ class LocalAirflow:
     port: int = 0
     lock: int | None = None
     parts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict, init=False)
+    api: AirflowApi = field(init=False)
 
     def __post_init__(self) -> None:
         self.home.mkdir(parents=True, exist_ok=True)
         self.port = free_port(self.port)
+        self.api = AirflowApi(self.url)
         driver = self.metadata_url.replace("postgresql://", "postgresql+psycopg2://", 1)
         settings = {
             "core": {
@@ -86,6 +83,8 @@ class LocalAirflow:
                 "simple_auth_manager_all_admins": "True",
                 "execution_api_server_url": f"{self.url}/execution/",
                 "fernet_key": self._fernet_key(),
+                # Tests of operators set it, and processes inherit it.
+                "unit_test_mode": "False",
             },
             "database": {"sql_alchemy_conn": driver},
             "api": {"host": HOST, "port": str(self.port), "workers": "1", "secret_key": os.urandom(16).hex()},
@@ -165,6 +164,7 @@ class LocalAirflow:
 
     def stop(self) -> None:
         """End all parts, the API server last. Whatever is left after 15 s, or after an interrupt, is killed."""
+        (self.home / URL_FILE).unlink(missing_ok=True)
         parts = sorted(self.parts.items(), key=lambda item: item[0] == "api-server")
         try:
             for _, process in parts:
@@ -202,8 +202,8 @@ class LocalAirflow:
     def _not_ready(self) -> str | None:
         """A started part that is not ready yet, or None."""
         try:
-            health = requests.get(f"{self.url}/api/v2/monitor/health", timeout=10).json()
-        except (requests.RequestException, ValueError):
+            health = self.api.ask("GET", "/monitor/health")
+        except LocalAirflowError:
             return "api-server"
         parts = (part for part in self.parts if part != "api-server")
         return next(
@@ -216,36 +216,3 @@ class LocalAirflow:
             if process.poll() is not None:
                 end = (self.home / f"{part}.log").read_text(errors="replace")[-2000:]
                 raise LocalAirflowError(f"airflow {part} ended with {process.returncode}: {end}")
-
-    def ask(self, method: str, path: str, **body: Any) -> Any:
-        """Ask the public REST API, for example `ask("GET", "/dags")`. Raises `LocalAirflowError`."""
-        try:
-            token = requests.get(f"{self.url}/auth/token", timeout=30).json()["access_token"]
-            answer = requests.request(
-                method, f"{self.url}/api/v2{path}", json=body or None, timeout=30,
-                headers={"Authorization": f"Bearer {token}"},
-            )  # fmt: skip
-            answer.raise_for_status()
-            return answer.json() if answer.content else None
-        except (requests.RequestException, ValueError, KeyError) as error:
-            said = error.response.text[:500] if isinstance(error, requests.HTTPError) else ""
-            raise LocalAirflowError(f"{method} {path}: {error} {said}".rstrip()) from error
-
-    def pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
-        """All objects of a list in the public REST API: those in `field` of each page. Raises `LocalAirflowError`."""
-        offset = 0
-        while True:
-            page = self.ask("GET", f"{path}?{urlencode({**query, 'limit': PAGE, 'offset': offset}, doseq=True)}")
-            yield from page[field]
-            offset += len(page[field])
-            if not page[field] or offset >= page["total_entries"]:
-                return
-
-    def trigger(self, dag_id: str, conf: Mapping[str, Any] | None = None) -> str:
-        """Start a run of a DAG; gives its id. Raises `LocalAirflowError`."""
-        run = self.ask("POST", f"/dags/{dag_id}/dagRuns", logical_date=None, conf=dict(conf or {}))
-        return str(run["dag_run_id"])
-
-    def state(self, dag_id: str, run_id: str) -> str:
-        """The state of a run: queued, running, success or failed."""
-        return str(self.ask("GET", f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}")["state"])

@@ -6,24 +6,22 @@ from collections.abc import Iterator
 from datetime import datetime
 from typing import Any
 
-from eventsql_orchestration.airflow.local import LocalAirflow
+from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.orchestration.rounds import RunCounts
 
-UNDER_WAY = ("queued", "running")
 
-
-def runs_since(airflow: LocalAirflow, since: datetime) -> Iterator[dict[str, Any]]:
+def runs_since(api: AirflowApi, since: datetime) -> Iterator[dict[str, Any]]:
     """The runs that were made since a time, without those that a timetable made: they consume nothing."""
-    for run in airflow.pages("/dags/~/dagRuns", "dag_runs", run_after_gte=since.isoformat()):
+    for run in api.pages("/dags/~/dagRuns", "dag_runs", run_after_gte=since.isoformat()):
         if run["run_type"] != "scheduled":
             yield run
 
 
-def run_counts(airflow: LocalAirflow, since: datetime) -> RunCounts:
+def run_counts(api: AirflowApi, since: datetime) -> RunCounts:
     """What the runs since a time tell of each topic in their asset events."""
-    counts = RunCounts(failed=any(run["state"] == "failed" for run in runs_since(airflow, since)))
+    counts = RunCounts(failed=any(run["state"] == "failed" for run in runs_since(api, since)))
     runs: dict[str, set[tuple[str, str]]] = {}
-    for event in airflow.pages("/assets/events", "asset_events", timestamp_gte=since.isoformat()):
+    for event in api.pages("/assets/events", "asset_events", timestamp_gte=since.isoformat()):
         extra = event["extra"] or {}
         claim = extra.get("payload")
         if isinstance(claim, dict) and "topic" in claim:

@@ -21,8 +21,10 @@ from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from sqlalchemy.engine.url import make_url
 
+from eventsql_orchestration.airflow.api import URL_FILE
+from eventsql_orchestration.airflow.backfills import UNDER_WAY
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
-from eventsql_orchestration.airflow.round_runs import UNDER_WAY, run_counts, runs_since
+from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import complain, is_quiet, say
@@ -78,10 +80,9 @@ class AirflowDevelopment:
                     progress.stop()
                     running.serve(console)
                 faults = running.round(self._timeout)
-                failed = [run["dag_id"] for run in runs_since(airflow, started) if run["state"] == "failed"]
-                topics = account(
-                    before, Counts.take(platform), run_counts(airflow, started), alone=bool(running.tagged(SIMULATION))
-                )
+                failed = [run["dag_id"] for run in runs_since(airflow.api, started) if run["state"] == "failed"]
+                counts = run_counts(airflow.api, started)
+                topics = account(before, Counts.take(platform), counts, alone=bool(running.tagged(SIMULATION)))
         report(failed, topics, faults)
 
     def _airflow(self, platform: EventSQL, home: Path, lock: int) -> LocalAirflow:
@@ -152,7 +153,7 @@ class _Running:
         self._progress.update(task, description="Airflow starts")
         airflow.start(["api-server", "scheduler", "dag-processor"])
         airflow.wait_until_ready()
-        errors = list(airflow.pages("/importErrors", "import_errors"))
+        errors = list(airflow.api.pages("/importErrors", "import_errors"))
         if errors:
             raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
         if not self.tagged():
@@ -168,11 +169,12 @@ class _Running:
         # Its watchers would look for consumers that are not there yet.
         airflow.start(["triggerer"])
         airflow.wait_until_ready()
+        (airflow.home / URL_FILE).write_text(airflow.url, encoding="utf-8")
 
     def tagged(self, tag: str | None = None) -> list[str]:
         """The DAGs that have a tag; all DAGs without one."""
         query: dict[str, Any] = {} if tag is None else {"tags": tag}
-        return [dag["dag_id"] for dag in self._airflow.pages("/dags", "dags", **query)]
+        return [dag["dag_id"] for dag in self._airflow.api.pages("/dags", "dags", **query)]
 
     def round(self, timeout: float) -> list[str]:
         """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
@@ -195,19 +197,19 @@ class _Running:
 
     def simulate(self, dag: str) -> str:
         """Start a simulation; gives its run. Only one with a parameter `orders` takes their number."""
-        params = self._airflow.ask("GET", f"/dags/{dag}/details")["params"] or {}
+        params = self._airflow.api.ask("GET", f"/dags/{dag}/details")["params"] or {}
         conf = {} if self._orders is None or "orders" not in params else {"orders": self._orders}
-        return self._airflow.trigger(dag, conf)
+        return self._airflow.api.trigger(dag, conf)
 
     def _run(self, dag: str, timeout: float) -> None:
         task = self._progress.add_task(f"DAG {dag}", total=1)
-        if self._wait(dag, self._airflow.trigger(dag), time.monotonic() + timeout) == "failed":
+        if self._wait(dag, self._airflow.api.trigger(dag), time.monotonic() + timeout) == "failed":
             raise LocalAirflowError(f"DAG {dag} failed: see its log at {self._airflow.url}, or in {self._airflow.home}")
         self._progress.update(task, completed=1)
 
     def _wait(self, dag: str, run: str, deadline: float) -> str:
         """Wait for the end of a run; gives its state. Raises `RoundError` after the deadline."""
-        while (state := self._airflow.state(dag, run)) in UNDER_WAY:
+        while (state := self._airflow.api.state(dag, run)) in UNDER_WAY:
             self._airflow.check()
             if time.monotonic() > deadline:
                 raise RoundError(f"DAG {dag} is not done in time: see the logs in {self._airflow.home}")
@@ -215,15 +217,15 @@ class _Running:
         return state
 
     def _consuming(self, since: datetime) -> bool:
-        return any(run["state"] in UNDER_WAY for run in runs_since(self._airflow, since))
+        return any(run["state"] in UNDER_WAY for run in runs_since(self._airflow.api, since))
 
     def _verify(self, dag: str, deadline: float) -> Sequence[str]:
         """Run a DAG of checks; gives its tasks that failed."""
         task = self._progress.add_task(f"DAG {dag}", total=1)
-        run = self._airflow.trigger(dag)
+        run = self._airflow.api.trigger(dag)
         self._wait(dag, run, deadline)
         self._progress.update(task, completed=1)
-        tasks = self._airflow.pages(f"/dags/{dag}/dagRuns/{run}/taskInstances", "task_instances")
+        tasks = self._airflow.api.pages(f"/dags/{dag}/dagRuns/{run}/taskInstances", "task_instances")
         return [
             f"check {each['task_id']} of DAG {dag} did not pass: see its log in {self._airflow.home}"
             for each in tasks
@@ -241,7 +243,7 @@ class _Running:
                 try:
                     self._context.keep_embedded()
                     live.update(lag_table(without_backfills(self._platform.lag())))
-                    if time.monotonic() >= due and all(airflow.state(*run) not in UNDER_WAY for run in runs):
+                    if time.monotonic() >= due and all(airflow.api.state(*run) not in UNDER_WAY for run in runs):
                         runs = [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)]
                         due = time.monotonic() + SIMULATION_SECONDS
                     down = False

@@ -1,17 +1,16 @@
-"""`eventsql backfill`: replaying a range of a topic through a consumer, as Dagster runs, after a plan."""
+"""`eventsql backfill`: replaying a range of a topic through a consumer, as runs of an orchestrator, after a plan."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Annotated, Final, TypedDict, Unpack
+from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, get_args
 
 import click
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.backfill_output import (
     UNFINISHED,
     conclude,
@@ -36,14 +35,9 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.dagster.backfills.driver import BackfillDriver
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Launcher
-from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
-from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
-from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import running_url
-from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
+from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
@@ -57,7 +51,8 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.topics.positions import Latest, Place
 
-DEFINITIONS: Final = Path("definitions.py")
+Orchestrator = Literal["dagster", "airflow"]
+ORCHESTRATORS: Final = get_args(Orchestrator)
 
 
 class _RunByDefault(click.Group):
@@ -75,7 +70,7 @@ class _RunByDefault(click.Group):
     subcommand_metavar="[run] TOPIC CONSUMER | list | delete",
 )
 def backfill() -> None:
-    """Replay a range of a topic through a consumer: a plan and, with --execute, Dagster runs.
+    """Replay a range of a topic through a consumer: a plan and, with --execute, runs of Dagster or Airflow.
 
     `eventsql backfill TOPIC CONSUMER --from …` is `eventsql backfill run TOPIC CONSUMER --from …`, whose --help tells
     its options.
@@ -110,6 +105,16 @@ class _Options(TypedDict):
     backfill_id: Annotated[str | None, option("Id of the backfill; by default it gets one.", "--id", metavar="ID")]
     resume: Annotated[str | None, option("Run the rest of backfill ID, instead of a range.", metavar="ID")]
     execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
+    orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]
+    airflow_url: Annotated[
+        str | None,
+        option(
+            "Airflow to run it in, with its user: http://user:password@127.0.0.1:8080.",
+            metavar="URL",
+            envvar="EVENTSQL_AIRFLOW_URL",
+        ),
+    ]
+    dag: Annotated[str | None, option("DAG that consumes; by default the one that claims of CONSUMER schedule.")]
     dagster_url: Annotated[
         str | None, option("Webserver of the Dagster to run it in: http://127.0.0.1:3000.", metavar="URL")
     ]
@@ -125,18 +130,19 @@ class _Options(TypedDict):
 def run(
     context: CliContext, topic: TopicName, consumer: ConsumerName, as_json: AsJson, **options: Unpack[_Options]
 ) -> None:
-    """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, Dagster runs.
+    """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, runs of Dagster or Airflow.
 
     Effects through the consumer's connection happen once for each window, also after kills and double starts. The
     consumer's own offset stays. After Ctrl-C, --resume ID --execute runs the rest.
 
     It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
-    or with definitions.py, whichever comes first.
+    or with definitions.py, whichever comes first. With --orchestrator airflow, it runs in the Airflow of --airflow-url,
+    or of the `eventsql dev --dags` of this directory.
     """
     wanted = _range(consumer, options)
     with (
         _platform(context) as platform,
-        _launcher(context, platform, options["dagster_url"], options["file"], options["module"]) as launcher,
+        closing(_launcher(context, platform, options)) as launcher,
     ):
         backfills = _backfills(context, platform)
         work: Plan | Backfill
@@ -167,11 +173,11 @@ def run(
             backfills, found, runs,
             launcher=launcher, job=job, parallel=options["parallel"], max_failures=options["max_failures"],
         )  # fmt: skip
-        outcome = drive(driver, found, outlives=launcher.outlives)
+        outcome = drive(driver, found)
         outcome = replace(outcome, given_up=_given_up(platform, found))
         if as_json:
             show_backfill({**summary, "id": found.id}, runs, executed=True, as_json=True, outcome=outcome)
-        conclude(found, runs, outcome)
+        conclude(found, runs, outcome, resume_options=launcher.resume_options)
 
 
 def _range(consumer: str, options: _Options) -> ReplayRange | None:
@@ -197,7 +203,7 @@ def _range(consumer: str, options: _Options) -> ReplayRange | None:
 
 
 def _begin(
-    backfills: Backfills, work: Plan | Backfill, launcher: Launcher, job: BackfillJob, options: _Options
+    backfills: Backfills, work: Plan | Backfill, launcher: Launcher[Any], job: BackfillJob, options: _Options
 ) -> Backfill:
     """Register a plan, or renew the backfill that is resumed, and move the consumer's own offset if that is wanted."""
     if isinstance(work, Backfill):
@@ -205,12 +211,12 @@ def _begin(
         found = work
     else:
         backfill_id = options["backfill_id"] or new_id()
-        launcher.require_running()
+        launcher.require_running(job)
         if launcher.was_run(job, backfill_id) and backfills.find(work.topic, backfill_id, work.consumer) is None:
             raise RegistryError(f"backfill {backfill_id} has run before: give another --id, or none")
         found = backfills.register(work, backfill_id, into=options["into"])
     if options["take_over"]:
-        _take_over(backfills, found, new=work is not found)
+        _take_over(backfills, found, launcher.resume_options, new=work is not found)
     return found
 
 
@@ -239,38 +245,21 @@ def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
     return Backfills(named)
 
 
-@contextmanager
-def _launcher(
-    context: CliContext, platform: EventSQL, url: str | None, file: Path | None, module: str | None
-) -> Iterator[Launcher]:
-    named = [option for option in (url, file, module) if option is not None]
-    if len(named) > 1:
-        raise click.UsageError("give one of --dagster-url, -f and -m")
-    if not named:
-        url = running_url(instance_directory(context.settings.home))
-        file = DEFINITIONS if url is None else None
-    if file is not None and not file.exists():
-        raise click.UsageError(
-            f"{file} does not exist, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
-            "definitions with -f or -m"
-        )
-    launcher: Launcher
-    if url is not None:
-        launcher = RemoteDagster(url)
-    else:
-        environment = {
-            "EVENTSQL_DSN": " ".join(shard.database.dsn for shard in platform.shards),
-            "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
-            "PYSPARK_PYTHON": sys.executable,
-        }
-        launcher = LocalRuns(CodeLocation(file, module), environment=environment)
-    try:
-        yield launcher
-    finally:
-        launcher.close()
+def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Launcher[Any]:
+    """The place where runs are launched. The caller closes it. Raises `click.UsageError` for contradicting options."""
+    of_airflow = {"--airflow-url": options["airflow_url"], "--dag": options["dag"]}
+    of_dagster = {"--dagster-url": options["dagster_url"], "-f": options["file"], "-m": options["module"]}
+    airflow = options["orchestrator"] == "airflow"
+    if foreign := [name for name, value in (of_dagster if airflow else of_airflow).items() if value is not None]:
+        raise click.UsageError(f"{foreign[0]} is not for --orchestrator {options['orchestrator']}")
+    if airflow:
+        return lazy.airflow_launcher(context.settings.home, options["airflow_url"], options["dag"])
+    return lazy.dagster_launcher(
+        context.settings.home, platform, options["dagster_url"], options["file"], options["module"]
+    )
 
 
-def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
+def _take_over(backfills: Backfills, found: Backfill, resume_options: str, *, new: bool) -> None:
     moved = 0
     try:
         for move in backfills.take_over(found):
@@ -282,7 +271,7 @@ def _take_over(backfills: Backfills, found: Backfill, *, new: bool) -> None:
         if new and not moved:
             backfills.delete(found)
         elif moved:
-            resume = resume_command(found.topic, found.consumer, found.id)
+            resume = resume_command(found.topic, found.consumer, found.id, resume_options)
             say(f"the offsets of some shards have moved: `{resume}` replays their events")
         raise
 

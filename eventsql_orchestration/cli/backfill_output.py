@@ -21,9 +21,9 @@ from eventsql_orchestration.cli.output import (
     show_items,
     write_json,
 )
-from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
 from eventsql_orchestration.errors import RunFailedError
+from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.windows import (
     Backfill,
     Plan,
@@ -38,9 +38,10 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress, where there is no terminal for a bar."""
 
 
-def drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome:
+def drive(driver: BackfillDriver[Any], found: Backfill) -> Outcome:
     """Drive a backfill to its end with a progress bar, or a line every 10 s where there is no terminal."""
-    resume = f"`{resume_command(found.topic, found.consumer, found.id)}`"
+    launcher = driver.launcher
+    resume = f"`{resume_command(found.topic, found.consumer, found.id, launcher.resume_options)}`"
     say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "events", TimeElapsedColumn())
     progress = progress_bar(*columns, transient=False)
@@ -64,7 +65,8 @@ def drive(driver: BackfillDriver, found: Backfill, *, outlives: bool) -> Outcome
 
             return driver.run(show)
     except KeyboardInterrupt:
-        left = f"; {counted(driver.running, 'run')} go on in Dagster" if outlives and driver.running else ""
+        go_on = launcher.outlives and driver.running
+        left = f"; {counted(driver.running, 'run')} go on in {launcher.orchestrator}" if go_on else ""
         say(f"interrupted{left}: {resume} goes on with the rest")
         raise
 
@@ -77,7 +79,7 @@ def show_finished(topic: str, consumer: str, backfill_id: str, *, as_json: bool)
     say(f"backfill {backfill_id} is done: there is nothing to replay")
 
 
-def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) -> None:
+def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *, resume_options: str = "") -> None:
     """Say that it is done. Raises `RunFailedError` where a run failed."""
     letters = letters_command(found.topic, found.id)
     if outcome.done:
@@ -90,7 +92,7 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome) ->
             f"back meanwhile; `eventsql backfill list {found.topic}` shows if something is left"
         )
     example = "".join(f", {key} for example: {why}" for key, why in list(outcome.failures.items())[:1])
-    resume = f"`{resume_command(found.topic, found.consumer, found.id)}` goes on with the rest"
+    resume = f"`{resume_command(found.topic, found.consumer, found.id, resume_options)}` goes on with the rest"
     if outcome.stopped:
         raise RunFailedError(
             f"backfill {found.id} stopped after too many failures (--max-failures): {outcome.given_up} events were "

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from eventsql_orchestration.cli.airflow_development import AirflowDevelopment
+    from eventsql_orchestration.cli.airflow_launcher import airflow_launcher
     from eventsql_orchestration.cli.completion import consumers, topics
+    from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
     from eventsql_orchestration.cli.development import Development
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -37,7 +39,8 @@ __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "BarColumn", "Change", "Console", "Development",
     "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings",
     "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
-    "choose_partitions", "connect", "consumers", "message_of", "queue_lags", "resolve", "topics",
+    "airflow_launcher", "choose_partitions", "connect", "consumers", "dagster_launcher", "message_of", "queue_lags",
+    "resolve", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -52,7 +55,9 @@ __getattr__ = on_first_use(
         "rich.table": ("Table",),
         "rich.text": ("Text",),
         f"{_PACKAGE}.cli.airflow_development": ("AirflowDevelopment",),
+        f"{_PACKAGE}.cli.airflow_launcher": ("airflow_launcher",),
         f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
+        f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
         f"{_PACKAGE}.cli.development": ("Development",),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),

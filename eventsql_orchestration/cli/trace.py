@@ -28,10 +28,10 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.dagster.local.instance import CONFIG_FILE, STORAGE_VARIABLE, instance_directory, storage_url
-from eventsql_orchestration.dagster.local.webserver import without_credentials
 from eventsql_orchestration.dagster.trace.runs import Runs, ServedRuns, StoredRuns
 from eventsql_orchestration.dagster.trace.tracer import DEPTH, WIDTH, TracedEvents, TracedInput, Tracer
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.orchestration.webservers import without_credentials
 
 MAX_DEPTH: Final = 100
 """Each run takes some frames of Python's stack."""

@@ -41,7 +41,6 @@ class Ended:
 def once(home: Path, dags: Path, *options: str, timeout: float) -> Ended:
     """Run a round with everything that it starts in `home`."""
     environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
-    environment.pop("AIRFLOW__CORE__UNIT_TEST_MODE", None)
     program = str(Path(sys.executable).with_name("eventsql"))
     command = [program, "--home", str(home), "dev", "--dags", str(dags), "--once", *options]
     output, errors = home.with_name("stdout"), home.with_name("stderr")

@@ -13,12 +13,12 @@ import pytest
 from airflow.sdk import Connection
 from cryptography.fernet import Fernet
 
+from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
 from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli.airflow_development import _metadata_database
 from eventsql_orchestration.database.urls import parse_dsn
-from eventsql_orchestration.errors import LocalAirflowError
 
 
 @pytest.mark.parametrize(
@@ -61,26 +61,8 @@ def test_a_round_counts_runs_by_their_claims_and_events_by_their_publications() 
         {"state": "success", "run_type": "asset_triggered", "dag_id": "billing"},
         {"state": "failed", "run_type": "scheduled", "dag_id": "lag"},
     ]
-    counts = run_counts(cast("LocalAirflow", Answers(asset_events=events, dag_runs=runs)), datetime.now(UTC))
+    counts = run_counts(cast("AirflowApi", Answers(asset_events=events, dag_runs=runs)), datetime.now(UTC))
     assert (dict(counts.runs), dict(counts.published), counts.failed) == ({"rides": 1}, {"sums": 4}, False)
-
-
-def test_the_api_is_read_page_by_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    airflow = LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow")
-    asked: list[str] = []
-
-    def ask(_method: str, path: str) -> dict[str, Any]:
-        asked.append(path)
-        return {"dags": [{"dag_id": f"{len(asked)}"}], "total_entries": 2}
-
-    monkeypatch.setattr(airflow, "ask", ask)
-    assert [dag["dag_id"] for dag in airflow.pages("/dags", "dags", tags="a")] == ["1", "2"]
-    assert asked == ["/dags?tags=a&limit=100&offset=0", "/dags?tags=a&limit=100&offset=1"]
-
-
-def test_a_server_that_does_not_answer_is_an_error_of_ours(tmp_path: Path) -> None:
-    with pytest.raises(LocalAirflowError, match="GET /dags"):
-        LocalAirflow(tmp_path, tmp_path, "postgresql://nowhere/airflow").ask("GET", "/dags")
 
 
 def test_an_interrupt_while_it_stops_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

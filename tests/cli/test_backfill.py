@@ -18,14 +18,15 @@ from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
-from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress, Outcome
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended
+from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
@@ -38,6 +39,7 @@ Run = Callable[..., Result]
 ROOT = Path(__file__).parents[2]
 MODULE = ("-m", "tests.dagster.backfill_location")
 LEDGER = ("backfill", "orders", "ledger")
+DAGSTER_JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
 
 
 class Ledger:
@@ -341,6 +343,8 @@ def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run
 class Recorder:
     """A launcher that notes what is launched, and ends its runs when told."""
 
+    orchestrator = "a test"
+    resume_options = ""
     outlives = True
 
     def __init__(self) -> None:
@@ -350,7 +354,7 @@ class Recorder:
     def job(self, topic: str, consumer: str) -> BackfillJob:
         raise NotImplementedError
 
-    def require_running(self) -> None: ...
+    def require_running(self, job: BackfillJob) -> None: ...
 
     def prepare(self, job: BackfillJob, keys: Any) -> None: ...
 
@@ -396,7 +400,7 @@ class Driven:
             if now.running and not self.launcher.results:
                 then()
 
-        job = BackfillJob("job", "set", (), "orders/fragile")
+        job = BackfillJob("job", ())
         return BackfillDriver(
             self.backfills, self.backfill, self.plan.runs, launcher=self.launcher, job=job, **options
         ).run(note)
@@ -545,7 +549,7 @@ def test_a_url_without_a_webserver_is_refused(closed_port: int) -> None:
     with pytest.raises(ValidationError):
         RemoteDagster("ftp://127.0.0.1")
     with pytest.raises(LocalDagsterError, match="no Dagster answers"):
-        RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running()
+        RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running(DAGSTER_JOB)
 
 
 def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -560,7 +564,7 @@ def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(requests, "post", post)
     dagster = RemoteDagster("http://somebody:secret@127.0.0.1:3000/")
     with pytest.raises(LocalDagsterError, match="is no webserver of Dagster") as raised:
-        dagster.require_running()
+        dagster.require_running(DAGSTER_JOB)
     assert asked == ["http://somebody:secret@127.0.0.1:3000/graphql"]
     assert dagster.url == "http://127.0.0.1:3000"
     assert "secret" not in str(raised.value)

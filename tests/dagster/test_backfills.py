@@ -18,7 +18,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.dead_letter_values import BACKFILL, LetterFilter
 from eventsql_orchestration.dagster import BackfillDefinition, ConsumerDefinition
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob
+from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -75,7 +75,7 @@ def replay(
     bench.instance.add_dynamic_partitions(definition.partitions.name, [key])
     return job_of(bench, definition).execute_in_process(
         instance=bench.instance, partition_key=key, raise_on_error=False,
-        run_config=BackfillJob(definition.job.name, definition.partitions.name, (), "").config(max_failures),
+        run_config=DagsterJob(definition.job.name, (), definition.partitions.name, "").config(max_failures),
     )  # fmt: skip
 
 
@@ -415,7 +415,7 @@ def test_a_window_of_a_deleted_backfill_cannot_be_replayed(bench: Workbench, bac
     assert replay(bench, location.ranges_backfill, run.key("one")).success
     refused = replay(bench, location.fragile_backfill, run.key("one"))
     assert not refused.success
-    assert "WindowGoneError" in failure(refused)
+    assert "no longer has window" in failure(refused)
     assert bench.effects() == [event.id for event in bench.platform.reader.read("orders")]
 
 

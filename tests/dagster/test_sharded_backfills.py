@@ -15,10 +15,11 @@ from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import RunLimits, build_backfill, consumer_asset
-from eventsql_orchestration.dagster.backfills.driver import BackfillDriver, DriverProgress
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended, Launcher
+from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.trace.tracer import Tracer
 from eventsql_orchestration.errors import PartitionLeasedError, RegistryError, ShardSetError, ValidationError
+from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress
+from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Plan, ReplayRange
 from eventsql_orchestration.orchestration.shards import shards_of
@@ -33,7 +34,7 @@ ledger = consumer_asset(
     topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=RunLimits(max_wait=0.0)
 )(record)
 ledger_backfill = build_backfill(ledger)
-JOB = BackfillJob("backfill_ledger", "ledger_backfill", ("ledger",), "orders/ledger")
+JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
 
 
 @pytest.fixture
@@ -58,9 +59,11 @@ def everything(backfills: Backfills, **cut: Any) -> Plan:
     return backfills.plan("orders", "ledger", ReplayRange(Earliest(), **cut))
 
 
-class InProcess(Launcher):
+class InProcess(Launcher[DagsterJob]):
     """Executes each run when it is launched."""
 
+    orchestrator = "a test"
+    resume_options = ""
     outlives = False
 
     def __init__(self, location: dg.Definitions, instance: dg.DagsterInstance) -> None:
@@ -68,21 +71,21 @@ class InProcess(Launcher):
         self.instance = instance
         self.results: dict[str, Ended] = {}
 
-    def job(self, topic: str, consumer: str) -> BackfillJob:
+    def job(self, topic: str, consumer: str) -> DagsterJob:
         return JOB
 
-    def require_running(self) -> None: ...
+    def require_running(self, job: DagsterJob) -> None: ...
 
-    def prepare(self, job: BackfillJob, keys: Any) -> None:
+    def prepare(self, job: DagsterJob, keys: Any) -> None:
         self.instance.add_dynamic_partitions(job.partitions, list(keys))
 
-    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
+    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
         return False
 
-    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:
+    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:
         return {}
 
-    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         result = self.replays.execute_in_process(instance=self.instance, partition_key=key, raise_on_error=False)
         self.results[result.run_id] = Ended(result.success, "it failed")
         return result.run_id

@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.backfills.replay import ReplayConfig, WindowGoneError, WindowReplay
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.failures import without_retries
 from eventsql_orchestration.dagster.consumers.reporting import results
@@ -30,11 +29,12 @@ from eventsql_orchestration.dagster.tags import (
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import EventSQLError, ValidationError, WindowGoneError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.orchestration.drain import Drained
-from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.orchestration.owners import owner_of_run, run_of_owner
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
 
 SUFFIX: Final = "_backfill"
@@ -65,6 +65,16 @@ class BackfillDefinition:
     @property
     def jobs(self) -> list[dg.UnresolvedAssetJobDefinition | dg.JobDefinition]:
         return [self.job, self.plan_job]
+
+
+class ReplayConfig(dg.Config):
+    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
+
+    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
+    """
+
+    max_events: int | None = None
+    max_failures: int | None = None
 
 
 class PlanConfig(dg.Config):
@@ -217,30 +227,31 @@ def _replay(
 ) -> Iterator[dg.MaterializeResult[Any]]:
     eventsql: EventSQLResource = resources[RESOURCE_KEY]
     backfill_id, window, partition = read_key(context.partition_key)
-    platform = eventsql.shard(window.shard)
+    shard = eventsql.shard(window.shard)
     replay = WindowReplay(
-        platform, consumer, consumer.computation.consume(context, platform, resources), backfill_id, window, partition,
-        owner_of_run(context.run.run_id), context.log, config,
+        shard, consumer.topic.name, consumer.consumer.name, consumer.computation.consume(context, shard, resources),
+        consumer.limits, backfill_id, window, partition, owner_of_run(context.run.run_id), context.log,
+        config.max_events, config.max_failures,
     )  # fmt: skip
     of = backfill_of(consumer.topic.name, consumer.consumer.name)
     tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: of, **BACKFILL_RUN}
     context.instance.add_run_tags(context.run.run_id, {**tags, **shard_tags(window.shard)})
     try:
         with without_retries():
-            backfill = replay.run(lambda run_id: _has_ended(context.instance, run_id))
-    except WindowGoneError:
-        done = Backfills([platform]).finished(consumer.topic.name, backfill_id, consumer.consumer.name)
-        if not done and not _was_replayed(context, of):
-            raise
-        context.log.info("another run has replayed this window")
-        return
+            try:
+                backfill = replay.run(lambda owner: _has_ended(context.instance, owner))
+            except WindowGoneError:
+                if not replay.is_finished() and not _was_replayed(context, of):
+                    raise
+                context.log.info("another run has replayed this window")
+                return
     finally:
         # The events that a failing run has replayed are committed.
         if replay.drained.events:
             for asset, metadata in _results(consumer, replay.drained, backfill_id):
                 context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
     context.log.info("%d events were replayed", replay.drained.events)
-    finished = Backfills([platform]).finish(backfill)
+    finished = Backfills([shard]).finish(backfill)
     if finished:
         context.log.info("backfill %s is done%s", backfill_id, "" if window.shard is None else f" on {window.shard}")
     _, own = next(_results(consumer, replay.drained, backfill_id))
@@ -254,9 +265,10 @@ def _was_replayed(context: dg.AssetExecutionContext, of: str) -> bool:
     return bool(context.instance.get_runs(succeeded, limit=1))
 
 
-def _has_ended(instance: dg.DagsterInstance, run_id: str) -> bool:
-    """Whether a run of this instance has ended; False for a run of another instance."""
-    run = instance.get_run_by_id(run_id)
+def _has_ended(instance: dg.DagsterInstance, owner: str) -> bool:
+    """Whether the owner is a run of this instance that has ended; False for any other owner."""
+    run_id = run_of_owner(owner)
+    run = None if run_id is None else instance.get_run_by_id(run_id)
     return run is not None and run.status in FINISHED
 
 

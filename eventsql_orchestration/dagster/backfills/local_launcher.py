@@ -16,11 +16,12 @@ from typing import Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
-from eventsql_orchestration.dagster.backfills.launcher import DEFINE_IT, BackfillJob, Ended
+from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.launcher import Ended
 
 GRACE: Final = 15.0
 """Seconds that an interrupted run has to give its claim back before it is killed."""
@@ -32,6 +33,8 @@ class LocalRuns:
     `environment` is added to the environment of the processes.
     """
 
+    orchestrator = "Dagster"
+    resume_options = ""
     outlives = False
 
     def __init__(self, location: CodeLocation, *, environment: Mapping[str, str]) -> None:
@@ -45,7 +48,7 @@ class LocalRuns:
         self._instance = dg.DagsterInstance.from_config(home)
         self._processes: dict[str, tuple[subprocess.Popen[bytes], str]] = {}
 
-    def job(self, topic: str, consumer: str) -> BackfillJob:
+    def job(self, topic: str, consumer: str) -> DagsterJob:
         of = backfill_of(topic, consumer)
         name, definitions = self.location.load()
         for job in definitions.resolve_all_job_defs():
@@ -55,23 +58,23 @@ class LocalRuns:
                 asset = next(each for each in specs if ASSETS_METADATA in each.metadata)
                 assert isinstance(asset.partitions_def, dg.DynamicPartitionsDefinition), "given with the metadata"
                 assets = tuple(asset.metadata[ASSETS_METADATA].value)
-                return BackfillJob(job.name, str(asset.partitions_def.name), assets, of, repository=name)
+                return DagsterJob(job.name, assets, str(asset.partitions_def.name), of, repository=name)
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
-    def require_running(self) -> None:
+    def require_running(self, job: DagsterJob) -> None:
         """Nothing needs to run."""
 
-    def prepare(self, job: BackfillJob, keys: Sequence[str]) -> None:
+    def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
         self._instance.add_dynamic_partitions(job.partitions, list(keys))
 
-    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
+    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
         return bool(self._instance.get_runs(dg.RunsFilter(tags=job.tags(backfill_id)), limit=1))
 
-    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
+    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
         """None: nothing tells whether the process of another command is alive. The lease of its window does."""
         return {}
 
-    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         number = uuid.uuid4().hex
         # fmt: off
         command = [

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
-from eventsql_orchestration.dagster.backfills.launcher import DEFINE_IT, BackfillJob, Ended
+from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.webserver import Webserver, listed_tags, one_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.launcher import Ended
 
 _UNDER_WAY: Final = ["QUEUED", "NOT_STARTED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
 
@@ -49,6 +50,8 @@ query ($run: ID!) {
 class RemoteDagster:
     """Launches runs in a Dagster that is running. The runs go on after this object is closed."""
 
+    orchestrator = "Dagster"
+    resume_options = ""
     outlives = True
 
     def __init__(self, url: str) -> None:
@@ -60,21 +63,21 @@ class RemoteDagster:
         )
         self.url = self._webserver.url
 
-    def job(self, topic: str, consumer: str) -> BackfillJob:
+    def job(self, topic: str, consumer: str) -> DagsterJob:
         of = backfill_of(topic, consumer)
         for repository in self._webserver.repositories():
             for job in repository["jobs"]:
                 if {"key": BACKFILL_OF_TAG, "value": of} in job["tags"]:
                     (node,) = [node for node in repository["assetNodes"] if job["name"] in node["jobNames"]]
                     entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
-                    return BackfillJob(
-                        job["name"], node["partitionDefinition"]["name"],
-                        tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")), of,
+                    return DagsterJob(
+                        job["name"], tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")),
+                        node["partitionDefinition"]["name"], of,
                         repository["location"]["name"], repository["name"],
                     )  # fmt: skip
         raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
-    def require_running(self) -> None:
+    def require_running(self, job: DagsterJob) -> None:  # noqa: ARG002 - as of any launcher
         for status in self._webserver.ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]:
             if status["daemonType"] == "QUEUED_RUN_COORDINATOR" and status["required"] and not status["healthy"]:
                 raise LocalDagsterError(
@@ -82,7 +85,7 @@ class RemoteDagster:
                     "`dagster-daemon run`"
                 )
 
-    def prepare(self, job: BackfillJob, keys: Sequence[str]) -> None:
+    def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
         selector = {"repositoryLocationName": job.location, "repositoryName": job.repository}
         for key in keys:
             answer = self._webserver.ask(_ADD_PARTITION, selector=selector, name=job.partitions, key=key)
@@ -90,16 +93,16 @@ class RemoteDagster:
             if added["__typename"] not in {"AddDynamicPartitionSuccess", "DuplicateDynamicPartitionError"}:
                 raise RunFailedError(f"partition {key} was refused: {added.get('message') or added['__typename']}")
 
-    def was_run(self, job: BackfillJob, backfill_id: str) -> bool:
+    def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
         return bool(self._runs(tags=listed_tags(job.tags(backfill_id)), limit=1))
 
-    def under_way(self, job: BackfillJob, backfill_id: str) -> dict[str, str]:
+    def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:
         runs = self._runs(tags=listed_tags(job.tags(backfill_id)), statuses=_UNDER_WAY)
         return {
             tag["value"]: run["runId"] for run in runs for tag in run["tags"] if tag["key"] == DAGSTER_PARTITION_TAG
         }
 
-    def launch(self, job: BackfillJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+    def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         return self._webserver.launch(
             job.repository, job.location, job.name,
             config=job.config(max_failures), tags=job.run_tags(backfill_id, key),

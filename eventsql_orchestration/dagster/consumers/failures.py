@@ -16,4 +16,4 @@ def without_retries() -> Iterator[None]:
     try:
         yield
     except FinalRunError as error:
-        raise dg.Failure(error.message, allow_retries=False) from error.__cause__
+        raise dg.Failure(error.message, metadata=error.facts, allow_retries=False) from error.__cause__

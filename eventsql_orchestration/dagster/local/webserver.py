@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import re
 from collections.abc import Mapping
 from typing import Any, Final
-from urllib.parse import urlsplit
 
 import requests
 
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 
 TIMEOUT: Final = 60.0
 """Seconds that an answer may take; a webserver asks the code location for some."""
@@ -54,15 +53,10 @@ class Webserver:
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT, remedy: str = "") -> None:
         """Raises `ValidationError` for what is no URL of HTTP."""
-        parts = urlsplit(url)
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
-            raise ValidationError(
-                f"{without_credentials(url)!r} is not the URL of a Dagster webserver, for example http://127.0.0.1:3000"
-            )
+        check_url(url, "a Dagster webserver", "http://127.0.0.1:3000")
         self.url = without_credentials(url)
         self.endpoint = f"{url.rstrip('/')}/graphql"
-        self.proxies = {"no_proxy": parts.hostname} if _is_loopback(parts.hostname) else None
-        """For requests: the proxy that an environment names does not reach this machine's loopback."""
+        self.proxies = proxies_of(url)
         self._timeout = timeout
         self._remedy = remedy
 
@@ -117,19 +111,6 @@ class Webserver:
 def listed_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
     """Tags as GraphQL takes them."""
     return [{"key": name, "value": text} for name, text in tags.items()]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def without_credentials(url: str) -> str:
-    """A webserver's URL as it may be shown: without user, password and a slash at its end."""
-    parts = urlsplit(url)
-    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def one_line(text: str) -> str:

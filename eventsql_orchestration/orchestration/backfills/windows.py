@@ -262,8 +262,8 @@ class Backfill:
         return next((each for each in self.parts if (each.window, each.partition) == (window, partition)), None)
 
 
-def resume_command(topic: str, consumer: str, backfill_id: str) -> str:
-    return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute"
+def resume_command(topic: str, consumer: str, backfill_id: str, options: str = "") -> str:
+    return f"eventsql backfill {topic} {consumer} --resume {backfill_id} --execute{options}"
 
 
 def letters_command(topic: str, backfill_id: str) -> str:

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Generic
 
-from eventsql_orchestration.dagster.backfills.launcher import BackfillJob, Ended, Launcher
+from eventsql_orchestration.orchestration.backfills.launcher import Ended, Job, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
@@ -44,7 +45,7 @@ class Outcome:
 
 
 @dataclass
-class BackfillDriver:
+class BackfillDriver(Generic[Job]):
     """Launches the runs that are left of a backfill, at most `parallel` at once, in the order of their windows.
 
     With `parallel=1`, no run is launched after one that failed, because its events would overtake. No run is launched
@@ -55,8 +56,8 @@ class BackfillDriver:
     backfills: Backfills
     backfill: Backfill
     runs: Sequence[PlannedRun]
-    launcher: Launcher
-    job: BackfillJob
+    launcher: Launcher[Job]
+    job: Job
     parallel: int
     max_failures: int | None = None
     _given_up: dict[str, int] = field(default_factory=dict, init=False)
@@ -74,8 +75,8 @@ class BackfillDriver:
         return len(self._running)
 
     def run(self, on_progress: Callable[[DriverProgress], None] = lambda _: None) -> Outcome:
-        """Drive it to its end. Raises `LocalDagsterError`, and `RunFailedError` if Dagster refuses a run."""
-        self.launcher.require_running()
+        """Drive it to its end. Raises `LocalProcessError`, and `RunFailedError` if a run is refused."""
+        self.launcher.require_running(self.job)
         self.launcher.prepare(self.job, list(self._planned))
         under_way = self.launcher.under_way(self.job, self.backfill.id)
         self._running = {key: run for key, run in under_way.items() if key in self._planned}

@@ -6,15 +6,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
-
-import dagster as dg
+from typing import Final
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError, WindowFailedError, WindowGoneError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
@@ -26,8 +23,8 @@ from eventsql_orchestration.orchestration.backfills.windows import (
     resume_command,
 )
 from eventsql_orchestration.orchestration.batch import BatchConsumer
-from eventsql_orchestration.orchestration.drain import Drained
-from eventsql_orchestration.orchestration.owners import run_of_owner
+from eventsql_orchestration.orchestration.drain import Consume, Drained
+from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.validation import check_whole
 
 POLL: Final = 0.2
@@ -37,49 +34,39 @@ PROGRESS_SECONDS: Final = 10.0
 """Seconds between two lines of progress in a run's log."""
 
 
-class ReplayConfig(dg.Config):
-    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
-
-    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
-    """
-
-    max_events: int | None = None
-    max_failures: int | None = None
-
-
-class WindowGoneError(dg.Failure):
-    """The window of a run is not registered: its backfill is finished, or was deleted."""
-
-
 @dataclass
 class WindowReplay:
     """Replays one partition of one window: claims ranges of it as its side consumer until nothing is left."""
 
-    platform: Shard
-    consumer: ConsumerDefinition
-    consume: Callable[[Claim], BatchResult]
+    shard: Shard
+    topic: str
+    consumer: str
+    consume: Consume
+    limits: RunLimits
     backfill_id: str
     window: Window
     partition: int
     owner: str
     log: logging.Logger
-    config: ReplayConfig
+    max_events: int | None = None
+    max_failures: int | None = None
+    resume_options: str = ""
     drained: Drained = field(default_factory=Drained, init=False)
     _told_at: float = field(default_factory=time.monotonic, init=False)
 
     def __post_init__(self) -> None:
-        limits = self.consumer.limits
-        self._max_events = check_whole("max_events", self.config.max_events or limits.max_events, least=1)
-        most = DEFAULT_MAX_FAILURES if self.config.max_failures is None else self.config.max_failures
+        self._max_events = check_whole("max_events", self.max_events or self.limits.max_events, least=1)
+        most = DEFAULT_MAX_FAILURES if self.max_failures is None else self.max_failures
         self._max_failures = check_whole("max_failures", most, least=1)
-        self._backfills = Backfills([self.platform])
-        self._topic, self._consumer = self.consumer.topic.name, self.consumer.consumer.name
+        self._backfills = Backfills([self.shard])
 
     def run(self, has_ended: Callable[[str], bool]) -> Backfill:
-        """Replay the rest of the window. Returns the backfill as it is then. `has_ended`: whether a run has ended.
+        """Replay the rest of the window. Returns the backfill as it is then.
+
+        `has_ended` says whether an owner of claims has ended: then the window need not wait for the end of its lease.
 
         A failing event is retried when it is due, as often as the consumer allows, and becomes a dead letter if the
-        topic has a dead letter topic. Raises `dagster.Failure` if an event blocks the window, if the backfill has
+        topic has a dead letter topic. Raises `WindowFailedError` if an event blocks the window, if the backfill has
         `max_failures` dead letters, and if another run has the window; `WindowGoneError` if the window is not there.
         """
         lease_ends_at = None
@@ -90,8 +77,7 @@ class WindowReplay:
             if backfill.given_up >= self._max_failures:
                 raise self._stopped(backfill)
             if part.owner is not None and part.owner != self.owner:
-                run_id = run_of_owner(part.owner)
-                if run_id is not None and has_ended(run_id):
+                if has_ended(part.owner):
                     self._give_back(part)
                 elif lease_ends_at not in {None, part.lease_ends_at}:
                     raise self._failure(f"{part.owner} replays this window now")
@@ -107,39 +93,51 @@ class WindowReplay:
             else:
                 self._claim_and_consume(part, may_fail=self._max_failures - backfill.given_up)
 
+    def take_back(self) -> None:
+        """Release the claim of an earlier try of this run, which can commit nothing more then.
+
+        Raises `WindowGoneError` if the window is not there.
+        """
+        _, part = self._look()
+        if part.owner == self.owner:
+            self._give_back(part)
+
+    def is_finished(self) -> bool:
+        """Whether the backfill has ended with all of its windows replayed."""
+        return bool(self._backfills.finished(self.topic, self.backfill_id, self.consumer))
+
     def _look(self) -> tuple[Backfill, Replayed]:
-        backfill = self._backfills.find(self._topic, self.backfill_id, self._consumer)
+        backfill = self._backfills.find(self.topic, self.backfill_id, self.consumer)
         part = None if backfill is None else backfill.part(self.window, self.partition)
         if backfill is None or part is None:
             raise WindowGoneError(
-                f"backfill {self.backfill_id} of consumer {self._consumer!r} no longer has window "
+                f"backfill {self.backfill_id} of consumer {self.consumer!r} no longer has window "
                 f"{partition_key(self.backfill_id, self.window, self.partition)}: the backfill was deleted, or it "
-                "finished over 30 days ago. Make a new backfill to replay the range",
-                allow_retries=False,
+                "finished over 30 days ago. Make a new backfill to replay the range"
             )
         return backfill, part
 
     def _claim_and_consume(self, part: Replayed, *, may_fail: int) -> None:
-        events = self._backfills.left(self._topic, part, self._max_events)
+        events = self._backfills.left(self.topic, part, self._max_events)
         if not events:
             return
-        claim = self.platform.claims.claim(
-            self._topic, part.name, self.partition,
-            owner=self.owner, max_events=events, max_wait=0.0, lease=self.consumer.limits.lease,
+        claim = self.shard.claims.claim(
+            self.topic, part.name, self.partition,
+            owner=self.owner, max_events=events, max_wait=0.0, lease=self.limits.lease,
         )  # fmt: skip
         if not isinstance(claim, Claim):
             # Somebody has it locked just now; or the next look says why.
             time.sleep(POLL)
             return
-        claim = replace(claim, shard=self.platform.name)
+        claim = replace(claim, shard=self.shard.name)
         if isinstance(self.consume, BatchConsumer):
             self.consume.max_dead_letters = may_fail
         try:
             if claim.range.upto > self.window.upto:
                 # Another run got further between the look and the claim.
-                self.platform.claims.release(claim)
+                self.shard.claims.release(claim)
                 return
-            with self.platform.claims.heartbeat(claim, lease=self.consumer.limits.lease):
+            with self.shard.claims.heartbeat(claim, lease=self.limits.lease):
                 consumed = self.consume(claim)
         except ClaimLostError:
             return
@@ -165,48 +163,50 @@ class WindowReplay:
     def _release(self, claim: Claim) -> None:
         """Release a claim, so that the next run need not wait for the end of its lease."""
         try:
-            self.platform.claims.release(claim)
+            self.shard.claims.release(claim)
         except EventSQLError as error:
             self.drained.note = f"{claim} stays leased until its lease ends, because its release failed: {error}"
 
     def _give_back(self, part: Replayed) -> None:
-        live = self.platform.claims.live(self._topic, part.name, self.partition)
+        live = self.shard.claims.live(self.topic, part.name, self.partition)
         if live is not None and live.owner == part.owner:
-            self.platform.claims.release(live)
+            self.shard.claims.release(live)
 
     @property
     def _resume(self) -> str:
-        return f"`{resume_command(self._topic, self._consumer, self.backfill_id)}`"
+        return f"`{resume_command(self.topic, self.consumer, self.backfill_id, self.resume_options)}`"
 
-    def _failure(self, description: str, **metadata: Any) -> dg.Failure:
-        named = {"topic": self._topic, "consumer": self._consumer, "backfill": self.backfill_id}
-        return dg.Failure(description, metadata={**named, **metadata}, allow_retries=False)
+    def _failure(self, message: str, **facts: str | int) -> WindowFailedError:
+        named = {"topic": self.topic, "consumer": self.consumer, "backfill": self.backfill_id}
+        return WindowFailedError(message, **named, **facts)
 
-    def _stopped(self, backfill: Backfill) -> dg.Failure:
+    def _stopped(self, backfill: Backfill) -> WindowFailedError:
         """The error after too many dead letters."""
         first = next(iter(self.drained.dead_letters), None)
+        facts: dict[str, str | int] = {"given up": backfill.given_up}
+        if first is not None:
+            facts |= {"event": first.event_id, "error": first.error}
         example = "" if first is None else f", for example event {first.event_id} ({first.error})"
         return self._failure(
             f"backfill {self.backfill_id} stops: {backfill.given_up} events became dead letters{example}, and "
-            f"max_failures is {self._max_failures}. `{letters_command(self._topic, self.backfill_id)}` lists them. "
+            f"max_failures is {self._max_failures}. `{letters_command(self.topic, self.backfill_id)}` lists them. "
             f"Correct the consumer's function, then run {self._resume}: the backfill continues after these events, and "
             "counts failures from 0",
-            **{"given up": backfill.given_up},
-            **({} if first is None else {"event": first.event_id, "error": first.error}),
+            **facts,
         )
 
     def _blocking(self, part: Replayed) -> str | None:
         """The reason why an event without attempts left cannot become a dead letter; None if it can."""
-        for state in self.platform.registry.consumer(self._topic, part.name):
+        for state in self.shard.registry.consumer(self.topic, part.name):
             if state.partition == self.partition:
-                return self.platform.dead_letters.blocking(state)
+                return self.shard.dead_letters.blocking(state)
         return None
 
-    def _blocked(self, part: Replayed, reason: str) -> dg.Failure:
+    def _blocked(self, part: Replayed, reason: str) -> WindowFailedError:
         return self._failure(
-            f"event {part.failed_event} failed as often as consumer {self._consumer!r} may try it ({part.failure}) and "
-            f"{reason}: correct the consumer, or create topic {self._topic}_dlt for dead letters, then run "
+            f"event {part.failed_event} failed as often as consumer {self.consumer!r} may try it ({part.failure}) and "
+            f"{reason}: correct the consumer, or create topic {self.topic}_dlt for dead letters, then run "
             f"{self._resume}",
-            event=part.failed_event,
-            error=part.failure,
+            event=part.failed_event or 0,
+            error=part.failure or "",
         )

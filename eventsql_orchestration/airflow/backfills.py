@@ -1,0 +1,171 @@
+"""Backfills in Airflow: each window is a run of the DAG that consumes, started by the public REST API."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from urllib.parse import quote, urlsplit
+
+from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
+from eventsql_orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
+from eventsql_orchestration.orchestration.backfills.windows import read_key
+
+UNDER_WAY: Final = ("queued", "running")
+
+CONF: Final = "eventsql_backfill"
+"""The name in the configuration of a run under which it finds its window."""
+
+RESUME_OPTIONS: Final = " --orchestrator airflow"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayRequest:
+    """The window that a run replays, as the configuration of the run has it."""
+
+    topic: str
+    consumer: str
+    window: str
+    max_failures: int | None = None
+
+    @classmethod
+    def read(cls, conf: object) -> ReplayRequest | None:
+        """The request of a run's configuration; None for a run that replays nothing. Raises `ValidationError`."""
+        if not isinstance(conf, Mapping) or CONF not in conf:
+            return None
+        try:
+            request = cls(**conf[CONF])
+            read_key(request.window)
+        except TypeError:
+            raise ValidationError(
+                f"{CONF} of a run's configuration has topic, consumer, window and max_failures, not {conf[CONF]!r}: "
+                "`eventsql backfill --orchestrator airflow` launches such runs"
+            ) from None
+        return request
+
+    def conf(self) -> dict[str, Any]:
+        """The configuration of a run."""
+        return {CONF: {name: getattr(self, name) for name in self.__slots__}}
+
+
+@dataclass(frozen=True, slots=True)
+class AirflowJob(BackfillJob):
+    """The DAG `name`, which replays windows of a consumer of a topic."""
+
+    topic: str
+    consumer: str
+
+
+class AirflowRuns:
+    """Launches runs of a DAG in a running Airflow. The runs go on after this object is closed.
+
+    `dag` is the DAG that consumes; by default the one that `claims_asset` of the consumer schedules.
+    """
+
+    orchestrator = "Airflow"
+    resume_options = RESUME_OPTIONS
+    outlives = True
+
+    def __init__(self, url: str, dag: str | None = None) -> None:
+        """Raises `ValidationError` for a URL that is not of HTTP."""
+        self._api = AirflowApi(url)
+        self._dag = dag
+        self._dag_of: dict[str, str] = {}
+
+    def job(self, topic: str, consumer: str) -> AirflowJob:
+        dag = self._dag or self._scheduled_by(topic, consumer)
+        try:
+            self._api.ask("GET", f"/dags/{quote(dag, safe='')}")
+        except AirflowAnswerError as error:
+            if error.status != NOT_FOUND:
+                raise
+            raise ValidationError(f"Airflow at {self._api.url} has no DAG {dag!r}") from None
+        assets = [
+            asset["name"]
+            for asset in self._api.pages("/assets", "assets", dag_ids=dag)
+            if any(task["dag_id"] == dag for task in asset["producing_tasks"])
+        ]
+        return AirflowJob(dag, tuple(sorted(assets)), topic, consumer)
+
+    def _scheduled_by(self, topic: str, consumer: str) -> str:
+        """The DAG that claims of a consumer schedule. Raises `ValidationError` unless there is exactly one."""
+        path = f"/{topic}/{quote(consumer, safe='')}"
+        assets = self._api.pages("/assets", "assets", uri_pattern=f"eventsql://%{path}")
+        named = (asset for asset in assets if urlsplit(asset["uri"]).path == path)
+        dags = sorted({dag["dag_id"] for asset in named for dag in asset["scheduled_dags"]})
+        if len(dags) != 1:
+            found = f"several DAGs ({', '.join(dags)})" if dags else "no DAG"
+            raise ValidationError(
+                f"Airflow at {self._api.url} has {found} with the schedule claims_asset({topic!r}, {consumer!r}): name "
+                "the DAG that consumes with --dag"
+            )
+        return str(dags[0])
+
+    def require_running(self, job: AirflowJob) -> None:
+        health = self._api.ask("GET", "/monitor/health")
+        if (health.get("scheduler") or {}).get("status") != "healthy":
+            raise LocalAirflowError(f"the scheduler of {self._api.url} does not run: start it, or runs would wait")
+        if self._api.ask("GET", f"/dags/{quote(job.name, safe='')}")["is_paused"]:
+            raise LocalAirflowError(f"DAG {job.name} is paused, and its runs would wait: unpause it")
+
+    def prepare(self, job: AirflowJob, keys: Sequence[str]) -> None:
+        """Nothing is to prepare: a run has its window in its configuration."""
+
+    def was_run(self, job: AirflowJob, backfill_id: str) -> bool:
+        return any(True for _ in self._runs(job, backfill_id))
+
+    def under_way(self, job: AirflowJob, backfill_id: str) -> dict[str, str]:
+        found = {}
+        for request, run in self._runs(job, backfill_id, state=UNDER_WAY):
+            found[request.window] = run["dag_run_id"]
+            self._dag_of[run["dag_run_id"]] = job.name
+        return found
+
+    def _runs(self, job: AirflowJob, backfill_id: str, **query: Any) -> Iterator[tuple[ReplayRequest, dict[str, Any]]]:
+        """The runs of a backfill, with their windows."""
+        pattern = f"{_prefix(backfill_id)}%"
+        for run in self._api.pages(
+            f"/dags/{quote(job.name, safe='')}/dagRuns", "dag_runs", run_id_pattern=pattern, **query
+        ):
+            request = ReplayRequest.read(run["conf"])
+            if request is None or (request.topic, request.consumer) != (job.topic, job.consumer):
+                continue
+            if read_key(request.window)[0] == backfill_id:
+                yield request, run
+
+    def launch(self, job: AirflowJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        request = ReplayRequest(job.topic, job.consumer, key, max_failures)
+        # A window may have several runs, and a name of a shard may have characters that ids of runs may not have.
+        run_id = f"{_prefix(backfill_id)}{key.partition(':')[2].partition('@')[0]}__{secrets.token_hex(4)}"
+        note = f"Backfill {backfill_id} of {job.topic}/{job.consumer}, window {key}"
+        try:
+            self._api.trigger(job.name, request.conf(), run_id=run_id, note=note)
+        except AirflowAnswerError as error:
+            raise RunFailedError(f"DAG {job.name} could not be run: {error}") from error
+        self._dag_of[run_id] = job.name
+        return run_id
+
+    def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
+        ended = {}
+        for run in runs:
+            dag = self._dag_of[run]
+            try:
+                state = self._api.state(dag, run)
+            except AirflowAnswerError as error:
+                if error.status != NOT_FOUND:
+                    raise
+                state = "deleted"
+            if state not in UNDER_WAY:
+                page = f"{self._api.url}/dags/{quote(dag, safe='')}/runs/{quote(run, safe='')}"
+                ended[run] = Ended(state == "success", f"its run is {state}: see {page}")
+        return ended
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def _prefix(backfill_id: str) -> str:
+    """The beginning of the ids of a backfill's runs."""
+    return f"eventsql_backfill__{backfill_id}__"

@@ -1,0 +1,38 @@
+"""The Dagster job of a consumer's backfills, as its launchers find it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, DAGSTER_PARTITION_TAG, shard_tags
+from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
+from eventsql_orchestration.orchestration.backfills.windows import read_key
+
+DEFINE_IT: Final = "give the code location `build_backfill(…)` of the consumer: its asset and its jobs"
+
+
+@dataclass(frozen=True, slots=True)
+class DagsterJob(BackfillJob):
+    """The job that replays a consumer, and the name of its dynamic partitions.
+
+    `of` names the consumer in the tags of runs: backfills of several consumers may have the same id.
+    """
+
+    partitions: str
+    of: str
+    location: str = ""
+    repository: str = ""
+
+    def tags(self, backfill_id: str) -> dict[str, str]:
+        """The tags by which the runs of a backfill are found."""
+        return {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: self.of}
+
+    def run_tags(self, backfill_id: str, key: str) -> dict[str, str]:
+        """The tags of the run of a partition key."""
+        _, window, _ = read_key(key)
+        return {DAGSTER_PARTITION_TAG: key, **self.tags(backfill_id), **shard_tags(window.shard)}
+
+    def config(self, max_failures: int | None) -> dict[str, Any]:
+        """The config of a run. Its only op has the name of the asset, and so have the partitions."""
+        return {} if max_failures is None else {"ops": {self.partitions: {"config": {"max_failures": max_failures}}}}

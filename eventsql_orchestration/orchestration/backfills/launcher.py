@@ -1,0 +1,63 @@
+"""Where the runs of a backfill are launched: the interface of every launcher, and the values that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+
+@dataclass(frozen=True, slots=True)
+class BackfillJob:
+    """The job or the DAG that replays a consumer, and the assets that it updates."""
+
+    name: str
+    assets: tuple[str, ...]
+
+
+Job = TypeVar("Job", bound=BackfillJob)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended; `why` is the reason if it failed."""
+
+    succeeded: bool
+    why: str = ""
+
+
+class Launcher(Protocol[Job]):
+    """Launches the runs of backfills, and tells how they end."""
+
+    orchestrator: str
+    """Its name for people."""
+
+    resume_options: str
+    """The options by which `eventsql backfill --resume` finds this orchestrator; empty for the default."""
+
+    outlives: bool
+    """Whether runs go on after the command ends."""
+
+    def job(self, topic: str, consumer: str) -> Job:
+        """The job of a consumer's backfills. Raises `ValidationError` if there is none."""
+
+    def require_running(self, job: Job) -> None:
+        """Raises `LocalProcessError` if a run that is launched would not start."""
+
+    def prepare(self, job: Job, keys: Sequence[str]) -> None:
+        """Create the partitions of these keys."""
+
+    def was_run(self, job: Job, backfill_id: str) -> bool:
+        """Whether there are runs of a backfill, ended or not."""
+
+    def under_way(self, job: Job, backfill_id: str) -> dict[str, str]:
+        """The ids of the runs of a backfill that have not ended, by partition key."""
+
+    def launch(self, job: Job, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
+        """Launch the run of a partition key; gives its id. Raises `RunFailedError`."""
+
+    def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
+        """Those of some runs that have ended, and how."""
+
+    def close(self) -> None:
+        """End the runs that do not outlive the command."""
