@@ -28,9 +28,13 @@ def connected(dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def context_of(
-    task_id: str = "task", *, run_id: str = "manual__1", map_index: int = -1, try_number: int = 1, payloads: Any = ()
-) -> Any:
-    """The context of a task of DAG `dag`, whose run asset events with these payloads triggered."""
+    task_id: str = "task", *, run_id: str = "manual__1", map_index: int = -1, try_number: int = 1, payloads: Any = (),
+    conf: dict[str, Any] | None = None,
+) -> Any:  # fmt: skip
+    """The context of a task of DAG `dag`, whose run has a configuration and these payloads of asset events."""
     task = SimpleNamespace(dag_id="dag", run_id=run_id, task_id=task_id, map_index=map_index, try_number=try_number)
     events = [SimpleNamespace(extra={"from_trigger": True, "payload": payload}) for payload in payloads]
-    return {"ti": task, "triggering_asset_events": {"asset": events} if events else {}, "outlet_events": {}}
+    return {
+        "ti": task, "dag_run": SimpleNamespace(conf=conf), "outlet_events": {},
+        "triggering_asset_events": {"asset": events} if events else {},
+    }  # fmt: skip

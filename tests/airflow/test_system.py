@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import psycopg
 import pytest
 
@@ -72,6 +73,35 @@ def await_(condition: Callable[[], bool], airflow: LocalAirflow, what: str) -> N
         time.sleep(0.2)
 
 
+class Load:
+    """Publishes numbers, each once, and knows how many."""
+
+    def __init__(self, dsn: str) -> None:
+        self.dsn = dsn
+        self.published = 0
+
+    def publish(self, count: int) -> None:
+        with EventSQL(self.dsn, transfer=False) as platform:
+            platform.publisher.publish_all(
+                Publication("rides", b"%d" % number, key=str(number))
+                for number in range(self.published, self.published + count)
+            )
+            while platform.buffered():
+                platform.transfer.run_once()
+        self.published += count
+
+    def consumed(self) -> bool:
+        return len(effects(self.dsn)) == self.published
+
+
+def stopped_task(airflow: LocalAirflow, stops: Path) -> psutil.Process:
+    """The process of a task that stands in the middle of a batch, which a file `stop-…` asked for."""
+    await_(lambda: bool(list(stops.glob("stopped-*"))), airflow, "a task is in the middle of a batch")
+    (stopped,) = stops.glob("stopped-*")
+    stopped.unlink()
+    return psutil.Process(int(stopped.name.removeprefix("stopped-")))
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(1_500)
 def test_effects_are_exact_when_everything_is_killed(
@@ -79,50 +109,80 @@ def test_effects_are_exact_when_everything_is_killed(
 ) -> None:
     """SIGKILL for a task in mid-batch, the triggerer, the scheduler; and the database stops at once."""
     airflow, dsn = started
-    published = 0
-
-    def publish(count: int) -> None:
-        nonlocal published
-        with EventSQL(dsn, transfer=False) as platform:
-            platform.publisher.publish_all(
-                Publication("rides", b"%d" % number, key=str(number)) for number in range(published, published + count)
-            )
-            while platform.buffered():
-                platform.transfer.run_once()
-        published += count
-
-    def all_consumed() -> bool:
-        return len(effects(dsn)) == published
-
-    publish(1_000)
-    await_(all_consumed, airflow, "the first events are consumed")
+    load = Load(dsn)
+    load.publish(1_000)
+    await_(load.consumed, airflow, "the first events are consumed")
 
     # A task in mid-batch: Airflow tries it again, and it takes its claim over.
     (stops / "stop-1").touch()
-    publish(1_000)
-    await_(lambda: bool(list(stops.glob("stopped-*"))), airflow, "a task is in the middle of a batch")
-    (stopped,) = stops.glob("stopped-*")
-    os.kill(int(stopped.name.removeprefix("stopped-")), signal.SIGKILL)
-    await_(all_consumed, airflow, "the events of the killed task are consumed")
+    load.publish(1_000)
+    stopped_task(airflow, stops).kill()
+    await_(load.consumed, airflow, "the events of the killed task are consumed")
 
     # The triggerer, with claims that no task has; then the scheduler, with its tasks.
-    publish(1_000)
+    load.publish(1_000)
     airflow.kill("triggerer")
-    publish(1_000)
+    load.publish(1_000)
     airflow.start(["triggerer"])
     await_(lambda: len(effects(dsn)) > 2_000, airflow, "a new triggerer claims")
     airflow.kill("scheduler")
-    publish(500)
+    load.publish(500)
     airflow.start(["scheduler"])
-    await_(all_consumed, airflow, "a new scheduler runs the DAG")
+    await_(load.consumed, airflow, "a new scheduler runs the DAG")
 
     # The database of the events and of Airflow, at once.
-    publish(1_000)
+    load.publish(1_000)
     server.stop(mode="immediate")
     server.start()
-    publish(500)
-    await_(all_consumed, airflow, "events are consumed after the database was away")
+    load.publish(500)
+    await_(load.consumed, airflow, "events are consumed after the database was away")
 
-    assert effects(dsn) == Counter(range(published))
+    assert effects(dsn) == Counter(range(load.published))
     with EventSQL(dsn, transfer=False) as platform:
         await_(lambda: not any(lag.events for lag in platform.lag()), airflow, "there is no lag")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_effects_are_exact_when_a_worker_and_the_api_server_are_killed(
+    started: tuple[LocalAirflow, str], stops: Path
+) -> None:
+    airflow, dsn = started
+    load = Load(dsn)
+    (stops / "stop-1").touch()
+    load.publish(1_000)
+    task = stopped_task(airflow, stops)
+    worker = task.parent()
+    assert worker is not None
+    worker.kill()
+    task.kill()
+    airflow.kill("api-server")
+    load.publish(500)
+    airflow.start(["api-server"])
+    await_(load.consumed, airflow, "events are consumed after the worker and the API server were killed")
+    assert effects(dsn) == Counter(range(load.published))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_backfill_replays_each_event_once_when_its_task_is_killed(
+    started: tuple[LocalAirflow, str], stops: Path
+) -> None:
+    airflow, dsn = started
+    load = Load(dsn)
+    load.publish(900)
+    await_(load.consumed, airflow, "the events are consumed")
+    (stops / "stop-1").touch()
+    command = [
+        str(Path(sys.executable).with_name("eventsql")), "--dsn", dsn, "backfill", "rides", "billing",
+        "--from", "earliest", "--window-events", "300", "--orchestrator", "airflow", "--airflow-url", airflow.url,
+        "--execute",
+    ]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as backfill:
+        try:
+            stopped_task(airflow, stops).kill()
+            _, said = backfill.communicate(timeout=300)
+        finally:
+            backfill.kill()
+    assert backfill.returncode == 0, said
+    assert effects(dsn) == Counter(dict.fromkeys(range(load.published), 2))

@@ -1,0 +1,394 @@
+"""Backfills in Airflow: a window in a run of the DAG that consumes, and the command that launches the runs."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+import pytest
+from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
+from click.testing import CliRunner
+
+from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.airflow import EventSQLConsumeOperator, RunLimits
+from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi, running_url
+from eventsql_orchestration.airflow.backfills import CONF, AirflowJob, AirflowRuns, ReplayRequest
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError, ValidationError
+from eventsql_orchestration.orchestration.backfills.registry import Backfills
+from eventsql_orchestration.orchestration.backfills.windows import Backfill, ReplayRange
+from eventsql_orchestration.topics.offsets import Earliest
+from tests.airflow.conftest import context_of
+
+EVENTS = 6
+QUICK = RunLimits(max_wait=0.0, drain_idle=0.0)
+
+
+@pytest.fixture
+def rides(connected: EventSQL) -> EventSQL:
+    """A topic whose events a consumer has consumed."""
+    connected.registry.register_topic(Topic("rides"))
+    connected.registry.register_consumer(Consumer("rides", "billing"))
+    with connected.database.transaction() as connection:
+        connection.execute("CREATE TABLE effect (id bigint)")
+    connected.publisher.publish_all(Publication("rides", b"%d" % number) for number in range(EVENTS))
+    connected.transfer.run_once()
+    with connected.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s", (EVENTS,))
+    return connected
+
+
+def record(events: Sequence[Event], connection: Connection) -> None:
+    with connection.cursor() as cursor:
+        cursor.executemany("INSERT INTO effect VALUES (%s)", [(event.id,) for event in events])
+
+
+def effects(platform: EventSQL) -> list[int]:
+    with platform.database.transaction() as connection:
+        return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY id")]
+
+
+def operator(function: Any = record, **options: Any) -> EventSQLConsumeOperator:
+    given = {"topic": "rides", "consumer": "billing", "limits": QUICK, "batch": 2, **options}
+    return EventSQLConsumeOperator(task_id="consume", python_callable=function, **given)
+
+
+def begun(platform: EventSQL, window: int = 3) -> tuple[Backfill, list[str]]:
+    """A backfill of the whole topic, and the keys of its windows."""
+    backfills = Backfills(platform.shards)
+    plan = backfills.plan("rides", "billing", ReplayRange(Earliest(), window_events=window))
+    return backfills.register(plan, "one"), [run.key("one") for run in plan.runs]
+
+
+def request(key: str, **options: Any) -> Any:
+    """The context of the run of a window."""
+    conf = ReplayRequest("rides", "billing", key, options.pop("max_failures", None)).conf()
+    return context_of(conf=json.loads(json.dumps(conf)), **options)
+
+
+def offset(platform: EventSQL) -> int:
+    (state,) = platform.registry.consumer("rides", "billing")
+    return state.last_event_id
+
+
+# A window in a task
+
+
+def test_a_run_replays_its_window_only_and_the_consumers_offset_stays(rides: EventSQL) -> None:
+    _, keys = begun(rides)
+    rides.publisher.publish(Publication("rides", b"new"))
+    rides.transfer.run_once()
+    result = operator().execute(request(keys[1]))
+    assert effects(rides) == [4, 5, 6]
+    assert (result["events"], result["backfill"]) == (3, "one")
+    assert offset(rides) == EVENTS
+
+
+def test_the_last_run_ends_the_backfill_and_a_second_run_of_a_window_is_skipped(rides: EventSQL) -> None:
+    _, keys = begun(rides)
+    for key in keys:
+        operator().execute(request(key))
+    assert effects(rides) == [1, 2, 3, 4, 5, 6]
+    assert Backfills(rides.shards).is_finished("rides", "one", "billing")
+    with pytest.raises(AirflowSkipException, match="another run has replayed"):
+        operator().execute(request(keys[0], run_id="second"))
+    assert effects(rides) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_retry_replays_the_rest_of_its_window_without_waiting_for_the_lease(rides: EventSQL) -> None:
+    found, keys = begun(rides)
+    part = found.parts[0]
+    killed = rides.claims.claim("rides", part.name, part.partition, owner="airflow dag/first", max_wait=0.0, lease=3600)
+    assert isinstance(killed, Claim)
+    operator().execute(request(keys[0], run_id="first", try_number=2))
+    assert effects(rides) == [1, 2, 3]
+    assert rides.claims.get(killed.id)[1] != "committed"
+
+
+def test_a_task_of_another_consumer_is_skipped_in_the_run_of_a_window(rides: EventSQL) -> None:
+    rides.registry.register_consumer(Consumer("rides", "other"))
+    _, keys = begun(rides)
+    with pytest.raises(AirflowSkipException, match="replays rides/billing"):
+        operator(consumer="other").execute(request(keys[0]))
+    assert effects(rides) == []
+
+
+def test_the_run_of_a_deleted_backfill_fails_without_a_retry(rides: EventSQL) -> None:
+    found, keys = begun(rides)
+    Backfills(rides.shards).delete(found)
+    with pytest.raises(AirflowFailException, match="no longer has window"):
+        operator().execute(request(keys[0]))
+    assert effects(rides) == []
+
+
+def test_too_many_dead_letters_stop_it_and_the_error_names_the_command_that_goes_on(rides: EventSQL) -> None:
+    rides.registry.register_topic(Topic("rides_dlt"))
+    rides.registry.declare_consumer(Consumer("rides", "billing"), max_attempts=1)
+    _, keys = begun(rides)
+
+    def fail(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError("it is wrong")
+
+    with pytest.raises(AirflowFailException, match="--resume one --execute --orchestrator airflow"):
+        operator(fail).execute(request(keys[0], max_failures=1))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{}, {"topic": "rides", "consumer": "billing", "window": 5}, {"unknown": 1}, ["rides"], None]
+)
+def test_a_configuration_that_names_no_window_is_an_error(wrong: object) -> None:
+    with pytest.raises(ValidationError, match="eventsql_backfill"):
+        ReplayRequest.read({CONF: wrong})
+
+
+def test_any_other_configuration_replays_nothing() -> None:
+    assert ReplayRequest.read(None) is None
+    assert ReplayRequest.read({"orders": 5}) is None
+
+
+# The REST API
+
+
+class FakeAirflow:
+    """A server with the part of the REST API that is asked for. It executes each run at once, if it `executes` any."""
+
+    def __init__(self) -> None:
+        self.dags: dict[str, dict[str, Any]] = {"billing": {"is_paused": False}}
+        self.assets: list[dict[str, Any]] = []
+        self.runs: list[dict[str, Any]] = []
+        self.scheduler = "healthy"
+        self.executes = True
+        self.login: dict[str, str] | None = None
+        self.tokens = 0
+        self.asked: list[str] = []
+
+    def answer(self, method: str, url: str, token: str | None, body: Any) -> tuple[int, Any]:
+        parts = urlsplit(url)
+        path, query = unquote(parts.path), parse_qs(parts.query)
+        if path == "/auth/token":
+            if (method, body) != (("GET", None) if self.login is None else ("POST", self.login)):
+                return 401, {"detail": "who are you"}
+            self.tokens += 1
+            return 201, {"access_token": f"token-{self.tokens}"}
+        if token != f"Bearer token-{self.tokens}":
+            return 401, {"detail": "the token has ended"}
+        self.asked.append(f"{method} {path}")
+        return self._answer(method, path.removeprefix("/api/v2"), query, body)
+
+    def _answer(self, method: str, path: str, query: dict[str, list[str]], body: Any) -> tuple[int, Any]:
+        match = re.fullmatch(r"/dags/([^/]+)(/dagRuns(/(.+))?)?", path)
+        if method == "POST" and match is not None and match[1] in self.dags:
+            return self._run(body)
+        found: Any = None
+        if path == "/assets":
+            found = page("assets", self.assets, query)
+        elif match is None:
+            found = {"/monitor/health": {"scheduler": {"status": self.scheduler}}, "/version": {"version": "3"}}.get(
+                path
+            )
+        elif match[2] is None:
+            found = self.dags.get(match[1])
+        elif match[4] is not None:
+            found = next((run for run in self.runs if run["dag_run_id"] == match[4]), None)
+        else:
+            states = query.get("state", [])
+            found = page("dag_runs", [run for run in self.runs if not states or run["state"] in states], query)
+        return (404, {"detail": "not found"}) if found is None else (200, found)
+
+    def _run(self, body: Any) -> tuple[int, Any]:
+        if not re.fullmatch(r"[A-Za-z0-9_.~:+-]+", body["dag_run_id"]):
+            return 400, {"detail": "run id"}
+        run = {"dag_run_id": body["dag_run_id"], "conf": body["conf"], "state": "success"}
+        try:
+            if self.executes:
+                operator().execute(context_of(run_id=body["dag_run_id"], conf=body["conf"]))
+        except AirflowSkipException:
+            pass
+        except AirflowFailException:
+            run["state"] = "failed"
+        self.runs.append(run)
+        return 200, run
+
+
+def page(field: str, items: list[Any], query: dict[str, list[str]]) -> dict[str, Any]:
+    """A page of a list of at most two items, whatever the limit."""
+    first = int(query["offset"][0])
+    return {field: items[first : first + 2], "total_entries": len(items)}
+
+
+@contextmanager
+def serving(fake: FakeAirflow) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length") or 0)
+            body = json.loads(self.rfile.read(length)) if length else None
+            status, said = fake.answer(self.command, self.path, self.headers.get("Authorization"), body)
+            data = json.dumps(said).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        do_POST = do_GET  # noqa: N815 - the name is the server's
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+
+
+@pytest.fixture
+def fake() -> FakeAirflow:
+    airflow = FakeAirflow()
+    claims = {"name": "rides/billing", "uri": "eventsql://eventsql_default/rides/billing"}
+    airflow.assets = [
+        # The pattern of the question also fits it.
+        {
+            "name": "x",
+            "uri": "eventsql://x/old_rides/billing",
+            "scheduled_dags": [{"dag_id": "x"}],
+            "producing_tasks": [],
+        },
+        {**claims, "scheduled_dags": [{"dag_id": "billing"}], "producing_tasks": []},
+        {"name": "bills", "uri": "x://bills", "scheduled_dags": [], "producing_tasks": [{"dag_id": "billing"}]},
+    ]
+    return airflow
+
+
+@pytest.fixture
+def url(fake: FakeAirflow) -> Iterator[str]:
+    with serving(fake) as found:
+        yield found
+
+
+JOB = AirflowJob("billing", (), "rides", "billing")
+
+
+def test_the_dag_that_claims_schedule_is_found_with_the_assets_that_it_updates(url: str) -> None:
+    assert AirflowRuns(url).job("rides", "billing") == AirflowJob("billing", ("bills",), "rides", "billing")
+
+
+def test_a_dag_that_cannot_be_found_is_named_with_the_option_that_names_one(url: str, fake: FakeAirflow) -> None:
+    with pytest.raises(ValidationError, match=r"no DAG with the schedule claims_asset.*--dag"):
+        AirflowRuns(url).job("rides", "other")
+    fake.assets[1]["scheduled_dags"].append({"dag_id": "second"})
+    with pytest.raises(ValidationError, match="several DAGs \\(billing, second\\)"):
+        AirflowRuns(url).job("rides", "billing")
+    assert AirflowRuns(url, "billing").job("rides", "billing").name == "billing"
+    with pytest.raises(ValidationError, match="has no DAG 'nowhere'"):
+        AirflowRuns(url, "nowhere").job("rides", "billing")
+
+
+def test_runs_that_would_wait_for_ever_are_not_launched(url: str, fake: FakeAirflow) -> None:
+    runs = AirflowRuns(url)
+    runs.require_running(JOB)
+    fake.dags["billing"]["is_paused"] = True
+    with pytest.raises(LocalAirflowError, match="paused"):
+        runs.require_running(JOB)
+    fake.scheduler = "unhealthy"
+    with pytest.raises(LocalAirflowError, match="scheduler"):
+        runs.require_running(JOB)
+
+
+def test_runs_of_another_command_are_found_by_their_configuration(url: str, fake: FakeAirflow) -> None:
+    def run(number: int, window: str, state: str, consumer: str = "billing") -> dict[str, Any]:
+        conf = ReplayRequest("rides", consumer, window).conf()
+        return {"dag_run_id": f"run-{number}", "state": state, "conf": conf}
+
+    fake.runs = [
+        run(1, "one:0-3", "success"), run(2, "one:3-6", "queued"), run(3, "two:0-3", "running"),
+        run(4, "one:0-3", "running", "other"), {"dag_run_id": "run-5", "state": "running", "conf": None},
+    ]  # fmt: skip
+    runs = AirflowRuns(url)
+    assert runs.under_way(JOB, "one") == {"one:3-6": "run-2"}
+    assert runs.was_run(JOB, "two")
+    assert not runs.was_run(JOB, "three")
+    assert runs.ended(["run-2"]) == {}
+    fake.runs[1]["state"] = "failed"
+    assert f"failed: see {url}/dags/billing/runs/run-2" in runs.ended(["run-2"])["run-2"].why
+    del fake.runs[1]
+    assert "deleted" in runs.ended(["run-2"])["run-2"].why
+
+
+def test_a_refused_run_is_an_error_of_ours(url: str) -> None:
+    with pytest.raises(RunFailedError, match="could not be run"):
+        AirflowRuns(url).launch(AirflowJob("gone", (), "rides", "billing"), "one", "one:0-3")
+
+
+def test_a_shard_whose_name_no_run_id_can_have_has_runs(url: str, fake: FakeAirflow) -> None:
+    fake.executes = False
+    run = AirflowRuns(url).launch(JOB, "one", "one:0-3:1@shard/2")
+    assert run.startswith("eventsql_backfill__one__0-3:1__")
+    assert fake.runs[0]["conf"][CONF]["window"] == "one:0-3:1@shard/2"
+
+
+def test_a_user_gets_tokens_and_a_new_one_after_the_end_of_the_first(fake: FakeAirflow) -> None:
+    fake.login = {"username": "me", "password": "a/b"}
+    with serving(fake) as plain:
+        api = AirflowApi(plain.replace("//", "//me:a%2Fb@"))
+        assert api.url == plain
+        api.ask("GET", "/version")
+        fake.tokens += 1
+        api.ask("GET", "/version")
+        for wrong in (plain, plain.replace("//", "//me:no@")):
+            with pytest.raises(AirflowAnswerError, match="gives no token") as raised:
+                AirflowApi(wrong).ask("GET", "/version")
+            assert "no@" not in str(raised.value)
+
+
+def test_the_api_is_read_page_by_page(url: str, fake: FakeAirflow) -> None:
+    assert list(AirflowApi(url).pages("/assets", "assets")) == fake.assets
+    assert fake.asked == ["GET /api/v2/assets"] * 2
+
+
+def test_a_server_that_is_no_airflow_or_away_is_an_error_of_ours(tmp_path: Any) -> None:
+    with pytest.raises(ValidationError, match="not the URL of an Airflow"):
+        AirflowApi("ftp://airflow")
+    with pytest.raises(LocalAirflowError, match="no Airflow answers"):
+        AirflowApi("http://127.0.0.1:9").ask("GET", "/dags")
+    assert running_url(tmp_path) is None
+    (tmp_path / URL_FILE).write_text("http://127.0.0.1:9")
+    assert running_url(tmp_path) is None
+
+
+# The command
+
+
+def test_the_command_replays_every_window_once(url: str, rides: EventSQL, dsn: str, fake: FakeAirflow) -> None:
+    command = ["--dsn", dsn, "backfill", "rides", "billing", "--from", "earliest", "--window-events", "2"]
+    in_airflow = ["--orchestrator", "airflow", "--airflow-url", url]
+    plan = CliRunner().invoke(main, [*command, *in_airflow, "--json"])
+    assert plan.exit_code == 0, plan.output
+    planned = json.loads(plan.stdout)
+    assert (planned["job"], planned["assets"], len(planned["runs"])) == ("billing", ["bills"], 3)
+    assert fake.runs == []
+
+    done = CliRunner().invoke(main, [*command, *in_airflow, "--execute"])
+    assert done.exit_code == 0, done.output
+    assert effects(rides) == [1, 2, 3, 4, 5, 6]
+    assert offset(rides) == EVENTS
+    assert len(fake.runs) == 3
+
+
+def test_the_options_of_one_orchestrator_are_not_for_the_other(dsn: str, url: str, rides: EventSQL) -> None:
+    command = ["--dsn", dsn, "backfill", "rides", "billing", "--from", "earliest"]
+    for wrong in (["--airflow-url", url], ["--dag", "x"], ["--orchestrator", "airflow", "-m", "x"]):
+        refused = CliRunner().invoke(main, [*command, *wrong])
+        assert refused.exit_code == 2
+        assert "is not for --orchestrator" in refused.output
