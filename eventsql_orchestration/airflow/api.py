@@ -120,7 +120,7 @@ class AirflowApi:
         return str(self.ask("GET", f"/dags/{dag_id}/dagRuns/{quote(run_id, safe='')}")["state"])
 
 
-def running_url(directory: Path) -> str | None:
+def running_airflow(directory: Path) -> str | None:
     """The URL of the Airflow that `eventsql dev --dags` runs in a directory; None if none answers."""
     try:
         url = (directory / URL_FILE).read_text(encoding="utf-8")

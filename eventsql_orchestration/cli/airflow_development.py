@@ -25,6 +25,7 @@ from eventsql_orchestration.airflow.api import URL_FILE
 from eventsql_orchestration.airflow.backfills import UNDER_WAY
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
 from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
+from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import complain, is_quiet, say
@@ -60,7 +61,7 @@ class AirflowDevelopment:
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
         console = Console(stderr=True, quiet=is_quiet())
-        home = self._context.settings.home / "airflow"
+        home = airflow_home(self._context.settings.home)
         columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (

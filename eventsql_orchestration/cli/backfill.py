@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypedDict, Unpack, get_args
 
 import click
+from click.core import ParameterSource
 
 from eventsql_orchestration.cli import lazy
+from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
 from eventsql_orchestration.cli.backfill_output import (
     UNFINISHED,
     conclude,
@@ -106,14 +108,7 @@ class _Options(TypedDict):
     resume: Annotated[str | None, option("Run the rest of backfill ID, instead of a range.", metavar="ID")]
     execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
     orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]
-    airflow_url: Annotated[
-        str | None,
-        option(
-            "Airflow to run it in, with its user: http://user:password@127.0.0.1:8080.",
-            metavar="URL",
-            envvar="EVENTSQL_AIRFLOW_URL",
-        ),
-    ]
+    airflow_url: AirflowUrl
     dag: Annotated[str | None, option("DAG that consumes; by default the one that claims of CONSUMER schedule.")]
     dagster_url: Annotated[
         str | None, option("Webserver of the Dagster to run it in: http://127.0.0.1:3000.", metavar="URL")
@@ -247,13 +242,19 @@ def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
 
 def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Launcher[Any]:
     """The place where runs are launched. The caller closes it. Raises `click.UsageError` for contradicting options."""
-    of_airflow = {"--airflow-url": options["airflow_url"], "--dag": options["dag"]}
+    source = click.get_current_context().get_parameter_source("airflow_url")
+    # An environment may name the Airflow for other commands.
+    airflow_url = options["airflow_url"] if source is ParameterSource.COMMANDLINE else None
+    of_airflow = {"--airflow-url": airflow_url, "--dag": options["dag"]}
     of_dagster = {"--dagster-url": options["dagster_url"], "-f": options["file"], "-m": options["module"]}
     airflow = options["orchestrator"] == "airflow"
     if foreign := [name for name, value in (of_dagster if airflow else of_airflow).items() if value is not None]:
         raise click.UsageError(f"{foreign[0]} is not for --orchestrator {options['orchestrator']}")
     if airflow:
-        return lazy.airflow_launcher(context.settings.home, options["airflow_url"], options["dag"])
+        url = options["airflow_url"] or local_airflow(context.settings.home)
+        if url is None:
+            raise click.UsageError("no `eventsql dev --dags` runs here: name a running Airflow with --airflow-url")
+        return lazy.AirflowRuns(url, options["dag"])
     return lazy.dagster_launcher(
         context.settings.home, platform, options["dagster_url"], options["file"], options["module"]
     )

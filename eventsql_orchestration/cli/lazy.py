@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
+    from eventsql_orchestration.airflow.api import running_airflow
+    from eventsql_orchestration.airflow.backfills import AirflowRuns
+    from eventsql_orchestration.airflow.trace import ServedDagRuns
     from eventsql_orchestration.cli.airflow_development import AirflowDevelopment
-    from eventsql_orchestration.cli.airflow_launcher import airflow_launcher
     from eventsql_orchestration.cli.completion import consumers, topics
     from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
+    from eventsql_orchestration.cli.dagster_runs import dagster_runs
     from eventsql_orchestration.cli.development import Development
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -36,11 +39,11 @@ if TYPE_CHECKING:
     from eventsql_orchestration.views import Views
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "BarColumn", "Change", "Console", "Development",
-    "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries", "Settings",
-    "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views",
-    "airflow_launcher", "choose_partitions", "connect", "consumers", "dagster_launcher", "message_of", "queue_lags",
-    "resolve", "topics",
+    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "AirflowRuns", "BarColumn", "Change", "Console",
+    "Development", "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries",
+    "ServedDagRuns", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
+    "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers", "dagster_launcher", "dagster_runs",
+    "message_of", "queue_lags", "resolve", "running_airflow", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -54,10 +57,13 @@ __getattr__ = on_first_use(
         "rich.progress": ("BarColumn", "Progress", "SpinnerColumn", "TimeElapsedColumn", "TimeRemainingColumn"),
         "rich.table": ("Table",),
         "rich.text": ("Text",),
+        f"{_PACKAGE}.airflow.api": ("running_airflow",),
+        f"{_PACKAGE}.airflow.backfills": ("AirflowRuns",),
+        f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
         f"{_PACKAGE}.cli.airflow_development": ("AirflowDevelopment",),
-        f"{_PACKAGE}.cli.airflow_launcher": ("airflow_launcher",),
         f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
         f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
+        f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs",),
         f"{_PACKAGE}.cli.development": ("Development",),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),

@@ -29,6 +29,12 @@ def airflow_run(dag_id: str, run_id: str) -> str:
     return f"{AIRFLOW_OWNER}{dag_id}/{run_id}"
 
 
+def read_airflow_run(run: str) -> tuple[str, str]:
+    """The DAG and the id of a run that `airflow_run` has named."""
+    dag_id, _, run_id = run.removeprefix(AIRFLOW_OWNER).partition("/")
+    return dag_id, run_id
+
+
 def owner_of(run: str) -> str:
     """The owner of the claims of a run as events name it: Dagster's id, or `airflow_run`."""
     return run if run.startswith(AIRFLOW_OWNER) else owner_of_run(run)

@@ -12,6 +12,11 @@ from typing import Final
 SHARD: Final = "eventsql_shard"
 """In an event's metadata: the shard whose events the run consumed to make this one."""
 
+DAGSTER_RUN: Final = "dagster_run_id"
+DAGSTER_ASSET: Final = "dagster_asset_key"
+DAGSTER_PARTITION: Final = "dagster_partition"
+"""In the metadata of an event that a run of Dagster's has published."""
+
 AIRFLOW_DAG: Final = "airflow_dag_id"
 AIRFLOW_RUN: Final = "airflow_run_id"
 AIRFLOW_TASK: Final = "airflow_task_id"

@@ -400,8 +400,9 @@ def test_an_event_that_a_run_of_airflow_published_is_traced_to_what_it_read(run:
     with platform.database.transaction() as connection:
         platform.claims.commit(connection, claim)
 
-    found, _ = trace(run, "sums", platform.reader.end("sums"))
+    found, message = trace(run, "sums", platform.reader.end("sums"), "--dagster-url", "http://127.0.0.1:9")
     assert (found["run_id"], found["asset"], found["partition"]) == ("airflow dag/manual__1", "sum_up", "4")
+    assert (found["url"], message.count("--airflow-url")) == (None, 1)
     (read,) = found["inputs"]
     assert (read["topic"], read["consumer"], read["claim"], read["upto"]) == ("rides", "sums", claim.id, end)
     (origin,) = read["origins"]

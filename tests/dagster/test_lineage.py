@@ -25,9 +25,10 @@ from eventsql_orchestration.dagster import (
     topic_observations,
 )
 from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
-from eventsql_orchestration.dagster.trace.runs import RunInput, StoredRuns
-from eventsql_orchestration.dagster.trace.tracer import COPIES, Tracer
+from eventsql_orchestration.dagster.trace.runs import StoredRuns
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.orchestration.trace.runs import RunInput
+from eventsql_orchestration.orchestration.trace.tracer import COPIES, Tracer
 from tests.dagster.conftest import Workbench
 
 RIDES = Topic("rides")
@@ -61,7 +62,7 @@ def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench)
     ids = bench.publish("rides", 25)
     result = bench.run(definition)
 
-    tracer = Tracer(bench.platform, StoredRuns(bench.instance))
+    tracer = Tracer(bench.platform, {"Dagster": StoredRuns(bench.instance)})
     published = bench.platform.reader.read("sums")
     assert [event.value for event in published] == [b"10", b"10", b"5"]
     ranges = []

@@ -16,13 +16,13 @@ from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import RunLimits, build_backfill, consumer_asset
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
-from eventsql_orchestration.dagster.trace.tracer import Tracer
 from eventsql_orchestration.errors import PartitionLeasedError, RegistryError, ShardSetError, ValidationError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress
 from eventsql_orchestration.orchestration.backfills.launcher import Ended, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Plan, ReplayRange
 from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record

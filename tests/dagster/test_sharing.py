@@ -23,9 +23,9 @@ from eventsql_orchestration.dagster import (
     share_runs,
 )
 from eventsql_orchestration.dagster.tags import SHARED_TAG
-from eventsql_orchestration.dagster.trace.tracer import Tracer
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 

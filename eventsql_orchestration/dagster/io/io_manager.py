@@ -13,12 +13,13 @@ from pydantic import Field, field_validator
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
-from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID, Origin, input_metadata
+from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import MAX_PARTITIONS, check_partition, check_topic_name
+from eventsql_orchestration.orchestration.provenance import DAGSTER_ASSET, DAGSTER_PARTITION, DAGSTER_RUN
 
 Reads = Literal["topic", "materialization"]
 
@@ -294,7 +295,11 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
             f"the last materialization of {what} does not name the offsets of its events, because they were not "
             "transferred in time: name a range, or read the whole topic"
         )
-    named = {ASSET_KEY: metadata.get(keys.PUBLISHED_AS), PARTITION: partition, RUN_ID: metadata.get(keys.PUBLISHED_RUN)}
+    named = {
+        DAGSTER_ASSET: metadata.get(keys.PUBLISHED_AS),
+        DAGSTER_PARTITION: partition,
+        DAGSTER_RUN: metadata.get(keys.PUBLISHED_RUN),
+    }
     origin = {name: text for name, text in named.items() if isinstance(text, str)}
     return [
         Selection(OffsetRange(topic, NOT_PARTITIONED, each["first"] - 1, each["last"]), origin, each.get("shard"))

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
-from eventsql_orchestration.orchestration.provenance import SHARD, Provenance, trace_context
+from eventsql_orchestration.orchestration.provenance import (
+    DAGSTER_ASSET,
+    DAGSTER_PARTITION,
+    DAGSTER_RUN,
+    SHARD,
+    Provenance,
+    trace_context,
+)
 
 ExecutionContext: TypeAlias = dg.AssetExecutionContext | dg.OpExecutionContext
-
-RUN_ID: Final = "dagster_run_id"
-ASSET_KEY: Final = "dagster_asset_key"
-PARTITION: Final = "dagster_partition"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,12 @@ class Origin(Provenance):
         return cls(run.run_id, run.root_run_id or run.run_id, asset, partition, run.tags.get(SHARD_TAG))
 
     def metadata(self) -> dict[str, str]:
-        named = {RUN_ID: self.run_id, ASSET_KEY: self.asset, PARTITION: self.partition, SHARD: self.shard}
+        named = {
+            DAGSTER_RUN: self.run_id,
+            DAGSTER_ASSET: self.asset,
+            DAGSTER_PARTITION: self.partition,
+            SHARD: self.shard,
+        }
         return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}
 
 

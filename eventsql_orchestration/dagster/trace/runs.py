@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import dagster as dg
 
@@ -15,6 +14,7 @@ from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG
 from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput
 
 TIMEOUT: Final = 30.0
 """Seconds that a webserver may take for one answer."""
@@ -44,46 +44,6 @@ query ($run: ID!, $cursor: String, $limit: Int) {{ logsForRun(runId: $run, after
     ... on PythonError {{ message }}
 }} }}
 """
-
-
-@dataclass(frozen=True, slots=True)
-class RunInput:
-    """A range of offsets that a run has read, `after` exclusive and `upto` inclusive; partition -1 is all of them.
-
-    `consumer` and `claim` are None if the run read without one, `shard` is None if there is one database.
-    """
-
-    topic: str
-    partition: int
-    after: int
-    upto: int
-    consumer: str | None = None
-    claim: int | None = None
-    shard: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """A run in Dagster. `root_run_id` is the run that it repeats, else None."""
-
-    id: str
-    job: str
-    status: str
-    started: datetime | None
-    ended: datetime | None
-    partition: str | None
-    root_run_id: str | None
-    inputs: tuple[RunInput, ...]
-
-
-class Runs(Protocol):
-    """A source of facts about runs."""
-
-    def run(self, run_id: str) -> RunFacts | None:
-        """The facts of a run; None if it does not exist, for example because it was deleted.
-
-        Raises `LocalDagsterError` if Dagster cannot be asked.
-        """
 
 
 class StoredRuns:

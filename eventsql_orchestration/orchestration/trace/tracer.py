@@ -1,7 +1,7 @@
 """Where an event comes from: its run, the ranges that the run had read, and so on to the first publishers.
 
 The database is enough to go from run to run: an event names its run, and the claims of a run tell which ranges it read
-and when. Dagster adds status and times, and the ranges that a run read without a claim.
+and when. The orchestrator adds status and times, and Dagster the ranges that a run read without a claim.
 
 Each shard has offsets of its own. Events are followed on the shard that holds them, and to the claims of their run on
 any shard.
@@ -17,21 +17,26 @@ from typing import Any, Final
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
-from eventsql_orchestration.dagster.lineage.origin import ASSET_KEY, PARTITION, RUN_ID
-from eventsql_orchestration.dagster.trace.runs import RunFacts, RunInput, Runs
-from eventsql_orchestration.errors import LocalDagsterError, ShardSetError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import LocalProcessError, ShardSetError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER, airflow_run, owner_of
 from eventsql_orchestration.orchestration.provenance import (
     AIRFLOW_DAG,
     AIRFLOW_MAP_INDEX,
     AIRFLOW_RUN,
     AIRFLOW_TASK,
+    DAGSTER_ASSET,
+    DAGSTER_PARTITION,
+    DAGSTER_RUN,
     asset_of,
     claim_of,
     shard_of,
 )
 from eventsql_orchestration.orchestration.shards import rows_of, shards_of
+from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.storage.ranges import LogRanges
+
+DAGSTER: Final = "Dagster"
+AIRFLOW: Final = "Airflow"
 
 DEPTH: Final = 10
 WIDTH: Final = 20
@@ -48,8 +53,8 @@ class TracedEvents:
     """Events of one publisher within a topic, and where they come from.
 
     `run_id`, `asset` and `partition` are those of the run that published them between `since` and `until`; None if a
-    service did. `run` is what Dagster knows of the run, `inputs` the ranges that it had read. `original` is the event
-    that this one is a copy of, as a dead letter is. `shard` holds the events; None if there is one database.
+    service did. `run` is what its orchestrator knows of the run, `inputs` the ranges that it had read. `original` is
+    the event that this one is a copy of, as a dead letter is. `shard` holds the events; None if there is one database.
     """
 
     topic: str
@@ -82,16 +87,16 @@ class TracedInput:
 class Tracer:
     """Follows events back. One object makes one tree: events that were shown are not followed again.
 
-    `platform` is on one database or on all shards. `runs` is None if Dagster cannot be asked. `depth` bounds the runs
-    behind one another, `width` the publishers of one range.
+    `platform` is on one database or on all shards. `runs` has an orchestrator by its name if it can be asked. `depth`
+    bounds the runs behind one another, `width` the publishers of one range.
     """
 
     platform: EventSQL
-    runs: Runs | None = None
+    runs: dict[str, Runs] = field(default_factory=dict)
     depth: int = DEPTH
     width: int = WIDTH
-    unreachable: LocalDagsterError | None = field(default=None, init=False)
-    """The error after which Dagster was not asked again."""
+    unreachable: dict[str, LocalProcessError] = field(default_factory=dict, init=False)
+    """The error after which an orchestrator was not asked again."""
     _seen: set[tuple[str, str | None, str, int, int]] = field(default_factory=set, init=False)
     _copies: set[tuple[str, int]] = field(default_factory=set, init=False)
 
@@ -154,15 +159,14 @@ class Tracer:
         run_id = traced.run_id
         if run_id is None:
             return traced
-        orchestrator = "Airflow" if run_id.startswith(AIRFLOW_OWNER) else "Dagster"
+        orchestrator = orchestrator_of(run_id)
         key = (run_id, traced.shard, traced.topic, traced.first, traced.last)
         if key in self._seen:
             return replace(traced, notes=("shown above",))
         self._seen.add(key)
 
-        asked = self.runs is not None and orchestrator == "Dagster"
-        run = self._run(run_id) if asked else None
-        notes = ["Dagster has no such run any more"] if asked and run is None and self.runs is not None else []
+        run = self._run(orchestrator, run_id)
+        notes = [f"{orchestrator} has no such run any more"] if run is None and orchestrator in self.runs else []
         read = self._read_by(run_id, traced, run)
         if read and depth < 1:
             ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
@@ -171,20 +175,21 @@ class Tracer:
         if not read:
             notes.append(
                 "no claim names a topic that it read, and Dagster names none"
-                if run is not None
+                if run is not None and orchestrator == DAGSTER
                 else f"it had no claim; only {orchestrator} knows what a run reads without one"
             )
         inputs = tuple(self._input(each, depth - 1) for each in read)
         return replace(traced, run=run, inputs=inputs, notes=tuple(notes))
 
-    def _run(self, run_id: str) -> RunFacts | None:
-        if self.runs is None:
+    def _run(self, orchestrator: str, run_id: str) -> RunFacts | None:
+        if orchestrator not in self.runs:
             return None
         try:
-            return self.runs.run(run_id)
-        except LocalDagsterError as error:
-            # The facts of the database are shown without Dagster's.
-            self.runs, self.unreachable = None, error
+            return self.runs[orchestrator].run(run_id)
+        except LocalProcessError as error:
+            # The facts of the database are shown without the orchestrator's.
+            del self.runs[orchestrator]
+            self.unreachable[orchestrator] = error
             return None
 
     def _read_by(self, run_id: str, traced: TracedEvents, run: RunFacts | None) -> list[RunInput]:
@@ -236,6 +241,11 @@ class Tracer:
         return TracedInput(read, followed, len(rows) - len(followed))
 
 
+def orchestrator_of(run_id: str) -> str:
+    """The orchestrator of a run that events name."""
+    return AIRFLOW if run_id.startswith(AIRFLOW_OWNER) else DAGSTER
+
+
 def _copied_from(event: Event) -> tuple[str, int] | None:
     """The topic and offset of the event that a dead letter or a redriven event is a copy of."""
     topic, offset = _text(event.metadata, SOURCE_TOPIC), _text(event.metadata, SOURCE_OFFSET)
@@ -247,9 +257,9 @@ def _copied_from(event: Event) -> tuple[str, int] | None:
 def _origin(metadata: Any) -> tuple[str | None, str | None, str | None]:
     """The run of Dagster's or of Airflow's that published an event, its asset or task, and its partition."""
     dag, run = _text(metadata, AIRFLOW_DAG), _text(metadata, AIRFLOW_RUN)
-    run_id = _text(metadata, RUN_ID) or (airflow_run(dag, run) if dag is not None and run is not None else None)
-    asset = _text(metadata, ASSET_KEY) or _text(metadata, AIRFLOW_TASK)
-    return run_id, asset, _text(metadata, PARTITION) or _text(metadata, AIRFLOW_MAP_INDEX)
+    run_id = _text(metadata, DAGSTER_RUN) or (airflow_run(dag, run) if dag is not None and run is not None else None)
+    asset = _text(metadata, DAGSTER_ASSET) or _text(metadata, AIRFLOW_TASK)
+    return run_id, asset, _text(metadata, DAGSTER_PARTITION) or _text(metadata, AIRFLOW_MAP_INDEX)
 
 
 def _text(metadata: Any, name: str) -> str | None:

@@ -1,0 +1,34 @@
+"""The facts of DAG runs for `eventsql trace`, by Airflow's public REST API."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from urllib.parse import quote
+
+from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
+from eventsql_orchestration.errors import AirflowAnswerError
+from eventsql_orchestration.orchestration.owners import read_airflow_run
+from eventsql_orchestration.orchestration.trace.runs import RunFacts
+
+
+class ServedDagRuns:
+    """The runs of the Airflow at a URL."""
+
+    def __init__(self, url: str) -> None:
+        """Raises `ValidationError` for what is no URL of HTTP."""
+        self._api = AirflowApi(url)
+
+    def run(self, run_id: str) -> RunFacts | None:
+        dag, run = read_airflow_run(run_id)
+        try:
+            found = self._api.ask("GET", f"/dags/{quote(dag, safe='')}/dagRuns/{quote(run, safe='')}")
+        except AirflowAnswerError as error:
+            if error.status != NOT_FOUND:
+                raise
+            return None
+        started, ended = _time(found["start_date"]), _time(found["end_date"])
+        return RunFacts(run_id, dag, found["state"].upper(), started, ended, found["partition_key"], None, ())
+
+
+def _time(text: str | None) -> datetime | None:
+    return None if text is None else datetime.fromisoformat(text)
