@@ -7,7 +7,8 @@ from dagster_pyspark import LazyPySparkResource
 
 from assets.churn import pipeline as churn
 from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES
-from assets.rides import fares, projections, simulation, utilisation
+from assets.rides import answers, fares, projections, simulation, utilisation
+from assets.rides.commands import RIDE_ANSWERS
 from assets.rides.effects import DRIVER_UTILISATION, ZONE_FARES
 from assets.rides.order import RIDE_ORDERS
 from assets.setup import build_setup_job
@@ -19,13 +20,15 @@ from eventsql_orchestration.dagster import (
     build_backfill,
     build_delivered_check,
     build_lag_check,
+    build_queue_checks,
+    build_queue_sensor,
     share_runs,
     topic_asset,
 )
 from eventsql_orchestration.spark import spark_config
 from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
 
-TOPICS = [RIDE_ORDERS, ZONE_FARES, DRIVER_UTILISATION, FILE_CHANGES, DIRECTORY_CHURN]
+TOPICS = [RIDE_ORDERS, ZONE_FARES, DRIVER_UTILISATION, RIDE_ANSWERS, FILE_CHANGES, DIRECTORY_CHURN]
 
 # These take less time to work than their runs, and a Spark session, take to start.
 zone_fares, driver_utilisation, directory_churn = share_runs(
@@ -45,12 +48,15 @@ CONSUMERS = [
     directory_churn_table,
 ]
 
+WORKERS = [answers.ride_charges]
+
 SOURCES = [simulation.ride_orders, churn.file_changes]
 
 CHECKS = [
     projections.order_status_matches_log,
     fares.zone_fares_table_matches_log,
     utilisation.driver_utilisation_table_matches_log,
+    answers.ride_charges_match_log,
     churn.directory_churn_table_matches_log,
 ]
 
@@ -62,6 +68,8 @@ CONSUMER_CHECKS = [
     *(build_delivered_check(consumer) for consumer in CONSUMERS),
 ]
 
+QUEUE_CHECKS = [check for queue in answers.QUEUES for check in build_queue_checks(queue)]
+
 # They take what a consumer gave up; its check links to them.
 DEAD_LETTER_TOPICS = [Topic(name) for name in dict.fromkeys(each.topic.dead_letter_topic for each in CONSUMERS)]
 
@@ -72,30 +80,35 @@ defs = dg.Definitions(
         *SOURCES,
         *(topic_asset(topic) for topic in DEAD_LETTER_TOPICS),
         *(consumer.asset for consumer in CONSUMERS),
+        *answers.QUEUES,
+        *(worker.asset for worker in WORKERS),
         *(backfill.asset for backfill in BACKFILLS),
     ],
-    asset_checks=[*CHECKS, *(check.definition for check in CONSUMER_CHECKS)],
+    asset_checks=[*CHECKS, *(check.definition for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))],
     jobs=[
-        build_setup_job(topics=TOPICS, consumers=CONSUMERS),
+        build_setup_job(topics=TOPICS, consumers=CONSUMERS, workers=WORKERS),
         # In process: each step of its own process would take longer to start than to work.
         dg.define_asset_job(
             "simulation", selection=SOURCES, executor_def=dg.in_process_executor, tags={DEV_TAG: "simulation"}
         ),
         dg.define_asset_job(
             "verification",
-            selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in CONSUMER_CHECKS)),
+            selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))),
             executor_def=dg.in_process_executor,
             tags={DEV_TAG: "verification"},
         ),
         *{consumer.job.name: consumer.job for consumer in CONSUMERS}.values(),
+        *(worker.job for worker in WORKERS),
         *(job for backfill in BACKFILLS for job in backfill.jobs),
     ],
     sensors=[
         *consumer_sensors(CONSUMERS),
+        *(worker.sensor for worker in WORKERS),
         lag_sensor(CONSUMERS, CONSUMER_CHECKS),
-        alert_sensor([*CONSUMER_CHECKS, *CHECKS]),
+        build_queue_sensor(answers.QUEUES, checks=QUEUE_CHECKS),
+        alert_sensor([*CONSUMER_CHECKS, *QUEUE_CHECKS, *CHECKS]),
     ],
-    schedules=[transfer, housekeeping(CONSUMER_CHECKS)],
+    schedules=[transfer, housekeeping([*CONSUMER_CHECKS, *QUEUE_CHECKS])],
     # Assets that somebody materializes together have one Spark session, one after the other, and not one each at once.
     executor=dg.in_process_executor,
     resources={

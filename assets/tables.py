@@ -54,6 +54,16 @@ driver_utilisation = Table(
     schema=RIDES,
 )
 
+charge = Table(
+    "charge",
+    metadata,
+    Column("order_id", Text, primary_key=True),
+    Column("rider", Text, nullable=False),
+    Column("price_cents", BigInteger, nullable=False),
+    Column("charged_at", DateTime(timezone=True), nullable=False, server_default=text("now()")),
+    schema=RIDES,
+)
+
 directory_churn = Table(
     "directory_churn",
     metadata,

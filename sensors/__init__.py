@@ -11,6 +11,7 @@ from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerCheck,
     ConsumerDefinition,
+    ReportedCheck,
     build_alert_sensor,
     build_housekeeping_schedule,
     build_lag_sensor,
@@ -28,7 +29,7 @@ def lag_sensor(consumers: Sequence[ConsumerDefinition], checks: Sequence[Consume
     return build_lag_sensor(consumers, checks=checks)
 
 
-def alert_sensor(checks: Sequence[ConsumerCheck | dg.AssetChecksDefinition]) -> dg.SensorDefinition:
+def alert_sensor(checks: Sequence[ReportedCheck | dg.AssetChecksDefinition]) -> dg.SensorDefinition:
     """Tells when a check turns red, and when it is green again."""
     return build_alert_sensor(checks, notify)
 
@@ -41,6 +42,6 @@ def notify(alert: CheckAlert) -> None:
 transfer = build_transfer_schedule()
 
 
-def housekeeping(checks: Sequence[ConsumerCheck]) -> dg.ScheduleDefinition:
+def housekeeping(checks: Sequence[ReportedCheck]) -> dg.ScheduleDefinition:
     """Keeps topics to their retention, and Dagster's history in bounds."""
     return build_housekeeping_schedule(checks=checks)

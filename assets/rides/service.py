@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 
+from assets.rides.commands import commands_of
 from assets.rides.order import Order
 from eventsql_orchestration import Connection, EventSQL
 from eventsql_orchestration.queue import Queue
@@ -21,13 +22,20 @@ NAMESPACE = uuid.UUID("6a2c35a4-8d3a-4f3e-9d64-0a3b8b7a5c11")
 
 
 class RideSimulation:
-    """Plays orders against the platform as a ride service would: a command side, and workers behind a queue."""
+    """Plays orders against the platform as a ride service would: a command side, and workers behind a queue.
 
-    def __init__(self, platform: EventSQL, *, seed: int, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
+    Each accepted ride puts its commands on the queue `commands`, if there is one.
+    """
+
+    def __init__(
+        self, platform: EventSQL, *, seed: int, metadata: Mapping[str, str] = MappingProxyType({}),
+        commands: Queue | None = None,
+    ) -> None:  # fmt: skip
         self._database = platform.database
         self._store = Store(platform.database)
         self._orders = Repository(self._store, Order, platform.publisher)
         self._queue = Queue(platform.database, DISPATCH_QUEUE)
+        self._commands = commands
         self._seed = seed
         self._metadata = metadata
 
@@ -86,7 +94,10 @@ class RideSimulation:
         return published
 
     def _drive(self, order_id: str, connection: Connection) -> int:
-        """Find a driver for an order and bring it to its end; gives the number of events published."""
+        """Find a driver for an order and bring it to its end; gives the number of events published.
+
+        The commands of an accepted ride are sent in the transaction that accepts it.
+        """
         draw = self._random("drive", order_id)
         order = self._orders.load(order_id, connection=connection)
         at = datetime.fromisoformat(order.updated_at)
@@ -97,6 +108,8 @@ class RideSimulation:
         at += timedelta(seconds=draw.randrange(15, 240))
         order.accept(f"driver-{draw.randrange(80)}", at=at)
         self._save(order, connection)
+        if self._commands is not None:
+            self._commands.send_all(commands_of(order), connection=connection)
         if draw.random() < 0.05:
             order.cancel("driver", at=at + timedelta(seconds=draw.randrange(30, 600)))
         else:

@@ -2,9 +2,11 @@
 
 import dagster as dg
 
+from assets.rides.commands import RIDE_COMMANDS
 from assets.rides.order import RIDE_ORDERS
 from assets.rides.service import RideSimulation
 from eventsql_orchestration.dagster import PUBLISHED_EVENTS, PUBLISHED_TOPIC, EventSQLResource, lineage, topic_key
+from eventsql_orchestration.queue import Queue
 
 
 class SimulationConfig(dg.Config):
@@ -25,7 +27,8 @@ def ride_orders(
     context: dg.AssetExecutionContext, config: SimulationConfig, eventsql: EventSQLResource
 ) -> dg.MaterializeResult[None]:
     """Simulate `orders` orders from placing to their end."""
-    simulation = RideSimulation(eventsql.platform, seed=config.seed, metadata=lineage(context))
+    commands = Queue(eventsql.platform, RIDE_COMMANDS, ordered=True)
+    simulation = RideSimulation(eventsql.platform, seed=config.seed, metadata=lineage(context), commands=commands)
     published = simulation.run(config.orders)
     context.log.info("published %d events of %d orders to topic %s", published, config.orders, RIDE_ORDERS.name)
     return dg.MaterializeResult(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from assets.comparison import Comparison, compared
+from assets.rides.commands import ANSWERS, CHARGE, RIDE_ANSWERS, RIDE_COMMANDS
 from assets.rides.counting import count_fares, count_utilisation
 from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
 from assets.rides.order import RIDE_ORDERS
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.views import Views
 
 
@@ -36,6 +39,36 @@ def order_status_matches_log(platform: EventSQL) -> Comparison:
             "orders beyond the log": len(found.keys() - expected.keys()),
             "timeline entries": timeline,
             "changes counted": counted,
+        },
+    )
+
+
+def ride_charges_match_log(platform: EventSQL) -> Comparison:
+    """Whether each accepted ride was notified and charged once. Commands and answers may still be on their way."""
+    accepted = {state["order_id"] for state in _orders(platform) if state["change"] == "accepted"}
+    # In the order of the way of a command, so that nothing is missed that moves on meanwhile.
+    commands = Queue(platform, RIDE_COMMANDS, ordered=True).statistics()
+    under_way = commands.depth + commands.dead + platform.buffered().get(RIDE_ANSWERS.name, 0)
+    answers = Counter(
+        (answer["order_id"], answer["answer"])
+        for batch in platform.reader.stream(RIDE_ANSWERS.name)
+        for answer in (json.loads(event.value) for event in batch)
+    )
+    with platform.database.transaction() as connection:
+        charged = {order for (order,) in connection.execute("SELECT order_id FROM rides.charge")}
+    missing = {(order, answer) for order in accepted for answer in ANSWERS.values()} - answers.keys()
+    twice = sum(count > 1 for count in answers.values())
+    uncharged = sum(answer == ANSWERS[CHARGE] and order not in charged for order, answer in answers)
+    return Comparison(
+        not twice and not uncharged and len(missing) <= under_way,
+        {
+            "accepted rides": len(accepted),
+            "answers": answers.total(),
+            "answers twice": twice,
+            "answers missing": len(missing),
+            "commands and answers under way": under_way,
+            "charges": len(charged),
+            "charges missing": uncharged,
         },
     )
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,11 +35,13 @@ from eventsql_orchestration.dagster.tags import (
     DEV_TAG,
     DEV_VERIFICATION,
     FINISHED,
+    QUEUE_TAG,
     TRANSFER_TAG,
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import only_one
 from eventsql_orchestration.orchestration.rounds import Counts, account
+from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
@@ -199,8 +201,9 @@ class Running:
         deadline = time.monotonic() + timeout
         for job in (simulations := self.simulations):
             self.run(job, config=self.config, timeout=timeout)
+        queues = self.dagster.values_of(QUEUE_TAG)
         consume_all(
-            self.platform, self.progress, deadline, busy=self._consuming, check=self._check,
+            self.platform, self.progress, deadline, busy=lambda: self._consuming(queues), check=self._check,
             log=self.dagster.log,
         )  # fmt: skip
         left_seconds = max(1.0, deadline - time.monotonic())
@@ -215,9 +218,15 @@ class Running:
         self.dagster.require_running()
         self.keep_spark()
 
-    def _consuming(self) -> bool:
-        """Whether a run is under way that may publish or consume: any run except the transfer's."""
-        return any(TRANSFER_TAG not in run.tags for run in self.instance.get_runs(UNDER_WAY))
+    def _consuming(self, queues: Collection[str]) -> bool:
+        """Whether a run is under way that may publish or consume: any run except the transfer's. Or whether messages
+        of these queues wait for a worker.
+        """
+        if any(TRANSFER_TAG not in run.tags for run in self.instance.get_runs(UNDER_WAY)):
+            return True
+        lags = (lag for shard in self.platform.shards for lag in queue_lags(shard.database) if queues)
+        # Delayed messages may be due long after the round.
+        return any(lag.queue in queues and lag.depth > lag.delayed for lag in lags)
 
     def serve(self, console: Console) -> NoReturn:
         """Show lag, and simulate a round every minute if the location can, until the user ends it."""

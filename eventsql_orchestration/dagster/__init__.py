@@ -34,7 +34,7 @@ from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.dagster.location_options import LocationOptions
 from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_alert_sensor
-from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, build_lag_check
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, ReportedCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.monitoring.projection_check import build_projection_check
@@ -84,6 +84,7 @@ __all__ = [
     "QueueCheck",
     "QueueLimits",
     "RangeLimits",
+    "ReportedCheck",
     "RunLimits",
     "TickOptions",
     "TopicResource",

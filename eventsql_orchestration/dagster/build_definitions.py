@@ -75,7 +75,9 @@ def common_definitions(
     suffix = "" if options.name is None else f"_{options.name}"
     known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
     # Several definitions may consume one topic, but only one of them can have its asset.
-    external = _external(consumers, known if options.platform else options.topics, dead_letters=options.dead_letters)
+    external = _external(
+        consumers, options.workers, known if options.platform else options.topics, dead_letters=options.dead_letters
+    )  # fmt: skip
     register = build_register_job(
         consumers,
         topics=known,
@@ -151,11 +153,15 @@ def consumer_checks(consumers: Sequence[ConsumerDefinition], lag: LagLimits | No
     return checks
 
 
-def _external(consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], *, dead_letters: bool) -> list[Topic]:
-    """The topics that are external assets: no consumer publishes to them. With `dead_letters`, also the dead letter
-    topics of their consumers.
+def _external(
+    consumers: Sequence[ConsumerDefinition], workers: Sequence[WorkerDefinition], topics: Sequence[Topic],
+    *, dead_letters: bool,
+) -> list[Topic]:  # fmt: skip
+    """The topics that are external assets: no consumer and no worker publishes to them. With `dead_letters`, also the
+    dead letter topics of their consumers.
     """
-    published = {key for consumer in consumers for key in consumer.asset.keys}
+    assets = [*(consumer.asset for consumer in consumers), *(worker.asset for worker in workers)]
+    published = {key for asset in assets for key in asset.keys}
     names = {topic.name for topic in topics}
     letters = dead_letter_topics([each for each in consumers if each.topic.name in names]) if dead_letters else []
     each_once = {topic.name: topic for topic in (*letters, *topics)}

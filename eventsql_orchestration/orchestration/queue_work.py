@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
 import psycopg
 
-from eventsql_orchestration.consuming.batch import check_returned
 from eventsql_orchestration.consuming.failures import transaction_lost
 from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED
 from eventsql_orchestration.database import Connection
@@ -36,8 +36,9 @@ on would spend the receives of all others."""
 _OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError)
 """Errors that no message is to blame for. They end the run."""
 
-MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], object]
-"""Takes messages, and the connection whose transaction acknowledges them."""
+MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], Mapping[str, int]]
+"""Takes messages, and the connection whose transaction acknowledges them. Gives the number of events that it published
+to each topic in that transaction."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ class WorkedOff:
     failed: int = 0
     lost: int = 0
     batches: int = 0
+    published: Counter[str] = field(default_factory=Counter)
     failures: list[FailedMessage] = field(default_factory=list)
     gave_up: bool = False
     """Whether the run ended because each message of a batch failed."""
@@ -164,10 +166,11 @@ class QueueRun:
 
     def _handle(self, messages: Sequence[Message]) -> None:
         with self.queue.transaction(messages[0]) as connection:
-            check_returned(self.handler(messages, connection))
+            published = self.handler(messages, connection)
             if transaction_lost(connection):
                 raise psycopg.ProgrammingError(TRANSACTION_ENDED)
             self.queue.acknowledge_all(messages, connection=connection)
+        self.done.published.update(published)
 
     def _settle(self, messages: Sequence[Message], waiting: list[Message], *, count: bool = True) -> None:
         for message in messages:

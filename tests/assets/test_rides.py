@@ -10,12 +10,14 @@ import dagster as dg
 import pytest
 from pyspark.sql import SparkSession
 
-from assets.rides import fares, utilisation
+from assets.rides import fares, utilisation, verification
+from assets.rides.commands import RIDE_COMMANDS
 from assets.rides.order import RIDE_ORDERS
 from assets.rides.service import RideSimulation
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.dagster.io.spark_progress import SPARK_ROWS, SPARK_TASKS
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.spark.java import ensure_java
 
 
@@ -45,9 +47,10 @@ def test_tables_of_fares_and_of_drivers_hold_what_the_log_says_after_runs_over_t
             return result
 
         run("setup")
-        simulation = RideSimulation(platform, seed=7)
+        simulation = RideSimulation(platform, seed=7, commands=Queue(platform, RIDE_COMMANDS, ordered=True))
         for _ in range(2):
             simulation.run(15)
+            assert run("work_ride_charges").get_asset_materialization_events()
             result = run("consume_with_spark")
             for name in ("zone_fares_sums", "driver_utilisation_sums"):
                 (materialized,) = [
@@ -64,5 +67,11 @@ def test_tables_of_fares_and_of_drivers_hold_what_the_log_says_after_runs_over_t
             assert isinstance(checked, dg.AssetCheckResult)
             assert checked.passed, checked.metadata
             assert checked.metadata["rows"].value
+        charged = verification.ride_charges_match_log(platform)
+        assert charged.passed, charged.figures
+        rides = int(charged.figures["accepted rides"])
+        assert rides > 10
+        figures = [charged.figures[name] for name in ("answers", "answers missing", "charges")]
+        assert figures == [2 * rides, 0, rides]
     finally:
         resource.platform.close()

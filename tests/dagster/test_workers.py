@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     AssetOptions,
     EventSQLAssetProps,
@@ -411,3 +411,44 @@ def test_the_example_of_the_document_is_a_location_that_works_a_queue_off(platfo
     assert location.resolve_job_def("work_make_thumbnails").execute_in_process(resources=resources).success
     with platform.database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM thumbnail").fetchone() == (2,)
+
+
+def test_answers_are_published_with_the_acknowledgement_or_not_at_all(
+    work: Work, metadata: Callable[..., dict[str, Any]]
+) -> None:
+    ids = work.send(4)
+    answers = Topic("answers")
+    failing = [True]
+
+    def answer(messages: Sequence[Message], connection: Connection) -> list[Publication]:
+        if failing and any(each.id == ids[1] for each in messages):
+            raise ValueError("not yet")
+        return [Publication("answers", each.body) for each in messages]
+
+    definition = worker(answer, publishes=answers, backoff=lambda _: 600.0)
+    definition.register(work.bench.platform)
+    assert {spec.key for spec in definition.asset.specs} == {definition.key, topic_key("answers")}
+    assert not work.run(definition).success
+    failing.clear()
+    work.end_pauses()
+    result = work.run(definition)
+    assert result.success
+    work.bench.platform.transfer.run_once()
+    events = work.bench.platform.reader.read("answers")
+    assert sorted(event.value for event in events) == [b"0", b"1", b"2", b"3"]
+    assert events[-1].metadata["dagster_run_id"] == result.run_id
+    assert metadata(result, topic_key("answers"))["published events"] == 1
+
+
+@pytest.mark.parametrize("returned", [b"x", [Publication("others", b"x")], [b"x"]])
+def test_what_is_no_answer_fails_and_publishes_nothing(work: Work, returned: object) -> None:
+    work.send(1)
+
+    def answer(messages: Sequence[Message], connection: Connection) -> object:
+        return returned
+
+    definition = worker(answer, publishes=Topic("answers"))
+    definition.register(work.bench.platform)
+    assert not work.run(definition).success
+    assert work.queue.statistics().depth == 1
+    assert work.bench.platform.buffered() == {}

@@ -95,5 +95,5 @@ def test_every_command_of_the_tutorial_works_and_the_table_equals_the_count_over
 
     summary = next(output for output in outputs if output.startswith("topic "))
     results = {line.split()[0]: line.split()[-1] for line in summary.splitlines()[1:]}
-    topics = ("directory_churn", "driver_utilisation", "file_changes", "ride_orders", "zone_fares")
+    topics = ("directory_churn", "driver_utilisation", "file_changes", "ride_answers", "ride_orders", "zone_fares")
     assert results == dict.fromkeys(topics, "exact")

@@ -175,6 +175,11 @@ class LocalDagster:
         ]
         return sorted(wanted)
 
+    def values_of(self, tag: str) -> set[str]:
+        """The values of a tag of the location's jobs. Raises as `jobs_with`."""
+        jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
+        return {each["value"] for job in jobs for each in job["tags"] if each["key"] == tag}
+
     def instance(self) -> dg.DagsterInstance:
         """The instance of these processes, which the caller closes."""
         return dg.DagsterInstance.from_config(str(self.instance_home))

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import Connection, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.batch import check_returned
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, Dependency, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
-from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_SHARD, ROW_COUNT
+from eventsql_orchestration.dagster.lineage.metadata_keys import (
+    INPUT_SHARD,
+    PUBLISHED_EVENTS,
+    PUBLISHED_TOPIC,
+    ROW_COUNT,
+)
+from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.dagster.queues.tick import QueueWatch
 from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG, pool_tags
-from eventsql_orchestration.dagster.topics import KINDS, declared_columns, freshness_policy
+from eventsql_orchestration.dagster.topics import KINDS, declared_columns, freshness_policy, topic_asset, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.orchestration.queue_work import QueueRun, WorkedOff
-from eventsql_orchestration.queue import Queue, QueueDefinition, QueueOptions
+from eventsql_orchestration.queue import Message, Queue, QueueDefinition, QueueOptions
 from eventsql_orchestration.queue.queue import checked_options
 from eventsql_orchestration.queue.worker import Backoff, exponential
 from eventsql_orchestration.threads import start_thread
@@ -97,10 +105,15 @@ class WorkerDefinition:
     sensor: dg.SensorDefinition
     key: dg.AssetKey
     limits: WorkLimits
-    translator: EventSQLTranslator | None = field(default=None, repr=False)
+    publishes: tuple[Topic, ...] = ()
 
     def register(self, platform: EventSQL) -> QueueDefinition:
-        """Create the queue, or give an existing one the declared options. Raises `RedefinitionError`."""
+        """Create the topics that it publishes to, and the queue, or give an existing queue the declared options.
+
+        Raises `RedefinitionError`.
+        """
+        for topic in self.publishes:
+            platform.registry.register_topic(topic)
         return Queue(platform, self.queue, **asdict(self.queue_options)).definition()
 
 
@@ -108,6 +121,7 @@ def worker_asset(
     *,
     queue: str,
     queue_options: QueueOptions = DEFAULT_QUEUE,
+    publishes: Topic | Sequence[Topic] = (),
     name: str | None = None,
     backoff: Backoff = exponential,
     limits: WorkLimits = DEFAULT_LIMITS,
@@ -124,13 +138,18 @@ def worker_asset(
     the queue's `max_receives`. The run goes on with the other messages, and fails at its end. Heartbeats keep the
     messages from other receivers while the function works.
 
-    The job `register` creates the queue, and gives an existing one the `queue_options` that are set. A sensor requests
-    a run if messages wait. The asset's name is `name` (by default the function's name), the job and the sensor are
-    called `work_<name>`. Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    With `publishes`, the function returns publications for these topics, or None. They are published in the transaction
+    that acknowledges the messages, with the run in their metadata, and the topics become assets of the same run.
+
+    The job `register` creates the queue and those topics, and gives an existing queue the `queue_options` that are set.
+    A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name), the job and
+    the sensor are called `work_<name>`.
+    Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
     declared = checked_options(check_name("queue name", queue), queue_options)
+    topics = (publishes,) if isinstance(publishes, Topic) else tuple(publishes)
 
     def decorate(function: Callable[..., Any]) -> WorkerDefinition:
         user = UserFunction.of(function, required=("messages", "connection"), optional=("context",))
@@ -141,21 +160,25 @@ def worker_asset(
                 f"asset another name, for example name={'work_' + queue!r}"
             )
         spec = _spec(queue, asset_name, user.call.__doc__, options)
-        step = _Step(queue, declared, user, limits, backoff, spec.key)
+        step = _Step(queue, declared, user, limits, backoff, spec.key, topics)
+        published = [
+            topic_asset(topic, deps=[spec.key], translator=options.translator).replace_attributes(skippable=True)
+            for topic in topics
+        ]
         asset = dg.multi_asset(
-            name=asset_name, specs=[spec], retry_policy=options.retry_policy, pool=options.pool,
+            name=asset_name, specs=[spec, *published], retry_policy=options.retry_policy, pool=options.pool,
             op_tags=pool_tags(options.pool),
         )(user.as_compute(WorkConfig, step))  # fmt: skip
         job = dg.define_asset_job(
             f"work_{asset_name}",
-            selection=dg.AssetSelection.assets(spec.key).without_checks(),
+            selection=dg.AssetSelection.assets(*asset.keys).without_checks(),
             description=f"Works queue {queue} off, a batch at a time.",
             executor_def=dg.in_process_executor,
             tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
         )
         watch = QueueWatch(queue, asset_name, limits, job.name, ticks)
         sensor = build_sensor(watch, job, default_status)
-        return WorkerDefinition(queue, declared, asset, job, sensor, spec.key, limits, options.translator)
+        return WorkerDefinition(queue, declared, asset, job, sensor, spec.key, limits, topics)
 
     return decorate
 
@@ -202,6 +225,7 @@ class _Step:
     limits: WorkLimits
     backoff: Backoff
     key: dg.AssetKey
+    publishes: tuple[Topic, ...]
 
     def __call__(
         self, context: dg.AssetExecutionContext, config: WorkConfig, resources: Mapping[str, Any]
@@ -213,13 +237,13 @@ class _Step:
             self._report(context, done)
         except BaseException:
             # The messages that a failing run handled are acknowledged, so they belong to the asset's history.
-            if done.handled:
-                context.log_event(dg.AssetMaterialization(self.key, metadata=self._metadata(done, shard)))
+            for key, metadata in self._results(done, shard):
+                context.log_event(dg.AssetMaterialization(key, metadata=metadata))
             raise
-        if done.handled:
-            yield dg.MaterializeResult(asset_key=self.key, metadata=self._metadata(done, shard))
-        else:
+        if not done.handled:
             context.log.info("no messages of queue %s wait", self.queue)
+        for key, metadata in self._results(done, shard):
+            yield dg.MaterializeResult(asset_key=key, metadata=metadata)
 
     def _work(
         self, context: dg.AssetExecutionContext, shard: str | None, resources: Mapping[str, Any], done: WorkedOff
@@ -228,10 +252,13 @@ class _Step:
         require_queue(eventsql.platform, self.queue)
         source = eventsql.platform if shard is None else eventsql.shard(shard)
         call = partial(self.user, resources, context=context)
+
+        def handle(messages: Sequence[Message], connection: Connection) -> Mapping[str, int]:
+            return self._publish(context, eventsql, call(messages=messages, connection=connection), connection)
+
         run = QueueRun(
-            Queue(source, self.queue, ordered=self.options.ordered),
-            lambda messages, on: call(messages=messages, connection=on),
-            self.limits, self.backoff, context.log, done,
+            Queue(source, self.queue, ordered=self.options.ordered), handle, self.limits, self.backoff, context.log,
+            done,
         )  # fmt: skip
         with _signs_of_life(context, self.limits.lease):
             run.drain()
@@ -244,6 +271,36 @@ class _Step:
         if not done.gave_up:
             context.instance.add_run_tags(run_id, {HANDLED_TAG: run_id})
         raise _failure(self.queue, done)
+
+    def _publish(
+        self, context: dg.AssetExecutionContext, eventsql: EventSQLResource, returned: object, connection: Connection
+    ) -> Mapping[str, int]:
+        """Publish what the function returned. Gives the number of events of each topic."""
+        check_returned(returned)
+        if not self.publishes:
+            return {}
+        publications = [] if returned is None else returned
+        if not isinstance(publications, Sequence):
+            raise ValidationError(
+                f"the worker of queue {self.queue!r} returns a list of publications or None, not "
+                f"{type(returned).__name__}"
+            )
+        topics = {topic.name for topic in self.publishes}
+        for each in publications:
+            if not isinstance(each, Publication) or each.topic not in topics:
+                raise ValidationError(f"the worker of queue {self.queue!r} publishes to {sorted(topics)}, not {each!r}")
+        origin = lineage(context)
+        mine = [replace(each, metadata={**each.metadata, **origin}) for each in publications]
+        eventsql.platform.publisher.publish_all(mine, connection=connection)
+        return Counter(each.topic for each in mine)
+
+    def _results(self, done: WorkedOff, shard: str | None) -> Iterator[tuple[dg.AssetKey, dict[str, Any]]]:
+        """The metadata of the assets that the run materialized: none if it handled nothing."""
+        if not done.handled:
+            return
+        yield self.key, self._metadata(done, shard)
+        for topic, events in done.published.items():
+            yield topic_key(topic), {PUBLISHED_TOPIC: topic, PUBLISHED_EVENTS: events, ROW_COUNT: events}
 
     def _metadata(self, done: WorkedOff, shard: str | None) -> dict[str, Any]:
         return {
