@@ -1,4 +1,4 @@
-"""Senders and workers are killed under load: no message is lost, handled twice, or out of its key's order."""
+"""Senders, workers and servers are killed under load: no message is lost, handled twice, or out of its key's order."""
 
 from __future__ import annotations
 
@@ -6,19 +6,25 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Final
 
 import psycopg
 import pytest
 
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.queue import Queue
-from tests.fixtures import Until
+from tests.conftest import own_server
+from tests.log.servers import WAYS
 
 SENDERS = ("a", "b")
-
-Start = Callable[[], "subprocess.Popen[bytes]"]
+PATIENCE: Final = 120.0
+"""Seconds for the next messages to be handled: a server may be away for a while."""
 
 
 def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[bytes]:
@@ -28,7 +34,7 @@ def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[bytes]:
 
     def end() -> None:
         process.kill()
-        process.wait()
+        process.wait(60)
         assert process.stdin is not None
         process.stdin.close()
 
@@ -36,7 +42,16 @@ def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[bytes]:
     return process
 
 
-def _run(database: Database, until: Until, *, ordered: bool, messages: int, kills: int) -> None:
+def _run(
+    database: Database,
+    files: Path,
+    *,
+    ordered: bool,
+    messages: int,
+    breaks: int,
+    server: EmbeddedPostgres | None = None,
+) -> None:  # fmt: skip
+    """Break a process, or the server if there is one of the test's own, again and again; then count."""
     queue = Queue(database, "faults", ordered=ordered)
     queue.definition()
     dsn, chance = database.dsn, random.Random(7)
@@ -47,27 +62,44 @@ def _run(database: Database, until: Until, *, ordered: bool, messages: int, kill
         )
         connection.execute("INSERT INTO public.sent VALUES ('a', 0), ('b', 0)")
 
-        def done() -> int:
+    def done() -> int:
+        with suppress(psycopg.OperationalError), psycopg.connect(dsn) as connection:
             row = connection.execute("SELECT count(*) FROM public.done").fetchone()
             return 0 if row is None else int(row[0])
+        return 0
 
-        wanted = messages * len(SENDERS)
-        with ExitStack() as stack:
-            roles = [*(("send", dsn, sender, str(messages)) for sender in SENDERS), ("work", dsn), ("work", dsn)]
-            running = {(*role, str(number)) if role[0] == "work" else role: role for number, role in enumerate(roles)}
-            processes = {name: _start(stack, *role) for name, role in running.items()}
-            for kill in range(kills):
-                goal = wanted * (kill + 1) // (kills + 2)
-                until(lambda goal=goal: done() >= goal)  # type: ignore[misc]
-                name = chance.choice(list(processes))
-                processes[name].send_signal(signal.SIGKILL)
-                processes[name].wait()
-                processes[name] = _start(stack, *running[name])
-            until(lambda: done() >= wanted and queue.statistics().depth == 0)
+    def empty() -> bool:
+        with suppress(DatabaseError):
+            return queue.statistics().depth == 0
+        return False
 
+    wanted = messages * len(SENDERS)
+    receipts = [files / f"receipts-{number}" for number in range(2)]
+    with ExitStack() as stack:
+        roles = [
+            *(("send", dsn, sender, str(messages)) for sender in SENDERS),
+            *(("work", dsn, str(file)) for file in receipts),
+        ]
+        processes = {role: _start(stack, *role) for role in roles}
+        for number in range(breaks):
+            goal = wanted * (number + 1) // (breaks + 2)
+            _await(lambda goal=goal: done() >= goal)  # type: ignore[misc]
+            if server is None:
+                role = chance.choice(roles)
+                processes[role].send_signal(signal.SIGKILL)
+                processes[role].wait(60)
+                processes[role] = _start(stack, *role)
+            else:
+                WAYS[number % len(WAYS)](server, chance)
+        _await(lambda: done() >= wanted and empty())
+
+    with psycopg.connect(dsn) as connection:
         rows = connection.execute("SELECT key, body FROM public.done ORDER BY place").fetchall()
     bodies = [body for _, body in rows]
     assert sorted(bodies) == sorted(f"{sender}:{number}" for sender in SENDERS for number in range(1, messages + 1))
+    # A receive has one receipt: two handlers with the same one would have had the message at once.
+    handled = [line for file in receipts for line in file.read_text().splitlines()]
+    assert len(handled) == len(set(handled)) >= wanted
     if ordered:
         with_keys: dict[str, list[int]] = {}
         for key, body in rows:
@@ -77,19 +109,37 @@ def _run(database: Database, until: Until, *, ordered: bool, messages: int, kill
             assert numbers == sorted(numbers, key=_sent)
 
 
+def _await(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(0.02)
+
+
 def _sent(number: int) -> tuple[int, int, int]:
     batch, place = divmod(number - 1, 5)
     return batch, place % 2, place
 
 
 @pytest.mark.parametrize("ordered", [False, True])
-def test_killed_senders_and_workers_lose_and_double_nothing(database: Database, until: Until, *, ordered: bool) -> None:
-    _run(database, until, ordered=ordered, messages=60, kills=3)
+def test_killed_senders_and_workers_lose_and_double_nothing(
+    database: Database, tmp_path: Path, *, ordered: bool
+) -> None:
+    _run(database, tmp_path, ordered=ordered, messages=60, breaks=3)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("ordered", [False, True])
 def test_many_killed_senders_and_workers_lose_and_double_nothing(
-    database: Database, until: Until, *, ordered: bool
+    database: Database, tmp_path: Path, *, ordered: bool
 ) -> None:
-    _run(database, until, ordered=ordered, messages=1_500, kills=25)
+    _run(database, tmp_path, ordered=ordered, messages=1_500, breaks=25)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("ordered", [False, True])
+def test_a_server_that_is_killed_under_senders_and_workers_loses_and_doubles_nothing(
+    tmp_path: Path, *, ordered: bool
+) -> None:
+    with own_server() as server, Database(server.start().dsn) as database:
+        _run(database, tmp_path, ordered=ordered, messages=400, breaks=2 * len(WAYS), server=server)
