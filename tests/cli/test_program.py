@@ -16,6 +16,7 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.cli.conftest import Start
@@ -331,11 +332,12 @@ def test_neither_the_library_nor_the_help_loads_what_an_extra_brings(code: str) 
 
 
 def test_a_command_whose_extra_is_missing_names_it(invoke: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [name for name in sys.modules if name.startswith("eventsql_orchestration.dagster")]:
+    needing = ("eventsql_orchestration.dagster", "eventsql_orchestration.cli.development")
+    for name in [name for name in sys.modules if name.startswith(needing)]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "eventsql_orchestration.cli.trace", raising=False)
+    monkeypatch.delitem(vars(lazy), "Development", raising=False)
     monkeypatch.setitem(sys.modules, "dagster", None)
-    result = invoke("trace", "rides", "1")
+    result = invoke("dev", "-m", "json")
     assert result.exit_code == 1
     assert one_line(result).endswith("needs the extra [dagster]: pip install 'eventsql-orchestration[dagster]'")
 
