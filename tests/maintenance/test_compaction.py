@@ -10,7 +10,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.storage import compacting, copy_out, log_table
+from eventsql_orchestration.storage import compacting, copy_out, log_table, reading
 from eventsql_orchestration.storage.erasing import try_change
 from tests.fixtures import Sessions
 
@@ -73,6 +73,18 @@ def test_readers_of_any_batch_size_see_each_event_once_and_in_order_while_it_is_
             if len(found) > 20:
                 single.compactor.execute("orders")
         assert content(found) == whole
+
+
+def test_a_range_within_the_gaps_of_many_blocks_has_its_events(
+    single: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "_FIRST_BLOCKS", 2)
+    whole = [event.id for event in single.reader.read("orders")]
+    single.compactor.execute("orders")
+    for after in range(100):
+        for upto in (after + 1, after + 4):
+            found = [event.id for event in single.reader.read("orders", after=after, upto=upto, limit=3)]
+            assert found == [each for each in whole if after < each <= upto][:3]
 
 
 def test_a_snapshot_that_is_open_meanwhile_has_each_event_once(

@@ -37,11 +37,12 @@ WITH near AS (
 )
 {taken};
 
--- read -- The same of all partitions. `more` says that there are blocks with gaps: then it may not be in order.
+-- read -- The same of all partitions. `more` says that there are blocks with gaps: then it may not be in order. A block
+-- whose gap has the whole range does not count: there may be one in each partition.
 WITH own AS MATERIALIZED (
     SELECT *, {up_to of {after}} AS nth, {held} AS held
     FROM {schema}.{block_table}
-    WHERE {in_range}
+    WHERE {in_range} AND {held} > 0
     ORDER BY eql_id
     LIMIT %(blocks)s
 ), near AS (
