@@ -20,6 +20,8 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     EventSQLError,
     MessageNotFoundError,
+    PermissionDeniedError,
+    SchemaOutdatedError,
 )
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.queue import Message, Queue
@@ -33,7 +35,7 @@ WHOLE_BATCH: Final = 10
 """A run ends if each message of a batch of at least this size fails. The cause is then hardly the messages, and going
 on would spend the receives of all others."""
 
-_OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError)
+_OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError, PermissionDeniedError, SchemaOutdatedError)
 """Errors that no message is to blame for. They end the run."""
 
 MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], Mapping[str, int]]
@@ -91,7 +93,7 @@ class QueueRun:
     def drain(self) -> None:
         """Work until no message comes for `drain_idle` seconds, or a limit is reached.
 
-        Raises `DatabaseUnavailableError` and `DatabaseFullError`.
+        Raises `DatabaseUnavailableError`, `DatabaseFullError`, `PermissionDeniedError` and `SchemaOutdatedError`.
         """
         limits, timeout = self.limits, self.queue.definition().visibility_timeout
         deadline = time.monotonic() + limits.drain_seconds
@@ -146,7 +148,8 @@ class QueueRun:
                 self.done.lost += 1
                 self.log.warning("message %s went to another receiver before it was handled", message.id)
             self._settle([message], waiting, count=False)
-        self.done.gave_up = len(messages) >= WHOLE_BATCH and self.done.failed - failed == len(messages)
+        # Batches of other shards may still follow.
+        self.done.gave_up |= len(messages) >= WHOLE_BATCH and self.done.failed - failed == len(messages)
 
     def _handle_alone(self, message: Message) -> None:
         try:

@@ -28,7 +28,7 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.dagster.consumers.decision import RunState
 from eventsql_orchestration.dagster.queues.tick import RecentRuns, Waiting, why_not
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
 from tests.dagster.conftest import Workbench
 from tests.dagster.test_documents import DAGSTER, examples
@@ -180,14 +180,18 @@ def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_a
     assert "2 runs in a row failed; the next is requested in" in work.tick(definition)
 
 
-def test_a_database_that_is_away_costs_no_message_a_receive_and_the_retried_step_goes_on(work: Work) -> None:
+@pytest.mark.parametrize("error", [DatabaseUnavailableError, PermissionDeniedError])
+def test_a_database_that_refuses_costs_no_message_a_receive_and_the_retried_step_goes_on(
+    work: Work, error: type[Exception]
+) -> None:
     ids = work.send(5)
     cut = iter([True])
 
     def cut_off(messages: Sequence[Message], connection: Connection) -> None:
         write(messages, connection)
         if next(cut, False):
-            raise DatabaseUnavailableError
+            raise error
+        assert work.receives() == [(2, 1)] * 5
 
     definition = worker(cut_off, options=AssetOptions(retry_policy=dg.RetryPolicy(max_retries=1)))
     result = work.run(definition)
