@@ -221,24 +221,30 @@ class Projections:
                 break
         return self._swap(each, batch)
 
-    def compare(self, name: str, columns: Mapping[str, str], *, sample: int = 20) -> Comparison:
+    def compare(self, name: str, id_columns: Mapping[str, str], *, sample: int = 20) -> Comparison:
         """Compare the rows of `sample` random aggregates with a replay of their changes, in one snapshot.
 
-        `columns` names, for each table to compare, the column that has the aggregate's id: a row has to follow from the
-        changes of that aggregate alone. Columns with a default are not compared. If the projection follows by a
+        `id_columns` names, for each table to compare, the column that has the aggregate's id: a row has to follow from
+        the changes of that aggregate alone. Columns with a default are not compared. If the projection follows by a
         subscription, the replay ends at the subscription's place. Nothing is changed; choosing the sample takes longer
         the more aggregates there are.
 
         Raises `ValidationError` for a table that the projection does not have, and `ProjectionError` for a column.
         """
         each = self._named(name)
-        if not columns or not set(columns) <= set(each.tables):
+        if not id_columns or not set(id_columns) <= set(each.tables):
             raise ValidationError(
-                f"columns {shown(columns)} of projection {name!r} are not usable: name a column of some of "
+                f"id_columns {shown(id_columns)} of projection {name!r} are not usable: name a column of some of "
                 f"{', '.join(each.tables)}"
             )
         compared = Compared(
-            each.name, each.schema, columns, each.only, each.subscription, each.projection.create, each.projection.apply
+            each.name,
+            each.schema,
+            id_columns,
+            each.only,
+            each.subscription,
+            each.projection.create,
+            each.projection.apply,
         )
         return compare(self._store, self._queries, compared, check_whole("sample", sample, least=1, most=100_000))
 
@@ -449,7 +455,7 @@ class Projections:
     def _named(self, name: str) -> _Checked:
         if name not in self._projections:
             known = ", ".join(sorted(self._projections)) or "none"
-            raise ValidationError(f"there is no projection {name!r}: these are {known}")
+            raise ValidationError(f"there is no projection named {name!r}: these are {known}")
         return self._projections[name]
 
 

@@ -69,7 +69,7 @@ RESULTS = {
     "ArchivedMessage", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "QueueDefinition",
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
-    "AggregateInfo", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
+    "AggregateInfo", "Comparison", "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
 }  # fmt: skip
 """Classes whose objects only the platform makes; making one checks nothing."""
 

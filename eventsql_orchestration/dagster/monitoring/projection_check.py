@@ -17,15 +17,15 @@ _SHOWN: Final = 20
 
 def build_projection_check(
     projection: Projection,
-    columns: Mapping[str, str],
+    id_columns: Mapping[str, str],
     *,
     sample: int = 20,
     severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
 ) -> dg.AssetChecksDefinition:
     """A check `replay` of the asset of a projection: red if rows differ from a replay of their aggregates' changes.
 
-    Each execution takes `sample` random aggregates. `columns` names, for each table to compare, the column that has the
-    aggregate's id; see `Projections.compare`.
+    Each execution takes `sample` random aggregates. `id_columns` names, for each table to compare, the column that has
+    the aggregate's id; see `Projections.compare`.
     """
 
     @dg.asset_check(
@@ -33,7 +33,9 @@ def build_projection_check(
         description=f"The rows of {sample} random aggregates are as a replay of their changes has them.",
     )  # fmt: skip
     def check(eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        compared = Projections(eventsql.platform.store, [projection]).compare(projection.name, columns, sample=sample)
+        compared = Projections(eventsql.platform.store, [projection]).compare(
+            projection.name, id_columns, sample=sample
+        )
         different = {table: _some(ids) for table, ids in compared.different.items() if ids}
         metadata: dict[str, Any] = {"Aggregates": compared.aggregates, "Changes": compared.changes, **different}
         told = ", ".join(f"{len(ids)} of table {table}" for table, ids in compared.different.items() if ids)
