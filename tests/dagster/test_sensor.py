@@ -96,9 +96,8 @@ def test_a_row_that_another_transaction_has_locked_is_left_alone_at_once(bench: 
     bench.publish("rides", 5)
     with bench.platform.database.transaction() as connection:
         connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
-        started = time.monotonic()
+        # A tick that waited for the row would not end in this block.
         assert bench.tick(eager.sensors[0]) == "another consumption has the partition locked"
-        assert time.monotonic() - started < 2
     request_of(bench.tick(eager.sensors[0]))
 
 
@@ -388,9 +387,7 @@ def test_a_tick_ends_when_the_database_does_not_answer_in_time(bench: Workbench)
     bench.requested(eager, dead, dg.DagsterRunStatus.FAILURE)
     with bench.platform.database.transaction() as connection:
         connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
-        started = time.monotonic()
         assert "statement timeout" in bench.tick(hurried.sensors[0])
-        assert time.monotonic() - started < 5
     request_of(bench.tick(eager.sensors[0]))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -186,7 +186,7 @@ def test_backfills_are_a_group_of_the_graph() -> None:
 
 def test_an_asset_of_the_io_manager_has_an_edge_to_its_topic() -> None:
     @dg.asset(metadata={"topic": "orders"}, io_manager_key="topics")
-    def placed_orders() -> list[Mapping[str, object]]:
+    def placed_orders() -> list[dict[str, object]]:
         return []
 
     location = build_definitions(
@@ -206,7 +206,7 @@ def test_an_io_manager_may_find_topics_by_keys_of_a_team(bench: Workbench) -> No
             return key.path[-1].removesuffix("_published")
 
     @dg.asset(io_manager_key="topics")
-    def orders_published() -> list[Mapping[str, object]]:
+    def orders_published() -> list[dict[str, object]]:
         return [{"value": b"1"}]
 
     bench.platform.registry.register_topic(ORDERS)
