@@ -237,7 +237,8 @@ class Deliveries:
         keys: dict[int, int | None] = {}
         waiting: set[int] = set()
         while missing := limit - len(keys):
-            found = fetch_all(connection, self._queries("free"), {**asked, "limit": missing}, prepare=False)
+            page = {**asked, "limit": missing, "chosen": list(keys)}
+            found = fetch_all(connection, self._queries("free"), page, prepare=False)
             if not found:
                 break
             ids = {**own, "ids": [event for event, _ in found]}

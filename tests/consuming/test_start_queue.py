@@ -16,6 +16,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.deliveries import OWNER
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumerNotFoundError,
@@ -550,6 +551,31 @@ def test_an_acknowledgement_that_a_lost_process_has_under_way_holds_up_its_key_a
     assert own.hand_out(worker, -1, 1).deliveries == []
     session.rollback()
     assert [each.event.id for each in own.hand_out(worker, -1, 2).deliveries] == ids[:2]
+
+
+def test_no_event_overtakes_one_of_its_key_that_becomes_free_meanwhile(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = fill(platform, "aba")
+    shard = platform.shards[0]
+    own = deliveries.Deliveries(shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=3)
+    leaving, lost = own.register("a process that leaves"), own.register("a lost process")
+    held = [own.hand_out(each, -1, 1).deliveries[0] for each in (leaving, lost, leaving)]
+    assert [each.event.id for each in held] == ids
+    session.autocommit = False
+    own._acknowledge_in(session, held[1])
+    own.leave(lost)
+
+    def leave_after_the_first_page(connection: Connection, query: Any, values: Any, **options: Any) -> Any:
+        rows = fetch_all(connection, query, values, **options)
+        if "after" in values:
+            own.leave(leaving)
+        return rows
+
+    monkeypatch.setattr(deliveries, "fetch_all", leave_after_the_first_page)
+    worker = own.register("a process")
+    assert own.hand_out(worker, -1, 1).deliveries == []
+    assert [each.event.id for each in own.hand_out(worker, -1, 2).deliveries] == [ids[0], ids[2]]
 
 
 def test_events_of_a_key_begin_anew_in_their_order_after_a_seek(

@@ -41,10 +41,14 @@ SELECT eql_attempts, eql_failure, eql_due_at
 FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s;
 
 -- free -- The next events that no live process holds, which are due, and before which no event of the same key waits for
--- another process or for its retry. Events whose attempts are spent wait until somebody takes dead letters.
+-- another process or for its retry. Events whose attempts are spent wait until somebody takes dead letters. An event up
+-- to `after` that was not chosen waits, too: it may have become free since.
 SELECT eql_id, eql_key FROM (
     SELECT d.eql_id, d.eql_key, ready.free,
-           bool_and(ready.free OR d.eql_worker = %(worker)s AND w.eql_id IS NOT NULL) OVER (
+           bool_and(
+               ready.free AND (d.eql_id > %(after)s OR d.eql_id = ANY (%(chosen)s::bigint[]))
+               OR d.eql_worker = %(worker)s AND w.eql_id IS NOT NULL
+           ) OVER (
                PARTITION BY d.eql_key, CASE WHEN d.eql_key IS NULL THEN d.eql_id END ORDER BY d.eql_id
            ) AS clear
     FROM {schema}.consumer_delivery d
