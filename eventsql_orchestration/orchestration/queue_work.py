@@ -38,6 +38,9 @@ on would spend the receives of all others."""
 _OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError, PermissionDeniedError, SchemaOutdatedError)
 """Errors that no message is to blame for. They end the run."""
 
+_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
+"""SQLSTATEs of a session that the server ended because its transaction idled or took too long: the handler did that."""
+
 MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], Mapping[str, int]]
 """Takes messages, and the connection whose transaction acknowledges them. Gives the number of events that it published
 to each topic in that transaction."""
@@ -132,9 +135,9 @@ class QueueRun:
         if len(messages) > 1:
             try:
                 self._handle(messages)
-            except _OUTSIDE:
-                raise
-            except Exception as error:  # noqa: BLE001 - a handler may raise anything
+            except Exception as error:
+                if _is_outside(error):
+                    raise
                 self.log.info(
                     "a batch of %d messages failed (%s): handling them one by one", len(messages), reason_of(error)
                 )
@@ -154,15 +157,15 @@ class QueueRun:
     def _handle_alone(self, message: Message) -> None:
         try:
             self._handle([message])
-        except _OUTSIDE:
-            raise
         except MessageNotFoundError as lost:
             if message.id not in lost.ids:
                 self._fail(message, lost)
                 return
             self.done.lost += 1
             self.log.warning("the effects of a message were rolled back: %s", lost)
-        except Exception as error:  # noqa: BLE001 - a handler may raise anything
+        except Exception as error:
+            if _is_outside(error):
+                raise
             self._fail(message, error)
         else:
             self.done.handled += 1
@@ -197,3 +200,7 @@ class QueueRun:
         except MessageNotFoundError as lost:
             # Another receiver has it, or the handler's transaction was committed after all.
             self.log.info("message %s was not released: %s", message.id, lost)
+
+
+def _is_outside(error: Exception) -> bool:
+    return isinstance(error, _OUTSIDE) and getattr(error.__cause__, "sqlstate", None) not in _ENDED_FOR_TIME

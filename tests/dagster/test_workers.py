@@ -200,6 +200,23 @@ def test_a_database_that_refuses_costs_no_message_a_receive_and_the_retried_step
     assert sorted(work.bench.effects()) == ids
 
 
+def test_a_handler_whose_transaction_idles_for_too_long_holds_up_no_other_message(work: Work, until: Until) -> None:
+    ids = work.send(3)
+
+    def idle(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        if ids[1] in {message.id for message in messages}:
+            connection.execute("SET LOCAL idle_in_transaction_session_timeout = '50ms'")
+            session = connection.info.backend_pid
+            with work.bench.platform.database.connection() as other:
+                alive = "SELECT FROM pg_stat_activity WHERE pid = %s"
+                until(lambda: not other.execute(alive, [session]).rowcount)
+
+    assert not work.run(worker(idle)).success
+    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
+    assert work.receives() == [(1, 0)]
+
+
 def test_a_terminated_run_gives_its_messages_back_at_once(work: Work) -> None:
     work.send(5)
 
