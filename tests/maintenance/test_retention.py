@@ -18,6 +18,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
+from tests.forms import in_blocks, stored
 from tests.plain import REPLACE_ORDERS
 
 if TYPE_CHECKING:
@@ -39,9 +40,9 @@ def fill(platform: EventSQL, count: int, topic: str = "orders", **fields: Any) -
 
 
 def age(session: Connection, seconds: float, upto: int) -> None:
-    """Let events up to an offset be so much older."""
+    """Let events up to an offset be so much older. A block is as old as its last event."""
     session.execute(
-        "UPDATE eventsql.orders_event SET eql_created_at = eql_created_at - make_interval(secs => %s) "
+        f"UPDATE eventsql.{stored('orders')} SET eql_created_at = eql_created_at - make_interval(secs => %s) "
         "WHERE eql_id <= %s",
         [seconds, upto],
     )
@@ -49,6 +50,15 @@ def age(session: Connection, seconds: float, upto: int) -> None:
 
 def first(platform: EventSQL) -> int:
     return platform.reader.read("orders", limit=1)[0].id
+
+
+def last_before(platform: EventSQL, border: int, topic: str = "orders") -> int:
+    """The last event of the segment that ends at a border. A block lies in the segment of its last event."""
+    with platform.database.connection() as connection:
+        query = f"SELECT max(eql_id) FROM eventsql.{stored(topic)} WHERE eql_id < %s"
+        found = connection.execute(query, [border]).fetchone()
+    assert found is not None
+    return int(found[0])
 
 
 def consume(platform: EventSQL, consumer: str, count: int = 1_000) -> int:
@@ -63,12 +73,13 @@ def test_everything_is_kept_where_nothing_else_is_said(platform: EventSQL) -> No
 
 
 def test_segments_beyond_a_number_of_events_go(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 60)
+    last = last_before(platform, 30)
     (dropped,) = platform.retention.run_once()
-    assert (dropped.topic, dropped.segments, dropped.upto, dropped.held_by) == ("orders", 3, 29, None)
+    assert (dropped.topic, dropped.segments, dropped.upto, dropped.held_by) == ("orders", 3, last, None)
     assert dropped.bytes > 0
-    assert [event.id for event in platform.reader.read("orders")] == list(range(30, 61))
+    assert [event.id for event in platform.reader.read("orders")] == list(range(last + 1, 61))
     assert platform.retention.run_once()[0].segments == 0
     fill(platform, 10)
     assert platform.retention.run_once()[0].segments == 1
@@ -78,9 +89,10 @@ def test_segments_beyond_an_age_go(platform: EventSQL, session: Connection) -> N
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
     fill(platform, 50)
     assert platform.retention.run_once()[0].segments == 0
-    age(session, 7200, upto=25)
-    assert platform.retention.run_once()[0].upto == 19, "the third segment has an event that is young enough"
-    assert first(platform) == 20
+    last = last_before(platform, 20)
+    age(session, 7200, upto=24)
+    assert platform.retention.run_once()[0].upto == last, "the third segment has an event that is young enough"
+    assert first(platform) == last + 1
 
 
 def test_segments_beyond_a_size_go(platform: EventSQL) -> None:
@@ -124,9 +136,10 @@ def test_what_a_consumer_has_not_passed_is_kept(platform: EventSQL, partitioned:
     assert first(platform) > 1
     while consume(platform, "slow"):
         pass
+    last = last_before(platform, 40)
     (dropped,) = platform.retention.run_once()
     assert dropped.held_by is None
-    assert first(platform) == 40
+    assert first(platform) == last + 1
 
 
 def test_a_partition_without_events_in_a_segment_holds_it_not(platform: EventSQL) -> None:
@@ -142,17 +155,19 @@ def test_force_drops_what_a_consumer_has_not_passed_and_it_goes_on_with_what_is_
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
     platform.registry.register_consumer(Consumer("orders", "slow"))
     fill(platform, 50)
+    last = last_before(platform, 40)
     assert platform.retention.run_once(["orders"], force=True)[0].segments == 4
-    assert consume(platform, "slow") == 11
+    assert consume(platform, "slow") == 50 - last
 
 
 def test_a_look_changes_nothing(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
     fill(platform, 50)
+    last = last_before(platform, 40)
     (planned,) = platform.retention.run_once(execute=False)
     assert platform.reader.count("orders") == 50
     (done,) = platform.retention.run_once()
-    assert (planned.segments, planned.upto) == (done.segments, done.upto) == (4, 39)
+    assert (planned.segments, planned.upto) == (done.segments, done.upto) == (4, last)
 
 
 def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
@@ -163,27 +178,29 @@ def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
 def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_that_reads_it(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 50)
+    gone, last = last_before(platform, 10), last_before(platform, 20)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.orders_event")
     with ThreadPoolExecutor() as executor:
         retaining = executor.submit(platform.retention.run_once)
         until_blocked()
-        assert platform.reader.read("orders", limit=1)[0].id >= 10
+        assert platform.reader.read("orders", limit=1)[0].id > gone
         fill(platform, 5)
         assert not retaining.done()
         assert reading.execute("SELECT count(*) FROM eventsql.orders_event WHERE eql_id > 40").fetchone() is not None
         reading.commit()
         retaining.result()
-    assert first(platform) == 20
+    assert first(platform) == last + 1
 
 
 def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
     platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 50)
+    last = last_before(platform, 20)
     monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.orders_event")
@@ -192,7 +209,7 @@ def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
     reading.commit()
     assert (segments.segments(session, SCHEMA, "orders") or [])[0].detaching
     platform.retention.run_once()
-    assert first(platform) == 20
+    assert first(platform) == last + 1
     tables = session.execute("SELECT count(*) FROM pg_class WHERE relname LIKE 'orders%segment%' AND relkind = 'r'")
     assert tables.fetchone() == (len(segments.segments(session, SCHEMA, "orders") or ()),)
 
@@ -200,12 +217,12 @@ def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
 def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
     platform: EventSQL, session: Connection
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 50)
     ours, theirs = segments.segment_name("orders", 0), segments.segment_name("orders", 10)
     session.execute(f"COMMENT ON TABLE eventsql.{ours} IS '{DROPPED}'")
-    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{ours} CONCURRENTLY")
-    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{ours} CONCURRENTLY")
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
     platform.retention.run_once()
     left = session.execute(
         "SELECT to_regclass(%s) IS NULL, to_regclass(%s) IS NULL", [f"eventsql.{ours}", f"eventsql.{theirs}"]
@@ -216,7 +233,7 @@ def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_r
 def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     platform.registry.register_consumer(Consumer("orders", "all"))
     fill(platform, 50)
     consume(platform, "all")
@@ -233,7 +250,8 @@ def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
 
 
 def test_a_plain_table_gets_segments_with_its_retention(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
+    # A log in blocks always has segments.
+    platform.registry.register_topic(Topic("orders", 2, storage="rows"))
     session.execute(REPLACE_ORDERS)
     fill(platform, 50)
     platform.registry.set_retention("orders", Retention(events=10))
@@ -248,25 +266,27 @@ def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
     platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for topic in ("busy", "orders"):
-        platform.registry.register_topic(Topic(topic, 2, retention=Retention(events=25)))
+        platform.registry.register_topic(Topic(topic, 2, retention=Retention(events=27)))
         fill(platform, 50, topic)
+    last = last_before(platform, 20)
+    (pending, gone) = (last_before(platform, border, "busy") for border in (10, 20))
     monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.busy_event")
     for _ in range(2):
         with pytest.raises(DatabaseBusyError):
             platform.retention.run_once()
-    assert first(platform) == 20
-    assert platform.reader.read("busy", limit=1)[0].id == 10
+    assert first(platform) == last + 1
+    assert platform.reader.read("busy", limit=1)[0].id == pending + 1
     reading.commit()
     platform.retention.run_once()
-    assert platform.reader.read("busy", limit=1)[0].id == 20
+    assert platform.reader.read("busy", limit=1)[0].id == gone + 1
 
 
 def test_two_that_retain_at_once_do_not_disturb_each_other(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, dsn: str
 ) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=25)))
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
     fill(platform, 50)
     reading = sessions()
     reading.execute("SELECT count(*) FROM eventsql.orders_event")
@@ -282,9 +302,11 @@ def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: Even
     platform.registry.register_topic(Topic("orders", 2))
     fill(platform, 50)
     kept = segments.segment_name("orders", 0)
-    session.execute(f"ALTER TABLE eventsql.orders_event DETACH PARTITION eventsql.{kept} CONCURRENTLY")
+    held = session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone()
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{kept} CONCURRENTLY")
     platform.registry.unregister_topic("orders", force=True)
-    assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == (9,)
+    assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == held
+    assert held != (0,)
 
 
 def test_a_segment_whose_events_are_not_committed_yet_is_kept(
@@ -297,7 +319,12 @@ def test_a_segment_whose_events_are_not_committed_yet_is_kept(
     writing = sessions()
     writing.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
     writing.execute(
-        "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+        "INSERT INTO eventsql.orders_block "
+        "(eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_values) "
+        "SELECT max(id), -1, 20, now(), now(), array_agg('x'::bytea) "
+        "FROM (SELECT nextval('eventsql.orders_block_eql_id_seq') AS id FROM generate_series(1, 20)) drawn"
+        if in_blocks()
+        else "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
         "SELECT -1, 'x', now(), '{}' FROM generate_series(1, 20)"
     )
     with ThreadPoolExecutor() as executor:

@@ -25,6 +25,7 @@ from eventsql_orchestration.maintenance import seek as seek_module
 from eventsql_orchestration.maintenance.seek import Move, Seeker
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until, UntilBlocked
@@ -38,8 +39,10 @@ def _filled(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), max_attempts=1)
     platform.registry.register_consumer(Consumer("orders", "whole"), max_attempts=1)
-    platform.publisher.publish_all(Publication("orders", b"%d" % n, partition=n % 2) for n in range(EVENTS))
-    platform.transfer.run_once()
+    # One by one: the events of one partition in a publication lie together in a log in blocks.
+    for n in range(EVENTS):
+        platform.publisher.publish(Publication("orders", b"%d" % n, partition=n % 2))
+        platform.transfer.run_once()
     assert [event.id for event in platform.reader.read("orders")] == list(range(1, EVENTS + 1))
     for consumer in ("fares", "whole"):
         assert platform.consumers.consume_once("orders", consumer, nothing) == EVENTS
@@ -308,7 +311,7 @@ def test_a_seek_and_a_change_of_the_registry_follow_one_another(
         seeking = executor.submit(platform.seeker.execute, "orders", "whole", Earliest())
         until_blocked()
         # Retention, for example, drops what the seek would have gone back to.
-        changing.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= 6")
+        changing.execute(f"DELETE FROM eventsql.{stored('orders')} WHERE eql_id <= 6")
         changing.commit()
         assert seeking.result() == [move(NOT_PARTITIONED, 12, 6, again=6)]
 

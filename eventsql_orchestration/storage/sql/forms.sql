@@ -2,21 +2,26 @@
 CASE WHEN to_regclass('{schema}.{block_table}') IS NOT NULL
     THEN pg_get_serial_sequence('{schema}.{block_table}', 'eql_id') END
 
--- part ids_of_both -- The sequence of the ids of a log in both forms whose new events become blocks; NULL for others.
+-- part ids_of_new_blocks -- The sequence of the ids of a log in both forms whose new events become blocks; NULL for others.
 CASE WHEN to_regclass('{schema}.{blocks_of_both}') IS NOT NULL
     THEN pg_get_serial_sequence('{schema}.{blocks_of_both}', 'eql_id') END
 
--- part form -- The form of a log. The table that new events enter has the sequence of the ids, and a view has none.
+-- part ids_of_new_rows -- The sequence of the ids of a log in both forms whose new events become rows; NULL for others.
+CASE WHEN to_regclass('{schema}.{rows_of_both}') IS NOT NULL
+    THEN pg_get_serial_sequence('{schema}.{rows_of_both}', 'eql_id') END
+
+-- part form -- The form of a log. The table that new events enter has the sequence of the ids, and a view has none. A log
+-- in blocks that has lost its sequence is one in blocks still.
 CASE WHEN (SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass('{schema}.{event_table}')) IS NOT TRUE THEN 'rows'
      WHEN {ids_of_blocks} IS NOT NULL THEN 'blocks'
-     WHEN {ids_of_both} IS NOT NULL THEN 'both, new blocks'
-     ELSE 'both, new rows' END
+     WHEN {ids_of_new_blocks} IS NOT NULL THEN 'both, new blocks'
+     WHEN {ids_of_new_rows} IS NOT NULL THEN 'both, new rows'
+     ELSE 'blocks' END
 
 -- part ids -- The sequence of a topic's ids, in any form of its log: of the table that new events enter.
 coalesce(
-    pg_get_serial_sequence('{schema}.{event_table}', 'eql_id'), {ids_of_blocks}, {ids_of_both},
-    CASE WHEN to_regclass('{schema}.{rows_of_both}') IS NOT NULL
-        THEN pg_get_serial_sequence('{schema}.{rows_of_both}', 'eql_id') END
+    pg_get_serial_sequence('{schema}.{event_table}', 'eql_id'),
+    {ids_of_blocks}, {ids_of_new_blocks}, {ids_of_new_rows}
 )
 
 -- part stores -- The tables that hold a log: one, or that of its rows and that of its blocks.
