@@ -25,6 +25,7 @@ from eventsql_orchestration.database import Connection
 
 ORDERS = Topic("ride_orders", 2)
 FARES = Topic("zone_fares")
+CHARGES = Topic("ride_charges")
 
 BROKEN = b"not a ride order"
 GATE = b"a slow one"
@@ -35,6 +36,12 @@ GATE_FILE = "EVENTSQL_TEST_GATE"
 
 SESSION_FILE = "EVENTSQL_TEST_SESSION"
 """The same of a file that ends the runs of `session` and `other_session`."""
+
+CARD_FILE = "EVENTSQL_TEST_CARD"
+"""The same of a file without which consumer charges fails."""
+
+CHARGED = "CREATE TABLE public.charged (place bigserial, id bigint NOT NULL)"
+"""The effects of consumer charges."""
 
 ALERTS_FILE = "EVENTSQL_TEST_ALERTS"
 
@@ -70,6 +77,14 @@ def fare_totals(events: Sequence[Event], connection: Connection) -> None:
         time.sleep(0.05)
 
 
+@consumer_asset(topic=CHARGES, consumer="charges", limits=RunLimits(max_wait=0.0, drain_seconds=0.0))
+def charges(events: Sequence[Event], connection: Connection) -> None:
+    for event in events:
+        connection.execute("INSERT INTO public.charged (id) VALUES (%s)", [event.id])
+    if not Path(os.environ[CARD_FILE]).exists():
+        raise ConnectionError("the bank does not answer")
+
+
 @dg.asset(pool=SPARK_POOL)
 def session() -> None:
     while not Path(os.environ[SESSION_FILE]).exists():
@@ -94,12 +109,21 @@ CHECKS = [build_delivered_check(order_status), build_lag_check(order_status, max
 fare_totals_backfill = build_backfill(fare_totals)
 
 defs = dg.Definitions(
-    assets=[order_status.asset, fare_totals.asset, fare_totals_backfill.asset, session, other_session, without_session],
+    assets=[
+        order_status.asset,
+        fare_totals.asset,
+        fare_totals_backfill.asset,
+        charges.asset,
+        session,
+        other_session,
+        without_session,
+    ],
     asset_checks=[check.definition for check in CHECKS],
-    jobs=[order_status.job, fare_totals.job, *fare_totals_backfill.jobs],
+    jobs=[order_status.job, fare_totals.job, *fare_totals_backfill.jobs, charges.job],
     sensors=[
         *order_status.sensors,
         *fare_totals.sensors,
+        *charges.sensors,
         build_lag_sensor([order_status, fare_totals], checks=CHECKS, interval_seconds=1),
         build_alert_sensor(CHECKS, notify, interval_seconds=1),
     ],

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
 from eventsql_orchestration.dagster.local.webserver import Webserver
+from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.orchestration.local_processes import only_one
@@ -39,10 +40,29 @@ BROKEN_WINDOW, SLOW_WINDOWS, WINDOWS = 2, (3, 4), 6
 """Of the backfill's windows one fails and two take their time, so that each state of a partition is to be seen."""
 
 
+FROM_UI = [{"key": "dagster/from-ui", "value": "true"}]
+
 LAUNCH = """
 mutation ($parameters: ExecutionParams!) {
     launchRun(executionParams: $parameters) { __typename ... on LaunchRunSuccess { run { runId } } }
 }
+"""
+EXECUTE_AGAIN = """
+mutation ($executionParams: ExecutionParams, $reexecutionParams: ReexecutionParams) {
+    launchPipelineReexecution(executionParams: $executionParams, reexecutionParams: $reexecutionParams) {
+        __typename
+        ... on LaunchRunSuccess { run { runId } }
+        ... on PythonError { message }
+    }
+}
+"""
+"""As the UI has it: a strategy for a whole run, or the parameters of a run of selected steps."""
+
+RUN = """
+query ($run: ID!) { runOrError(runId: $run) { ... on Run {
+    runId rootRunId mode runConfigYaml pipelineName tags { key value }
+    assetSelection { path } assetCheckSelection { name assetKey { path } }
+} } }
 """
 LOCATION = "{ repositoriesOrError { ... on RepositoryConnection { nodes { name location { name } } } } }"
 
@@ -57,6 +77,7 @@ class System:
     gate: Path
     backfill: subprocess.Popen[str]
     session: Path
+    card: Path
 
     def materialize(self, asset: str) -> str:
         """Launch the run that an asset's page launches; gives its id."""
@@ -70,6 +91,57 @@ class System:
         }
         launched = webserver.ask(LAUNCH, parameters={"selector": selector, "runConfigData": {}})["launchRun"]
         return str(launched["run"]["runId"])
+
+    def execute_again(self, run_id: str, strategy: str) -> str:
+        """Re-execute a run, all of it or from its failure, as the buttons of its page do; gives the new run's id."""
+        parameters = {"parentRunId": run_id, "strategy": strategy, "extraTags": FROM_UI}
+        return self._again(reexecutionParams=parameters)
+
+    def execute_steps_again(self, run_id: str, steps: Sequence[str]) -> str:
+        """Re-execute selected steps of a run, as its page does: with the tags that it shows."""
+        webserver = Webserver(self.dagster.url)
+        (repository,) = webserver.ask(LOCATION)["repositoriesOrError"]["nodes"]
+        run = webserver.ask(RUN, run=run_id)["runOrError"]
+        root = run["rootRunId"] or run_id
+        parameters = {
+            "mode": run["mode"],
+            "runConfigData": run["runConfigYaml"],
+            "executionMetadata": {
+                "parentRunId": run_id,
+                "rootRunId": root,
+                "tags": [
+                    *run["tags"],
+                    {"key": "dagster/parent_run_id", "value": run_id},
+                    {"key": "dagster/root_run_id", "value": root},
+                    {"key": "dagster/step_selection", "value": ",".join(steps)},
+                ],
+            },
+            "selector": {
+                "repositoryLocationName": repository["location"]["name"],
+                "repositoryName": repository["name"],
+                "pipelineName": run["pipelineName"],
+                "assetSelection": run["assetSelection"] or [],
+                "assetCheckSelection": run["assetCheckSelection"] or [],
+            },
+            "stepKeys": list(steps),
+        }
+        return self._again(executionParams=parameters)
+
+    def _again(self, **parameters: object) -> str:
+        answer = Webserver(self.dagster.url).ask(EXECUTE_AGAIN, **parameters)["launchPipelineReexecution"]
+        assert answer["__typename"] == "LaunchRunSuccess", answer
+        return str(answer["run"]["runId"])
+
+    def runs(self, job: str, status: dg.DagsterRunStatus) -> list[str]:
+        """The runs of a job that have a status, the newest first."""
+        with self.dagster.instance() as instance:
+            found = instance.get_runs(dg.RunsFilter(job_name=job, statuses=[status]))
+        return [run.run_id for run in found]
+
+    def charged(self) -> list[int]:
+        """The ids of the events that consumer charges has handled, in their order."""
+        with self.platform.database.connection() as connection:
+            return [id_ for (id_,) in connection.execute("SELECT id FROM public.charged ORDER BY place").fetchall()]
 
     def status(self, run_id: str) -> str:
         with self.dagster.instance() as instance:
@@ -139,7 +211,7 @@ def backfilling(dagster: LocalDagster, dsn: str, directory: Path) -> Iterator[su
 def system(server: EmbeddedPostgres) -> Iterator[System]:
     root = Path(tempfile.mkdtemp(prefix="eventsql-operating-", dir=memory_disk()))
     dsn = server.create_database("operating")
-    alerts, gate, session = root / "alerts", root / "gate", root / "session"
+    alerts, gate, session, card = root / "alerts", root / "gate", root / "session", root / "card"
     values = {BROKEN_WINDOW: location.BROKEN, **dict.fromkeys(SLOW_WINDOWS, location.GATE)}
     history = [[values.get(window, b"paid"), *[b"paid"] * (WINDOW - 1)] for window in range(1, WINDOWS + 1)]
     with (
@@ -156,6 +228,9 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
         publish(platform, "zone_fares", itertools.chain(*history))
         # What came before is what the backfill is for.
         platform.registry.register_consumer(location.fare_totals.consumer, max_attempts=1, start="latest")
+        location.charges.register(platform)
+        with platform.database.connection() as connection:
+            connection.execute(location.CHARGED)
         dagster = LocalDagster(
             CodeLocation(Path(__file__).with_name("operated_location.py")),
             instance_home=write_instance(root, dsn),
@@ -164,13 +239,14 @@ def system(server: EmbeddedPostgres) -> Iterator[System]:
                 "EVENTSQL_DSN": dsn,
                 location.GATE_FILE: str(gate),
                 location.SESSION_FILE: str(session),
+                location.CARD_FILE: str(card),
                 location.ALERTS_FILE: str(alerts),
             },
         )
         with transferring(platform), dagster:
             dagster.start()
             with backfilling(dagster, dsn, root) as backfill:
-                yield System(dagster, platform, alerts, gate, backfill, session)
+                yield System(dagster, platform, alerts, gate, backfill, session, card)
             gate.touch()
             session.touch()
     server.drop_database("operating")
@@ -255,3 +331,27 @@ def test_one_run_at_a_time_starts_a_spark_session_wherever_it_is_launched(system
     assert (system.status(first), system.status(second)) == ("STARTED", "QUEUED")
     system.session.touch()
     wait_for(lambda: system.status(second) == "SUCCESS", "the second session", timeout=120)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_failed_run_that_is_re_executed_in_every_way_of_the_ui_charges_once(system: System) -> None:
+    def ids() -> list[int]:
+        return [event.id for event in system.platform.reader.read(location.CHARGES.name)]
+
+    def ended(runs: Iterable[str]) -> bool:
+        return all(system.status(run) in {status.value for status in FINISHED} for run in runs)
+
+    job = location.charges.job.name
+    publish(system.platform, location.CHARGES.name, [b"1", b"2", b"3"])
+    wait_for(lambda: system.runs(job, dg.DagsterRunStatus.FAILURE), "a run that fails", timeout=120)
+    failed = system.runs(job, dg.DagsterRunStatus.FAILURE)[-1]
+    system.card.touch()
+    again = [
+        system.execute_again(failed, "ALL_STEPS"),
+        system.execute_again(failed, "FROM_FAILURE"),
+        system.execute_steps_again(failed, ["charges"]),
+    ]
+    wait_for(lambda: ended(again), "the end of the runs", timeout=120)
+    wait_for(lambda: len(system.charged()) >= 3, "the charges", timeout=120)
+    assert system.charged() == ids()
