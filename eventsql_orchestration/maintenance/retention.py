@@ -25,6 +25,7 @@ from eventsql_orchestration.maintenance.erasure import prune_records
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import altering, log_form, segments
+from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, try_retain
 from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
@@ -245,6 +246,9 @@ class Retainer:
                 connection.execute(f"SET LOCAL lock_timeout TO '{round(SIMPLIFY_SECONDS * 1000)}ms'")
                 lock_registry(connection)
                 connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
+                if not try_change(connection, schema, topic.name):
+                    # An erasure is under way, and goes by the tables that it has found.
+                    return
                 if altering.simplify(connection, schema, topic.name, topic.partitions) and has_roles:
                     grant(connection, schema, [topic.name])
         except (psycopg.errors.LockNotAvailable, psycopg.errors.InsufficientPrivilege) as error:

@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, Vali
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import compacting, log_form, segments
+from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
@@ -137,6 +138,21 @@ def test_retention_drops_segments_of_both_forms_and_leaves_one(
     assert not log_form.form_now(session, "eventsql", "orders").both
     publish(platform, 390, 10)
     assert platform.reader.count("orders") == len(left) + 10
+
+
+def test_retention_leaves_both_forms_while_events_are_erased(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    publish(platform, 0, 90)
+    platform.registry.set_storage("orders", OTHER[storage])
+    publish(platform, 90, 90)
+    platform.registry.set_retention("orders", Retention(events=20))
+    with session.transaction():
+        assert try_change(session, "eventsql", "orders")
+        (dropped,) = platform.retention.run_once(["orders"])
+        assert dropped.segments >= 1
+    assert log_form.form_now(session, "eventsql", "orders").both
+    assert platform.reader.count("orders") == 90
 
 
 def test_an_erasure_finds_the_events_of_both_forms(platform: EventSQL, storage: Storage) -> None:
