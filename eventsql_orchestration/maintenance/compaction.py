@@ -140,6 +140,9 @@ class _Log:
     def windows(self, connection: Connection, *, after: int) -> Iterator[tuple[Segment, int, Window]]:
         """The windows that may be merged: their segments, and the offsets after which they begin."""
         newest = self._compactor.newest(connection)
+        if newest < after:
+            # The topic was deleted and made anew.
+            after = 0
         for segment in segments.segments(connection, self._schema, self._topic) or ():
             last = min(segment.end - 1, newest)
             position = max(after, segment.start - 1, 0)

@@ -187,6 +187,17 @@ def test_a_damaged_block_is_not_merged_away(platform: EventSQL, session: Connect
     assert blocks(session) == 40
 
 
+def test_a_topic_that_is_made_anew_is_compacted_from_its_beginning(single: EventSQL, session: Connection) -> None:
+    compactor = single.shards[0].compactor
+    assert sum(each.blocks for each in compactor.run_once()) == 90
+    topic = single.registry.topic("orders")
+    single.registry.unregister_topic("orders", force=True)
+    single.registry.register_topic(topic)
+    publish_singly(single, 61, partitions=topic.partitions)
+    assert sum(each.blocks for each in compactor.run_once()) == 60
+    assert blocks(session) < 10
+
+
 def test_a_topic_in_rows_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="rows"))
     with pytest.raises(RegistryError):
