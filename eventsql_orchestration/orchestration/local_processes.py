@@ -121,8 +121,9 @@ def start_group(lock: Path, start: Callable[[int], subprocess.Popen[bytes]]) -> 
     """
     with lock_file(lock) as descriptor:
         take_lock(descriptor, lock.parent)
-        process = start(descriptor)
+        # The number of an earlier group may be another program's by now.
         os.ftruncate(descriptor, 0)
+        process = start(descriptor)
         os.write(descriptor, str(process.pid).encode())
     return process
 

@@ -47,6 +47,20 @@ def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path, nam
         assert orphan.wait(10) < 0
 
 
+def test_a_group_that_starts_does_not_stand_under_the_number_of_an_earlier_one(tmp_path: Path) -> None:
+    lock = tmp_path / PROCESSES_LOCK
+    lock.write_text("12345")
+    noted = []
+
+    def start(descriptor: int) -> subprocess.Popen[bytes]:
+        noted.append(lock.read_text())
+        return subprocess.Popen(["sleep", "0"], pass_fds=(descriptor,), start_new_session=True)
+
+    process = start_group(lock, start)
+    assert (noted, lock.read_text()) == ([""], str(process.pid))
+    process.wait(60)
+
+
 def test_the_pid_of_an_ended_owner_is_not_killed(tmp_path: Path) -> None:
     bystander = subprocess.Popen(["sleep", "600"], start_new_session=True)
     try:
