@@ -100,7 +100,9 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
     source = sql.Identifier(schema, kept)
     for target in (new, sql.Identifier(schema, event_table(name)), sql.Identifier(schema, block_table(name))):
         segments.pass_on_owner(driver, schema, source, target)
-    segments.pass_on_rights(driver, schema, source, stored)
+    # From now on, who reads the log reads the view of its blocks.
+    for target in (stored,) if form.blocks else (stored, sql.Identifier(schema, block_table(name))):
+        segments.pass_on_rights(driver, schema, source, target)
 
 
 def _write_to(connection: Connection, schema: str, topic: str, sequence: sql.Identifier, *, blocks: bool) -> None:

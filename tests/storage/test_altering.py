@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -224,6 +225,31 @@ def test_an_object_of_others_on_the_table_keeps_the_form(
         platform.registry.set_storage("orders", OTHER[storage])
     session.execute("DROP VIEW mine")
     assert platform.registry.set_storage("orders", OTHER[storage])
+
+
+def test_who_may_read_a_log_may_read_it_in_both_forms_and_in_one_again(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    role = f"reads_{uuid.uuid4().hex}"
+    session.execute(f"CREATE ROLE {role}")
+    try:
+        stored = ["orders_event"] if storage == "rows" else ["orders_event", "orders_block"]
+        for relation in stored:
+            session.execute(f"GRANT SELECT ON eventsql.{relation} TO {role}")
+        publish(platform, 0, 90)
+        platform.registry.set_storage("orders", OTHER[storage])
+        publish(platform, 90, 90)
+        readable = "SELECT has_table_privilege(%s, %s, 'SELECT')"
+        for relation in ("orders_event", "orders_block"):
+            assert session.execute(readable, (role, f"eventsql.{relation}")).fetchone() == (True,)
+        platform.registry.set_retention("orders", Retention(events=20))
+        platform.retention.run_once(["orders"])
+        assert not log_form.form_now(session, "eventsql", "orders").both
+        relation = log_form.stored_table(session, "eventsql", "orders")
+        assert session.execute(readable, (role, f"eventsql.{relation}")).fetchone() == (True,)
+    finally:
+        session.execute(f"DROP OWNED BY {role}")
+        session.execute(f"DROP ROLE {role}")
 
 
 def test_a_table_with_a_name_that_the_log_needs_keeps_the_form(
