@@ -148,7 +148,7 @@ class Database:
 
     @contextmanager
     def urgent(self) -> Iterator[Connection]:
-        """A connection in autocommit mode, for a lease's renewal, which cannot wait until handlers end.
+        """A connection in autocommit mode, to prolong a lease or held messages, which cannot wait until handlers end.
 
         It is one outside the pool while handlers have all of the pool.
         """

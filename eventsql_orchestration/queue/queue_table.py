@@ -246,7 +246,7 @@ class QueueTable:
     def extend(self, messages: Collection[Message], seconds: float) -> set[int]:
         """Hide held messages for `seconds` from now on. Gives the ids of those that are still held."""
         values = {"queue": self.id(), "seconds": seconds, **_held(messages)}
-        with self.database.connection() as connection:
+        with self.database.urgent() as connection:
             return {row[0] for row in connection.execute(self._queries("extend"), values, prepare=False)}
 
     def not_found(self, ids: Sequence[int]) -> MessageNotFoundError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -76,6 +77,33 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
         go_on.set()
         until(lambda: workers.handled == 2)
     assert effects(platform) == [b"1", b"2"]
+
+
+def test_heartbeats_hold_messages_while_handlers_have_every_connection(
+    platform: EventSQL, queue: Queue, session: Connection, until: Until
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(message: Message, connection: Connection) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        write(message, connection)
+
+    def visible_at() -> object:
+        return session.execute("SELECT eql_visible_at FROM eventsql.queue_message").fetchone()
+
+    queue.send(b"1")
+    with queue.work(slow, visibility_timeout=6.0) as workers, ExitStack() as others:
+        assert begun.wait(60)
+        while not platform.database.exhausted:
+            others.enter_context(platform.database.connection())
+        first = visible_at()
+        until(lambda: visible_at() != first)
+        assert not workers.failed
+        others.close()
+        go_on.set()
+        until(lambda: workers.handled == 1)
+    assert effects(platform) == [b"1"]
 
 
 def test_a_stop_finishes_the_message_at_hand_and_gives_back_the_others(platform: EventSQL, queue: Queue) -> None:
