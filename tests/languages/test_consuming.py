@@ -222,6 +222,22 @@ def test_a_dead_letter_of_an_erased_event_says_nothing_of_it(topic: EventSQL, se
     assert "secret" not in str(dict(letter.metadata))
 
 
+def test_a_transaction_that_may_still_see_an_erased_event_records_no_failure(
+    topic: EventSQL, session: Connection
+) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    topic.publisher.publish(Publication("orders", b"secret", key="k"))
+    topic.transfer.run_once()
+    ((claim, epoch, _, id_, *_),) = fetch(session, "'orders', 'whole'")
+    with session.transaction():
+        session.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        session.execute("SELECT FROM eventsql.topic")
+        topic.eraser.execute("orders", ["k"])
+        with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState), session.transaction():
+            call(session, "fail", claim, epoch, id_, "secret is no number")
+    assert call(session, "fail", claim, epoch, id_, "secret is no number") == "dead letter"
+
+
 @pytest.mark.both_forms
 def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: Connection) -> None:
     filters = [
