@@ -112,7 +112,8 @@ def _metadata_database(url: str) -> str:
     name = f"{events.database or 'postgres'}_airflow"
     try:
         with psycopg.connect(events.render_as_string(hide_password=False), autocommit=True) as connection:
-            if connection.execute("SELECT FROM pg_database WHERE datname = %s", (name,)).fetchone() is None:
+            known = "SELECT FROM pg_catalog.pg_database WHERE datname OPERATOR(pg_catalog.=) %s"
+            if connection.execute(known, (name,)).fetchone() is None:
                 connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     except psycopg.Error as error:
         raise LocalAirflowError(f"the database {name!r} for Airflow cannot be made: {error}") from error

@@ -457,21 +457,12 @@ class Queue:
 
 
 def checked_options(name: str, given: QueueOptions) -> QueueOptions:
-    """The options of a queue, with durations in seconds. Raises `InvalidNameError`, `ValidationError`."""
-    if given.dead_letters is not None and check_name("dead_letters", given.dead_letters) == name:
+    """The options of the queue `name`. Raises `InvalidNameError`, `ValidationError`."""
+    if given.dead_letters == name:
         raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
     if given.max_receives is not None and given.dead_letters is None:
         check_name("queue name with _dead", f"{name}_dead")
-    return QueueOptions(
-        given.ordered,
-        _seconds("visibility_timeout", given.visibility_timeout),
-        None
-        if given.max_receives is None
-        else check_whole("max_receives", given.max_receives, least=1, most=2**31 - 1),
-        given.dead_letters,
-        _seconds("retention", given.retention),
-        _seconds("deduplication_window", given.deduplication_window),
-    )
+    return given
 
 
 def _seconds(what: str, duration: Duration | None) -> float | None:

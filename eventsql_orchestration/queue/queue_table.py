@@ -30,7 +30,14 @@ from eventsql_orchestration.queue.values import (
     QueueDefinition,
     QueueStatistics,
 )
-from eventsql_orchestration.validation import NO_METADATA, Duration
+from eventsql_orchestration.validation import (
+    NO_METADATA,
+    Duration,
+    check_kind,
+    check_name,
+    check_seconds,
+    check_whole,
+)
 
 QUEUE: Final = "queue"
 """The kind of a notification of new messages in a queue."""
@@ -41,7 +48,10 @@ PURGED_AT_ONCE: Final = 10_000
 
 @dataclass(frozen=True, slots=True)
 class QueueOptions:
-    """The options of a queue, as `Queue` takes them; None leaves an option as it is."""
+    """The options of a queue, as `Queue` takes them; None leaves an option as it is.
+
+    Durations are in seconds from then on. Raises `InvalidNameError`, `ValidationError`.
+    """
 
     ordered: bool | None = None
     visibility_timeout: Duration | None = None
@@ -49,6 +59,17 @@ class QueueOptions:
     dead_letters: str | None = None
     retention: Duration | None = None
     deduplication_window: Duration | None = None
+
+    def __post_init__(self) -> None:
+        if self.ordered is not None:
+            check_kind("ordered", self.ordered, bool)
+        if self.max_receives is not None:
+            check_whole("max_receives", self.max_receives, least=1, most=2**31 - 1)
+        if self.dead_letters is not None:
+            check_name("dead_letters", self.dead_letters)
+        for name in ("visibility_timeout", "retention", "deduplication_window"):
+            if (duration := getattr(self, name)) is not None:
+                object.__setattr__(self, name, check_seconds(name, duration, zero=False))
 
     def differ(self, found: QueueDefinition) -> bool:
         """Whether the database has other options than the given ones."""

@@ -149,6 +149,7 @@ class Face:
         self.pool: dict[Any, Callable[[], object]] = {
             "name": lambda: "orders",
             "topic": lambda: "orders",
+            "storage": lambda: "rows",
             "consumer": lambda: "audit",
             "dsn": lambda: dsns[0],
             "more": lambda: dsns[0],

@@ -250,6 +250,9 @@ class Lacking(Launching):
     def jobs_with(self, _tag: str, _value: str | None = None) -> list[str]:
         return []
 
+    def values_of(self, _tag: str) -> set[str]:
+        return set()
+
 
 def test_what_a_location_lacks_is_done_here_or_said(platform: EventSQL, capsys: pytest.CaptureFixture[str]) -> None:
     platform.registry.register_topic(Topic("rides"))

@@ -394,7 +394,6 @@ def test_a_translator_has_the_last_word_but_on_the_key_of_a_queue() -> None:
     [
         {"queue": ""},
         {"queue": "thumbnails"},
-        {"queue_options": QueueOptions(max_receives=0)},
         {"queue_options": QueueOptions(dead_letters="pictures")},
         {"limits": {"batch": 5}},
     ],
