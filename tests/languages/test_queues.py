@@ -107,6 +107,22 @@ def test_messages_of_a_key_are_received_one_after_another(platform: EventSQL, se
     assert [message.body for message in queue.receive(max_messages=10)] == [b"2"]
 
 
+def test_an_old_snapshot_receives_no_message_of_a_key_beside_an_earlier_one(
+    platform: EventSQL, session: Connection, sessions: Sessions
+) -> None:
+    queue = Queue(platform, "ordered", ordered=True)
+    queue.definition()
+    late, old = sessions(), sessions()
+    late.execute("SELECT eventsql.queue_send('ordered', '1', 'a')")
+    queue.send(b"2", key="a")
+    old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    old.execute("SELECT FROM eventsql.queue")
+    late.commit()
+    assert [message.body for message in queue.receive()] == [b"1"]
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
+        pytest.fail(str(old.execute(f"{RECEIVE}('ordered')".encode()).fetchall()))
+
+
 def test_an_id_is_sent_once_in_the_window(queue: Queue, session: Connection) -> None:
     send = "SELECT eventsql.queue_send('commands', 'x', deduplication_id => 'order 7')"
     assert one(session, send) == one(session, send) == queue.send(b"x", deduplication_id="order 7")
