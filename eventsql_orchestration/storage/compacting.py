@@ -66,7 +66,8 @@ class LogCompactor:
         return Merged(*fetch_one(connection, self._query(connection, "merge"), values, prepare=False))
 
     def _query(self, connection: Connection, name: str) -> sql.SQL:
-        form = log_form.form(connection, self._schema, self._topic)
+        # A remembered form may have changed: between two windows, another program may change it.
+        form = log_form.form_now(connection, self._schema, self._topic)
         return self._queries(name, block_store=log_form.store(self._topic, form, blocks=True))
 
     def vacuum(self, connection: Connection, segment: str) -> None:

@@ -10,7 +10,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.storage import compacting, copy_out, log_table, reading
+from eventsql_orchestration.storage import compacting, copy_out, log_form, log_table, reading
 from eventsql_orchestration.storage.erasing import try_change
 from tests.fixtures import Sessions
 
@@ -185,6 +185,13 @@ def test_a_damaged_block_is_not_merged_away(platform: EventSQL, session: Connect
     with pytest.raises(DatabaseError):
         platform.compactor.execute("orders")
     assert blocks(session) == 40
+
+
+def test_a_change_of_the_form_between_two_windows_is_noticed(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", PARTITIONS, storage="blocks"))
+    publish_singly(platform, 5)
+    log_form.learn(session, SCHEMA, "orders", "both, new blocks")
+    assert compacting.LogCompactor(SCHEMA, "orders").newest(session) == 5
 
 
 def test_a_topic_that_is_made_anew_is_compacted_from_its_beginning(single: EventSQL, session: Connection) -> None:
