@@ -40,8 +40,9 @@ ROLL_SHARE: Final = 8
 WAIT_SECONDS: Final = 30
 """How long dropping a segment waits for transactions that may read it. New transactions do not wait."""
 
-SIMPLIFY_SECONDS: Final = 1
-"""How long readers and publishers of a topic wait, at most, while its log gets one form again."""
+SIMPLIFY_SECONDS: Final = 0.5
+"""How long readers and publishers of a topic wait, at most, while its log gets one form again. It is shorter than the
+server's `deadlock_timeout`, so that retention gives way, and not a reader that waits for it."""
 
 RUN_SECONDS: Final = 60.0
 """How often a program that transfers looks for due segments."""

@@ -60,8 +60,9 @@ class ConsumerSettings(TypedDict, total=False):
 DEFAULT_STORAGE: Storage = ROWS
 """The form of a topic that names none."""
 
-WAIT_SECONDS: Final = 1.0
-"""The longest that one attempt to change the form of a topic makes others wait, for each lock."""
+WAIT_SECONDS: Final = 0.5
+"""The longest that one attempt to change the form of a topic makes others wait, for each lock. It is shorter than the
+server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds for which a change of the form is tried."""

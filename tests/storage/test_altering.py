@@ -14,6 +14,7 @@ from psycopg import sql
 from eventsql_orchestration import Consumer, Event, EventSQL, Retention, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, ValidationError
+from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_writer
 from eventsql_orchestration.storage import compacting, log_form, segments
@@ -21,6 +22,7 @@ from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
+from eventsql_orchestration.topics import registry
 
 OTHER: dict[Storage, Storage] = {"rows": "blocks", "blocks": "rows"}
 
@@ -203,6 +205,16 @@ def test_a_change_waits_for_readers_no_longer_than_it_says(platform: EventSQL, d
         publish(platform, 10, 10)
     assert platform.registry.set_storage("orders", OTHER[storage])
     check_whole(list(platform.reader.read("orders")), 20)
+
+
+def test_a_change_gives_way_before_the_server_ends_a_reader_that_waits_for_it(
+    session: Connection, storage: Storage
+) -> None:
+    look = session.execute(
+        "SELECT extract(epoch FROM boot_val::int * interval '1 ms') FROM pg_settings WHERE name = 'deadlock_timeout'"
+    ).fetchone()
+    assert look is not None
+    assert max(registry.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
 
 
 def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, dsn: str, storage: Storage) -> None:
