@@ -142,11 +142,6 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value';
     END IF;
     IF known.in_order THEN
-        IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
-            RAISE EXCEPTION 'queue % is ordered, and this transaction is not READ COMMITTED', quote_nullable(queue)
-                USING ERRCODE = 'object_not_in_prerequisite_state',
-                      HINT = 'It may miss an earlier message of a key, that is received by now. Take READ COMMITTED.';
-        END IF;
         RETURN QUERY
         SELECT t.id, t.body, t.key, t.metadata::json, t.receives, t.receipt, t.priority, t.sent_at, t.history
         FROM {schema}.take_in_order(known.number, least(max_messages, 1000), seconds) t;

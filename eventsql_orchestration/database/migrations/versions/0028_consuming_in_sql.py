@@ -354,11 +354,6 @@ DECLARE
     letters text;
     outcome text := 'retry';
 BEGIN
-    IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
-        RAISE EXCEPTION 'a failure cannot be recorded in a transaction that is not READ COMMITTED'
-            USING ERRCODE = 'object_not_in_prerequisite_state',
-                  HINT = 'It may not see that the event was erased. Take READ COMMITTED.';
-    END IF;
     held := {schema}.hold_claim(claim, epoch);
     -- An erasure that has erased the event by now would not look for a copy that comes later.
     PERFORM pg_advisory_xact_lock_shared(hashtextextended({literal} || '.' || held.topic, 6074604));
@@ -411,6 +406,9 @@ BEGIN
                    ) n
                )::json
         FROM {schema}.topic t WHERE t.eql_name = letters;
+        IF current_setting('transaction_isolation') <> 'read committed' THEN
+            PERFORM FROM {schema}.hold_topics(ARRAY[letters]);
+        END IF;
         PERFORM {schema}.advance_consumer(held.topic, held.consumer, held.partition, reached, event);
         reached := event;
         UPDATE {schema}.consumer c SET eql_given_up = c.eql_given_up + 1
