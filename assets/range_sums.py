@@ -12,8 +12,8 @@ from assets.keyed_rows import keyed_rows
 from eventsql_orchestration import Claim, Topic
 from eventsql_orchestration.dagster import EventSQLResource, RangeLimits, publish_dataframe, spark_progress
 
-SPARK_LIMITS = RangeLimits(min_events=5_000, max_events=100_000, max_wait=10.0)
-"""A session takes some 20 s to start: events that come within 10 s go to one session instead of two."""
+SPARK_LIMITS = RangeLimits(min_events=5_000, max_events=100_000, max_wait=5.0)
+"""A session may take seconds to start: events that come within 5 s go to one session instead of two."""
 
 
 def publish_sums(

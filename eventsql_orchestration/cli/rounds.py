@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from rich.progress import Progress
 
@@ -26,6 +27,10 @@ from eventsql_orchestration.spark.java import ensure_java
 SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
 with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
+
+
+WARM_UP: Final = "eventsql_orchestration.spark.warm_up"
+"""A module that loads Spark, so that this process does not import it."""
 
 
 def find_java(home: Path) -> bool:
@@ -61,11 +66,13 @@ class WarmSpark:
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         self._lock = directory / SPARK_LOCK
+        self._port = free_port(0)
         self._server = ConnectServer(
-            directory, port=free_port(0), ui_port=free_port(0), environment={**os.environ, **environment},
+            directory, port=self._port, ui_port=free_port(0), environment={**os.environ, **environment},
             settings=SPARK_SETTINGS,
         )  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
+        self._warming: subprocess.Popen[bytes] | None = None
         self.environment = {
             SPARK_CONFIG_VARIABLE: str(spark_settings(directory, {"spark.remote": self._server.remote})),
             **self._server.client_environment,
@@ -79,12 +86,23 @@ class WarmSpark:
                 return
             complain(f"Spark has died, see {self._server.log}: starting it again")
         self._process = start_group(self._lock, lambda lock: self._server.start(pass_fds=(lock,)))
+        self._end_warming()
+        self._warming = subprocess.Popen(
+            [sys.executable, "-m", WARM_UP, str(self._port)], env={**os.environ, **self.environment},
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
     def stop(self) -> None:
+        self._end_warming()
         if self._process is not None:
             # It has nothing to lose: a session ends with its run.
             kill_group(self._process.pid)
             self._process.wait()
+
+    def _end_warming(self) -> None:
+        if self._warming is not None:
+            self._warming.kill()
+            self._warming.wait()
 
 
 @contextmanager
