@@ -111,6 +111,9 @@ class Queue:
         assert not isinstance(self._source, Database)
         return (self._source,) if isinstance(self._source, Shard) else self._source.shards
 
+    def _databases(self) -> list[Database]:
+        return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
+
     def _table(self, shard: Shard | None) -> QueueTable:
         table = self._tables.get(id(shard))
         if table is None:
@@ -446,10 +449,16 @@ class Queue:
         `backoff(receives)` seconds, with the error in its history. The visibility timeout of messages that a worker
         holds is extended meanwhile. Each of up to 20 workers keeps a connection while its handler runs, and receives up
         to `max_messages` at once. Give the queue `max_receives`, or a message whose handler always fails comes back for
-        ever.
+        ever. Raises `ValidationError` for more workers than this process may have connections.
         """
         check_whole("workers", workers, least=1, most=MAX_WORKERS)
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
+        for database in self._databases():
+            if workers > (most := database.most_connections):
+                raise ValidationError(
+                    f"{workers} workers would need as many connections: {database} gives this process {most} at once; "
+                    f"use at most {most} workers"
+                )
         return QueueWorkers(
             self, handler, workers=workers, max_messages=max_messages,
             visibility_timeout=_seconds("visibility_timeout", visibility_timeout), backoff=backoff,

@@ -134,8 +134,8 @@ def vacuum(connection: Connection, schema: str, topic: str) -> None:
         connection.execute(LogQueries("segments", schema)("vacuum", table=table))
 
 
-def adopt(connection: Connection, schema: str, topic: str) -> None:
-    """Make a plain event table the first segment of its topic's log.
+def adopt(connection: Connection, schema: str, topic: str, wanted: str = "a retention") -> None:
+    """Make a plain event table the first segment of its topic's log, for what is `wanted`.
 
     The connection is in autocommit mode. The rows are read once, to know that they are within the segment, while others
     read and write; nothing is rewritten. Others wait only at the end, while the names change hands.
@@ -145,7 +145,7 @@ def adopt(connection: Connection, schema: str, topic: str) -> None:
     """
     if segments(connection, schema, topic) is not None:
         return
-    check_dependents(connection, schema, topic, identifier(schema, topic), "a retention")
+    check_dependents(connection, schema, topic, identifier(schema, topic), wanted)
     names = _adoption_names(connection, schema, topic)
     try:
         _alter(

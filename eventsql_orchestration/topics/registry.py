@@ -204,7 +204,7 @@ class Registry:
         while True:
             try:
                 with self._database.errors(), self._database.dedicated() as driver:
-                    segments.adopt(driver, schema, name)
+                    segments.adopt(driver, schema, name, "another form")
                 with self._database.core() as connection:
                     driver = driver_connection(connection)
                     changed = self._change_storage(connection, name, storage)

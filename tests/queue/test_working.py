@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from tests.fixtures import Until
@@ -29,6 +29,14 @@ def effects(platform: EventSQL) -> list[bytes]:
 
 def write(message: Message, connection: Connection) -> None:
     connection.execute("INSERT INTO public.effect VALUES (%s)", [message.body])
+
+
+def test_more_workers_than_connections_are_refused(dsn: str) -> None:
+    with Database(dsn, pool_size=2, max_overflow=0) as database:
+        queue = Queue(database, "commands")
+        with pytest.raises(ValidationError, match="at most 2 workers"):
+            queue.work(write, workers=3)
+        queue.work(write, workers=2).stop()
 
 
 def test_effects_and_acknowledgements_commit_together(platform: EventSQL, queue: Queue, until: Until) -> None:

@@ -241,6 +241,8 @@ def test_a_table_that_something_hangs_on_is_not_adopted(
     session.execute("SET search_path TO eventsql")
     with pytest.raises(RegistryError, match=re.escape(f"{what} would stay")):
         segments.adopt(session, SCHEMA, "plain")
+    with pytest.raises(RegistryError, match="cannot have another form yet"):
+        plain.registry.set_storage("plain", "blocks")
     assert plain.reader.count("plain") == 100
     assert segments.segments(session, SCHEMA, "plain") is None
 

@@ -120,9 +120,6 @@ class _ServerStatus:
             spark.conf.get(name, None) for name in ("spark.driver.host", "spark.ui.port", "spark.app.id")
         )
         self._url = f"http://{host}:{port}/api/v1/applications/{application}" if port else None
-        self._http = requests.Session()
-        # The server is this machine or one of its cluster.
-        self._http.trust_env = False
 
     def jobs(self) -> list[int]:
         jobs = self._get("jobs")
@@ -140,7 +137,10 @@ class _ServerStatus:
     def _get(self, what: str) -> list[dict[str, Any]]:
         if self._url is None:
             return []
-        answer = self._http.get(f"{self._url}/{what}", timeout=ANSWER_SECONDS)
+        with requests.Session() as http:
+            # The server is this machine or one of its cluster: no proxy leads there.
+            http.trust_env = False
+            answer = http.get(f"{self._url}/{what}", timeout=ANSWER_SECONDS)
         answer.raise_for_status()
         found: list[dict[str, Any]] = answer.json()
         return found
