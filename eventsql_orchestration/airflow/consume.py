@@ -56,8 +56,9 @@ class EventSQLConsumeOperator(BaseOperator):
     example by `publish_output(context, …, claim=claim)` on a result of Spark. Either function may also have parameters
     `eventsql`, for the hook, and `context`.
 
-    A run that a claim of `EventSQLTrigger` triggered takes that claim over. Any other run claims the waiting events
-    itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. A run that
+    A run that a claim of `EventSQLTrigger` triggered takes that claim over, and then the claims that no task had taken
+    over when it began: Airflow may make no run for them. Any other run claims the waiting events itself, of `partition`
+    or of all partitions. It goes on with further ranges within its `limits`. A run that
     `eventsql backfill` launched replays its window instead, and consumes nothing new. Without anything to consume, the
     task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
     Asset events of the task's outlets have it as `consumed`, and that of a topic what was published to it.
@@ -161,11 +162,60 @@ class EventSQLConsumeOperator(BaseOperator):
         if not requested:
             self._consume_waiting(context, hook, drained)
             return
+        # Explicit claims are those of a task each: the others have their own tasks.
+        left = [] if self.claims else self._left(context, hook, requested)
         for event in requested:
             draining = self._draining(context, hook, hook.shard(event.shard), drained)
             self._consume_partition(draining, event.partition, event, retried=context["ti"].try_number > 1)
             if drained.over:
                 return
+        for shard, partition, claim in left:
+            draining = self._draining(context, hook, shard, drained)
+            self._consume_left(draining, partition, claim)
+            if drained.over:
+                return
+
+    def _left(
+        self, context: Context, hook: EventSQLHook, requested: Sequence[ClaimEvent]
+    ) -> list[tuple[Shard, int, Claim | None]]:
+        """What may have no run of its own: a partition, with the trigger's claim that no task has taken over yet.
+
+        Airflow makes no run for an asset event that it stores between another event of the asset and the run for
+        that one. Such a claim is older than the run of the other event, so later claims are no matter. In a retry,
+        partitions without a claim that this run had last are among them: an event of theirs may have failed.
+        """
+        own = TaskOrigin.of(context).run_id if context["ti"].try_number > 1 else None
+        named = {(event.shard, event.partition) for event in requested}
+        left: list[tuple[Shard, int, Claim | None]] = []
+        for shard in hook.shards:
+            try:
+                states = shard.registry.consumer(self.topic, self.consumer)
+                consumer = Consumer(self.topic, self.consumer, states[0].partition != NOT_PARTITIONED)
+                standings = shard.claims.standings(consumer)
+            except DatabaseUnavailableError as error:
+                self.log.warning("shard %s is down: %s", shard.name or shard.database, error)
+                continue
+            for standing in standings:
+                if (shard.name, standing.partition) in named or self.partition not in (None, standing.partition):
+                    continue
+                claim, last = standing.claim, standing.last
+                if claim is not None and claim.owner == AIRFLOW_TRIGGER:
+                    left.append((shard, standing.partition, claim))
+                elif claim is None and last is not None and last.owner == own:
+                    left.append((shard, standing.partition, None))
+        return left
+
+    def _consume_left(self, draining: Draining, partition: int, claim: Claim | None) -> None:
+        if claim is None:
+            self._consume_partition(draining, partition)
+            return
+        note = draining.drained.note
+        found = draining.take_over(claim.id, previous=AIRFLOW_TRIGGER)
+        # Its run came, or the trigger has claimed it again for a new one.
+        draining.drained.note = note
+        if found is not None:
+            self.log.info("this task also consumes %s, which no task has taken over", found)
+            draining.run(found)
 
     def _consume_waiting(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
         """Consume what waits in each partition, on each shard that can be reached."""
@@ -216,7 +266,7 @@ class EventSQLConsumeOperator(BaseOperator):
             free = claim.owner == AIRFLOW_TRIGGER or (retried and claim.owner == draining.owner)
             # Ids of claims come again in a database that is restored or made anew.
             if free and event.names(claim):
-                return draining.take_over(claim.id)
+                return draining.take_over(claim.id, previous=claim.owner)
         return None
 
     def _take_from_trigger(self, draining: Draining, partition: int) -> Claim | None:
@@ -225,7 +275,7 @@ class EventSQLConsumeOperator(BaseOperator):
         live = shard.claims.live(consumer.topic, consumer.name, partition)
         if live is None or live.owner != AIRFLOW_TRIGGER:
             return None
-        return draining.take_over(live.id)
+        return draining.take_over(live.id, previous=AIRFLOW_TRIGGER)
 
     def _requested(self, context: Context) -> list[ClaimEvent]:
         """The claims that the run is for: those of `claims`, or those of the asset events that triggered it."""

@@ -1,9 +1,9 @@
 """Triggers: one that claims ranges of events and schedules DAGs by them, and one that waits for a condition.
 
 The trigger claims a range for each partition of a consumer that has events (`consumer_claim`). Its claim is leased for
-a minute until Airflow has stored the asset event, then for `start_timeout` until a task takes the claim over. A claim
-whose event or run is lost ends with its lease, and its events are claimed again. Offsets move only with the effects of
-the task that consumes the claim.
+a minute until Airflow has stored the asset event, then for a minute until a task takes the claim over. A claim whose
+event or run is lost ends with its lease. Its events are claimed again, and their task gets twice as long to start.
+Offsets move only with the effects of the task that consumes the claim.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ T = TypeVar("T")
 
 STORE_LEASE: Final = 60.0
 """Seconds until a claim is made again whose asset event Airflow does not store. It takes Airflow a second or two."""
+
+RUN_LEASE: Final = 60.0
+"""Seconds until a claim is made again that no task has taken over. Airflow does not make a run for each asset event."""
 
 ADVANCE_TIMEOUT: Final = 1.0
 """Seconds to wait until a claim is handed over; it is handed over later if its shard is slow."""
@@ -127,11 +130,23 @@ class _Lane:
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
         self.failing = False
+        self.leases: dict[int, tuple[int, float]] = {}
+        """By partition, where its latest claim begins, and its lease."""
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="eventsql-claims")
 
     def do(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
         """Do some work after what was asked for before. It is done even if nobody waits for it any more."""
         return asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
+
+    def lease(self, claim: Claim, most: float) -> float:
+        """Seconds for a task to start, at most `most`: twice as many as for a claim of the same events before.
+
+        A run may only be late: Airflow that is busy must not get more and more runs.
+        """
+        after, before = self.leases.get(claim.range.partition, (None, 0.0))
+        lease = min(2 * before if after == claim.range.after else RUN_LEASE, most)
+        self.leases[claim.range.partition] = claim.range.after, lease
+        return lease
 
 
 class ClaimProducer(SharedStreamProducer):
@@ -250,19 +265,19 @@ class ClaimProducer(SharedStreamProducer):
         """
         lanes = {lane.shard.name: lane for lane in self._lanes}
         handed = [
-            lane.do(self._advance, lane.shard, item.broker_payload, item.outcome.acked > 0)
+            lane.do(self._advance, lane, item.broker_payload, item.outcome.acked > 0)
             for item in batch
             if (lane := lanes.get(item.broker_payload.shard)) is not None
         ]
         if handed:
             await asyncio.wait(handed, timeout=ADVANCE_TIMEOUT)
 
-    def _advance(self, shard: Shard, claim: Claim, stored: bool) -> None:
+    def _advance(self, lane: _Lane, claim: Claim, stored: bool) -> None:
         try:
             if stored:
-                shard.claims.renew(claim, lease=self._start_timeout)
+                lane.shard.claims.renew(claim, lease=lane.lease(claim, self._start_timeout))
             else:
-                shard.claims.release(claim)
+                lane.shard.claims.release(claim)
         except ClaimLostError:
             # A task has taken it over.
             return
@@ -305,8 +320,8 @@ class EventSQLTrigger(BaseEventTrigger):
 
     - `min_events`, `max_wait`: claim when so many events wait, or when the first has waited so many seconds.
     - `max_events`: the most events of a claim.
-    - `start_timeout`: seconds until events are claimed again whose run has not begun to consume them. A task that
-      starts later takes over the newer claim.
+    - `start_timeout`: the most seconds until events are claimed again that no task has begun to consume. It is a minute
+      at first, and doubles each time. A task that starts later takes over the newer claim.
     - `poll_interval`: seconds between two looks without a notification of the database.
 
     Watchers with the same arguments share one claimer. Raises `ValidationError`.

@@ -142,15 +142,18 @@ class Claims:
             rows = fetch_all(connection, query, own, prepare=False)
         return [PartitionClaims.of_row(row) for row in rows]
 
-    def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0) -> Claim:
+    def adopt(self, claim_id: int, *, owner: str, lease: float = 60.0, previous: str | None = None) -> Claim:
         """Take a claim over, for a run that starts or is retried. Its position is the current offset.
 
-        The lease may have expired, but no other owner may have claimed the partition since. Raises `ClaimLostError`,
-        and `DatabaseBusyError` while a transaction of the previous owner locks the partition.
+        The lease may have expired, but no other owner may have claimed the partition since. With `previous`, the claim
+        is taken from that owner only. Raises `ClaimLostError`, and `DatabaseBusyError` while a transaction of the
+        previous owner locks the partition.
         """
         claim, state = self.get(claim_id)
         if state != "claimed":
             raise ClaimLostError(f"{claim} was {state} before")
+        if previous is not None and claim.owner != previous:
+            raise ClaimLostError(f"{claim} was taken over by {claim.owner}")
         with self._database.transaction() as connection:
             limit_waits(connection, LOCK_TIMEOUT, "lock_timeout")
             locked = lock(connection, self._queries, claim.key, wait=True)

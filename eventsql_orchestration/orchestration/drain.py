@@ -106,16 +106,20 @@ class Draining:
                     "launch the run without a claim, and it claims the waiting events itself"
                 )
 
-    def take_over(self, claim_id: int) -> Claim | None:
-        """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason."""
+    def take_over(self, claim_id: int, *, previous: str | None = None) -> Claim | None:
+        """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason.
+
+        With `previous`, a claim that has another owner by now counts as lost.
+        """
         try:
-            return self._adopt(claim_id)
+            return self._adopt(claim_id, previous)
         except ClaimLostError as error:
             self.drained.note = str(error)
             return None
 
-    def _adopt(self, claim_id: int) -> Claim:
-        return self._mine(self.shard.claims.adopt(claim_id, owner=self.owner, lease=self.limits.lease))
+    def _adopt(self, claim_id: int, previous: str | None = None) -> Claim:
+        claim = self.shard.claims.adopt(claim_id, owner=self.owner, lease=self.limits.lease, previous=previous)
+        return self._mine(claim)
 
     def _mine(self, claim: Claim) -> Claim:
         return replace(claim, shard=self.shard.name)

@@ -18,7 +18,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationEr
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 from tests.airflow.conftest import context_of
 
-RIDES = Topic("rides", partitions=2)
+RIDES = Topic("rides", partitions=4)
 CONSUMER = Consumer("rides", "billing", partitioned=True)
 QUICK = RunLimits(max_wait=0.0, drain_idle=0.0)
 
@@ -81,6 +81,69 @@ def test_a_run_of_several_asset_events_consumes_the_claims_of_all(rides: EventSQ
     claims = [claimed(rides, partition=partition) for partition in (0, 1)]
     result = operator().execute(context_of(payloads=[payload(claim) for claim in claims]))
     assert (result["events"], effects(rides)) == (6, logged(rides))
+
+
+def claims_seen(seen: list[int]) -> Any:
+    """A function over claims that commits each."""
+
+    def consume(claim: Claim, eventsql: EventSQLHook) -> None:
+        seen.append(claim.id)
+        with eventsql.platform.database.transaction() as connection:
+            eventsql.platform.claims.commit(connection, claim)
+
+    return consume
+
+
+def test_a_run_consumes_the_claims_whose_asset_events_have_no_run(rides: EventSQL) -> None:
+    """Airflow makes one run for two asset events in short order, and that run has only the first."""
+    publish(rides, 3, 0)
+    publish(rides, 3, 1)
+    first, _ = [claimed(rides, partition=partition) for partition in (0, 1)]
+    result = operator().execute(context_of(payloads=[payload(first)]))
+    assert (result["events"], effects(rides)) == (6, logged(rides))
+
+
+def test_a_run_leaves_claims_alone_that_have_runs_of_their_own(rides: EventSQL) -> None:
+    """Claims made after the run, claims that another task took meanwhile, and all others if `claims` names some."""
+    for partition in range(3):
+        publish(rides, 2, partition)
+    mine, left, taken = [claimed(rides, partition=partition) for partition in range(3)]
+    seen: list[int] = []
+    consume = claims_seen(seen)
+    later: list[Claim] = []
+
+    def meanwhile(claim: Claim, eventsql: EventSQLHook) -> None:
+        if not later:
+            rides.claims.adopt(taken.id, owner="airflow dag/another")
+            publish(rides, 2, 3)
+            later.append(claimed(rides, partition=3))
+        consume(claim, eventsql)
+
+    named = operator(consume, gets="claim", claims=[payload(mine)])
+    named.execute(context_of())
+    assert seen == [mine.id]
+    publish(rides, 2, 0)
+    triggered = claimed(rides)
+    operator(meanwhile, gets="claim").execute(context_of(payloads=[payload(triggered)]))
+    assert seen == [mine.id, triggered.id, left.id]
+    owners = {claim.id: rides.claims.get(claim.id)[0].owner for claim in (taken, *later)}
+    assert owners == {taken.id: "airflow dag/another", later[0].id: AIRFLOW_TRIGGER}
+
+
+def test_a_retry_tells_of_an_event_that_failed_in_a_claim_without_a_run(rides: EventSQL) -> None:
+    publish(rides, 1, 0)
+    publish(rides, 1, 1)
+    first, _ = [claimed(rides, partition=partition) for partition in (0, 1)]
+
+    def refusing(events: Sequence[Event], connection: Connection) -> None:
+        if events[0].partition == 1:
+            raise ValueError("no")
+        record(events, connection)
+
+    with pytest.raises(AirflowException, match="failed, attempt 1"):
+        operator(refusing).execute(context_of(payloads=[payload(first)]))
+    with pytest.raises(AirflowException, match="nothing was consumed"):
+        operator(refusing).execute(context_of(payloads=[payload(first)], try_number=2))
 
 
 def test_the_second_run_for_a_claim_consumes_nothing(rides: EventSQL) -> None:

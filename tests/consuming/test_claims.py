@@ -547,6 +547,24 @@ def test_effects_of_a_claim_that_is_overtaken_while_it_is_worked_on_are_rolled_b
     assert offset(platform) == ids[1]
 
 
+def test_of_two_who_take_a_claim_from_its_owner_at_once_one_gets_it(platform: EventSQL) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    gate = threading.Barrier(2)
+
+    def take(owner: str) -> Claim | None:
+        gate.wait(30)
+        try:
+            return platform.claims.adopt(claimed.id, owner=owner, previous=claimed.owner)
+        except ClaimLostError:
+            return None
+
+    with ThreadPoolExecutor(2) as executor:
+        taken = [future.result(30) for future in [executor.submit(take, owner) for owner in ("one", "two")]]
+    (held,) = [each for each in taken if each is not None]
+    platform.claims.renew(held)
+
+
 def test_a_claim_that_is_overtaken_within_its_range_is_adopted_for_the_rest_of_it(platform: EventSQL) -> None:
     ids = fill(platform, 4)
     claimed = claim(platform)
