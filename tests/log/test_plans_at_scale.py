@@ -686,8 +686,8 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
             [BUFFERED - 100],
         )
         with watch.watching():
-            connection.execute(queries("batch_end"), values, prepare=False)
-            connection.execute(queries("append_state"), values, prepare=False)
+            connection.execute(queries("batch_end", topic="flood"), values, prepare=False)
+            connection.execute(queries("append_state", topic="flood"), values, prepare=False)
             connection.execute(Queries("log", "eventsql")("look"), {"marked": [], "low_waters": [], "wanted": None})
     for plan in watch.of("batch_end", "append_state", "look"):
         # Those that the update deleted may be stepped over, the others are none of this topic's.
@@ -753,7 +753,7 @@ def test_a_transfer_does_not_step_over_what_it_moved_while_an_old_transaction_ke
             check_buffer(plan, rows=2, blocks=60)
         with watch.watching():
             connection.execute(
-                LogQueries("append", "eventsql")("batch_end"),
+                LogQueries("append", "eventsql")("batch_end", topic="orders"),
                 {"topic": "orders", "low_water": 0, "newest": 2**62, "limit": BATCH},
                 prepare=False,
             )
