@@ -214,6 +214,7 @@ class Run:
         self._urls = home / "urls"
         self._publishers = publishers(settings)
         self._drawn = random.Random(settings.seed)
+        self._partitions = settings.partitions
         self._ways = itertools.cycle(self._drawn.sample(WAYS, len(WAYS)))
         self._started = time.monotonic()
         self.figures = Figures(settings)
@@ -283,7 +284,8 @@ class Run:
         self._progress.set_limit(1.0)
 
     def _repartition(self, cast: Cast, platform: EventSQL) -> None:
-        partitions = self._drawn.randint(1, MOST_PARTITIONS)
+        others = [each for each in range(1, MOST_PARTITIONS + 1) if each != self._partitions]
+        self._partitions = partitions = self._drawn.choice(others)
 
         def repartitioned() -> bool:
             try:
