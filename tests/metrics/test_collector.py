@@ -235,7 +235,8 @@ def test_a_reader_without_rights_on_the_store_has_the_other_metrics(owner: Event
     owner.store.subscribe("mailer", lambda _change, _connection: None, background=False)
     found = Scrape(PlatformCollector(as_("reader")))
     assert found("eventsql_up") == 1
-    assert not [each for each in found.samples if "subscription" in each.name or "queue" in each.name]
+    assert not [each for each in found.samples if "subscription" in each.name]
+    assert found("eventsql_queue_messages", queue="thumbnails", state="visible") == 1
 
 
 def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(

@@ -75,8 +75,8 @@ CROSS JOIN LATERAL (
     ORDER BY m.eql_visible_at LIMIT 1
 ) next;
 
--- waiting -- The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest;
--- no row where there is no such queue.
+-- waiting -- The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest.
+-- No row where there is no such queue.
 SELECT count(found.eql_visible_at),
        coalesce(extract(epoch FROM clock_timestamp() - min(found.eql_visible_at)), 0)::float8
 FROM {schema}.queue q
