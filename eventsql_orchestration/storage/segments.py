@@ -229,8 +229,8 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
 
 
 def pass_on_rights(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
-    """Give the rights on a table or view also on another."""
-    values = {"table": source.as_string(connection)}
+    """Give the rights on a table or view also on another, those on columns if it has them."""
+    values = {"table": source.as_string(connection), "target": target.as_string(connection)}
     for privilege, grantee, grantable in fetch_all(connection, LogQueries("segments", schema)("grants"), values):
         to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)
         option = sql.SQL(" WITH GRANT OPTION" if grantable else "")
