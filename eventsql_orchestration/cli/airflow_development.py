@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -29,23 +27,27 @@ from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import complain, is_quiet, say
-from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_settings
+from eventsql_orchestration.cli.rounds import (
+    SIMULATION_SECONDS,
+    consume_all,
+    find_java,
+    interrupt,
+    report,
+    spark_settings,
+    transferring,
+)
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import DatabaseUnavailableError, LocalAirflowError, RoundError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, only_one, take_lock
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
-from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 SETUP: Final = "eventsql:setup"
 SIMULATION: Final = "eventsql:simulation"
 VERIFICATION: Final = "eventsql:verification"
 """Tags of DAGs that this command runs: at the start, once a round, and after it."""
-
-SIMULATION_SECONDS: Final = 60.0
-"""Seconds between two rounds of the simulation, without `--once`."""
 
 
 class AirflowDevelopment:
@@ -74,7 +76,8 @@ class AirflowDevelopment:
             take_lock(lock, home)
             find_java(self._context.settings.home)
             started, before = datetime.now(UTC), Counts.take(platform)
-            with self._airflow(platform, home, lock) as airflow, _transferring(platform):
+            # Airflow's tasks move no events.
+            with self._airflow(platform, home, lock) as airflow, transferring(platform, stop_seconds=5.0):
                 running = _Running(self._context, platform, airflow, progress, self._orders)
                 running.start(self._dags, self._timeout)
                 if not once:
@@ -118,19 +121,6 @@ def _metadata_database(url: str) -> str:
     except psycopg.Error as error:
         raise LocalAirflowError(f"the database {name!r} for Airflow cannot be made: {error}") from error
     return events.set(database=name).render_as_string(hide_password=False)
-
-
-@contextmanager
-def _transferring(platform: EventSQL) -> Iterator[None]:
-    """Move events in the block: Airflow's tasks move none."""
-    stop, wake = threading.Event(), threading.Event()
-    thread = start_thread("transfer", platform.transfer.run, stop, wake=wake)
-    try:
-        yield
-    finally:
-        stop.set()
-        wake.set()
-        thread.join(5.0)
 
 
 class _Running:

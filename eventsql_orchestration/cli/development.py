@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,15 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table
 from eventsql_orchestration.cli.output import complain, is_quiet, say
-from eventsql_orchestration.cli.rounds import consume_all, find_java, interrupt, report, spark_for_runs
+from eventsql_orchestration.cli.rounds import (
+    SIMULATION_SECONDS,
+    consume_all,
+    find_java,
+    interrupt,
+    report,
+    spark_for_runs,
+    transferring,
+)
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster
@@ -43,17 +50,11 @@ from eventsql_orchestration.orchestration.local_processes import only_one
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
-
-SIMULATION_SECONDS = 60.0
-"""Seconds between two rounds of the simulation, without `--once`."""
 
 STOP_SECONDS: Final = 1.0
 """Seconds that runs and Dagster's processes have to end after Ctrl-C. Killed ones lose nothing: their claims are
 consumed again, and their effects are rolled back."""
-
-ORDERS: Final = 200
 
 _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""
@@ -170,14 +171,8 @@ class Running:
             f"{self.dagster.location} has no transfer, so this command moves events: elsewhere run `eventsql "
             "transfer`, or add build_transfer_schedule()"
         )
-        stop, wake = threading.Event(), threading.Event()
-        thread = start_thread("transfer", self.platform.transfer.run, stop, wake=wake)
-        try:
+        with transferring(self.platform, stop_seconds=STOP_SECONDS):
             yield
-        finally:
-            stop.set()
-            wake.set()
-            thread.join(STOP_SECONDS)
 
     def set_up(self, timeout: float) -> None:
         """Register topics and consumers by the jobs of the location."""

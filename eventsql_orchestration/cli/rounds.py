@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,11 +24,15 @@ from eventsql_orchestration.orchestration.rounds import Counts, TopicRound
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.connect_server import ConnectServer, connect_is_installed
 from eventsql_orchestration.spark.java import ensure_java
+from eventsql_orchestration.threads import start_thread
 
 SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
 with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
 
+
+SIMULATION_SECONDS: Final = 60.0
+"""Seconds between two rounds of the simulation, without `--once`."""
 
 WARM_UP: Final = "eventsql_orchestration.spark.warm_up"
 """A module that loads Spark, so that this process does not import it."""
@@ -126,6 +131,19 @@ def spark_for_runs(
         yield spark.environment, spark.keep
     finally:
         spark.stop()
+
+
+@contextmanager
+def transferring(platform: EventSQL, *, stop_seconds: float) -> Iterator[None]:
+    """Move events in a thread while the block runs. The thread has `stop_seconds` to end."""
+    stop, wake = threading.Event(), threading.Event()
+    thread = start_thread("transfer", platform.transfer.run, stop, wake=wake)
+    try:
+        yield
+    finally:
+        stop.set()
+        wake.set()
+        thread.join(stop_seconds)
 
 
 def consume_all(

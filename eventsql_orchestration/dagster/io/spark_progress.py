@@ -61,11 +61,8 @@ class StageProgress:
 class SparkStatus(Protocol):
     """Where Spark's figures come from."""
 
-    def jobs(self) -> list[int]:
-        """The jobs of a block of code so far."""
-
-    def stages(self, jobs: list[int]) -> list[StageProgress]:
-        """The stages of some jobs that have begun or are done, in order."""
+    def look(self) -> tuple[int, list[StageProgress]]:
+        """The number of jobs of a block of code so far, and their stages that have begun or are done, in order."""
 
 
 class _OwnStatus:
@@ -75,11 +72,9 @@ class _OwnStatus:
         self._context: Any = spark.sparkContext
         self._group = group
 
-    def jobs(self) -> list[int]:
-        return sorted(self._context.statusTracker().getJobIdsForGroup(self._group))
-
-    def stages(self, jobs: list[int]) -> list[StageProgress]:
+    def look(self) -> tuple[int, list[StageProgress]]:
         tracker = self._context.statusTracker()
+        jobs = tracker.getJobIdsForGroup(self._group)
         store = self._context._jsc.sc().statusStore()  # noqa: SLF001 - py4j's way in; no public one has the rows
         known: set[int] = set()
         for job in jobs:
@@ -92,7 +87,7 @@ class _OwnStatus:
                 data = store.lastStageAttempt(stage)
                 if data.numTasks() and data.status().toString() in _BEGUN:
                     found.append(_own_stage(stage, data))
-        return found
+        return len(jobs), found
 
 
 def _own_stage(stage: int, data: Any) -> StageProgress:
@@ -121,18 +116,14 @@ class _ServerStatus:
         )
         self._url = f"http://{host}:{port}/api/v1/applications/{application}" if port else None
 
-    def jobs(self) -> list[int]:
-        jobs = self._get("jobs")
-        return sorted(job["jobId"] for job in jobs if any(tag.endswith(self._tag) for tag in job["jobTags"]))
-
-    def stages(self, jobs: list[int]) -> list[StageProgress]:
-        known = {stage for job in self._get("jobs") if job["jobId"] in jobs for stage in job["stageIds"]}
+    def look(self) -> tuple[int, list[StageProgress]]:
+        jobs = [job for job in self._get("jobs") if any(tag.endswith(self._tag) for tag in job["jobTags"])]
+        known = {stage for job in jobs for stage in job["stageIds"]}
         # The last attempt of each stage.
         attempts = sorted(self._get("stages"), key=lambda stage: (stage["stageId"], stage["attemptId"]))
         latest = {data["stageId"]: data for data in attempts if data["stageId"] in known}
-        return [
-            _server_stage(data) for data in latest.values() if data["numTasks"] and data["status"] in _BEGUN
-        ]  # fmt: skip
+        found = [data for data in latest.values() if data["numTasks"] and data["status"] in _BEGUN]
+        return len(jobs), [_server_stage(data) for data in found]
 
     def _get(self, what: str) -> list[dict[str, Any]]:
         if self._url is None:
@@ -168,7 +159,8 @@ class SparkProgress:
 
     def stages(self) -> list[StageProgress]:
         """The stages that have begun or are done, in order."""
-        return self._status.stages(self._status.jobs())
+        _, stages = self._status.look()
+        return stages
 
     def metadata(self) -> dict[str, Any]:
         """For a materialization: how many jobs, stages and tasks, and each stage's rows in and out.
@@ -176,15 +168,14 @@ class SparkProgress:
         Empty if Spark's figures cannot be had: they are no reason to fail a run whose work is done.
         """
         try:
-            jobs = self._status.jobs()
-            stages = self._status.stages(jobs)
+            jobs, stages = self._status.look()
         except _unavailable() as error:
             logger.warning("%s: %s", UNKNOWN, error)
             return {}
         if not jobs:
             return {}
         return {
-            SPARK_JOBS: len(jobs),
+            SPARK_JOBS: jobs,
             SPARK_STAGES: len(stages),
             SPARK_TASKS: sum(stage.done for stage in stages),
             SPARK_FAILED_TASKS: sum(stage.failed for stage in stages),
