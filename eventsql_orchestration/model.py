@@ -357,7 +357,7 @@ class OffsetRange:
         check_whole("partition", self.partition, least=NOT_PARTITIONED, most=MAX_PARTITIONS)
         after, upto = check_whole("after", self.after), check_whole("upto", self.upto)
         if not 0 <= after <= upto:
-            raise ValidationError(f"no range of offsets: after {after} up to {upto}")
+            raise ValidationError(f"after {after} up to {upto} is no range of offsets: 0 <= after <= upto is needed")
 
     @property
     def empty(self) -> bool:

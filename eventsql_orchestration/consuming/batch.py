@@ -68,7 +68,7 @@ def check_handler(handler: object, *arguments: str) -> None:
 
 
 def check_runs(handler: Callable[..., object]) -> None:
-    """Raise `ValidationError` if a call of `handler` runs nothing, as of a coroutine or generator function."""
+    """Raise `ValidationError` for a coroutine or generator function: calling it runs nothing."""
     for function in (handler, getattr(handler, "__call__", None)):  # noqa: B004 - a partial has none of its own
         if is_asynchronous(function):
             raise ValidationError(

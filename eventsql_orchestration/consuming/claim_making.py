@@ -43,7 +43,7 @@ class ClaimMaker:
         self._log = LogReader(database.schema)
 
     def claim(self, wanted: ClaimRequest) -> Claim | NoClaim:
-        """Make a claim, after the consumer has entered the topic's next layout if its partitions have come as far."""
+        """Make a claim. If all partitions have reached the end of their layout, first enter the topic's next layout."""
         if (claimed := self._claim(wanted)) is not None:
             return claimed
 

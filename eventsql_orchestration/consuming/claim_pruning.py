@@ -31,10 +31,10 @@ KEPT_SECONDS: Final = 30 * 86_400.0
 """Age at which claims of other owners are deleted, the same as for runs."""
 
 EVERY: Final = 257
-"""One of so many claims prunes. A prime, so that it meets each of the partitions that are claimed in turns."""
+"""Every 257th claim prunes. A prime number, so that each partition prunes even if partitions are claimed in turns."""
 
 BATCH: Final = 500
-"""Claims to check each time: more than are made meanwhile."""
+"""Claims to check each time: more than are made until the next time."""
 
 
 class ClaimPruning:

@@ -1,4 +1,4 @@
-"""What `Claims` returns: claims, reasons why nothing was claimed, and the state of partitions."""
+"""Values that `Claims` returns: claims, reasons why nothing was claimed, and the state of partitions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Claim:
     """A range of a consumer partition that one owner may consume.
 
     `range` never changes. `position` is the offset that the owner has committed up to, `range.after` at first. `epoch`
-    is the fencing token: it is the partition's only until another owner takes the partition over. `shard` is set by
+    is the fencing token: when another owner takes the partition over, the partition gets a new one. `shard` is set by
     callers that handle claims of several shards.
     """
 

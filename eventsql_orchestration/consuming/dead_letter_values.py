@@ -141,8 +141,8 @@ def _text(metadata: Mapping[str, Any], name: str) -> str | None:
 class LetterFilter:
     """Selects dead letters that meet all given conditions. Without conditions, selects all but those of backfills.
 
-    The letters of a backfill are selected only if `backfill` is its id, or if `ids` names them: a backfill hands a
-    consumer events that others have consumed well.
+    The letters of a backfill are selected only if `backfill` is its id, or if `ids` names them: the live consumer has
+    already consumed their events.
 
     `consumer` gave the events up, `exception` is the name of the error's type. Letters have this `key` and all of this
     `metadata`. `ids` are offsets in the dead letter topic; `after` is exclusive and `upto` inclusive. The events were
@@ -169,7 +169,7 @@ class LetterFilter:
         object.__setattr__(self, "metadata", check_metadata(self.metadata))
         check_whole("after", self.after, least=0)
         if self.upto is not None and check_whole("upto", self.upto, least=0) < self.after:
-            raise ValidationError(f"no range of offsets: after {self.after} up to {self.upto}")
+            raise ValidationError(f"after {self.after} up to {self.upto} is no range: after <= upto is needed")
         if self.ids is not None:
             if isinstance(self.ids, str | bytes) or not isinstance(self.ids, Iterable):
                 raise ValidationError(f"ids must be whole numbers, not {shown(self.ids)}")
@@ -177,7 +177,7 @@ class LetterFilter:
             object.__setattr__(self, "ids", tuple(ids))
         check_range(self.since, self.until)
         if self.since is not None and self.until is not None and self.since > self.until:
-            raise ValidationError(f"no range of times: since {self.since} until {self.until}")
+            raise ValidationError(f"since {self.since} until {self.until} is no range of times: it ends too early")
 
     def parameters(self) -> dict[str, object]:
         """All conditions except the ids, as the statements take them."""
@@ -190,7 +190,7 @@ class LetterFilter:
 
 @dataclass(frozen=True, slots=True)
 class RedrivePlan:
-    """A planned redrive: of `letters`, `redriven_before` were redriven already, and `redrives` would be now."""
+    """A planned redrive of `letters`. It would redrive `redrives` of them; `redriven_before` were redriven already."""
 
     letters: int
     redriven_before: int

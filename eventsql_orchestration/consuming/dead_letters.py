@@ -107,16 +107,16 @@ class DeadLetters:
         if not state.spent:
             return None
         if refused(state):
-            return "no dead letter was to be made of it"
+            return "the dead letter factory made no dead letter of it"
         if not self.accepts(state.topic, connection):
             return f"topic {state.topic}{DEAD_LETTER_SUFFIX} does not exist"
         return None
 
     def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
         """See `ClusterDeadLetters.bury`."""
-        # An erasure that has erased the event by now would not look for this copy.
+        # An erasure that has already passed the event would not find this copy of it.
         if erased := erased_meanwhile(connection, self._database.schema, event):
-            # Message and error may quote the value, which the handler had before.
+            # Message and error may quote the value, which the handler got before the erasure.
             event, cause = erased, replace(cause, message=FAILURE, error=ConsumptionError(erased, FAILURE))
         letter: object = (self._factory or dead_letter)(event, cause)
         if letter is None:

@@ -33,12 +33,12 @@ from eventsql_orchestration.storage.reading import LogReader
 logger = logging.getLogger(__name__)
 
 OWNER: Final = "start_queue, with events that are not acknowledged"
-"""The owner of the lease of a partition with such events: nobody may consume it in another way, which would repeat what
-is acknowledged after the offset."""
+"""The owner of the lease of a partition with such events. The lease keeps other ways of consuming away: they would
+repeat the acknowledged events after the offset."""
 
 
 LOCK_SECONDS: Final = 3.0
-"""The longest that handing out waits for handlers of events from before a consumer was moved."""
+"""Seconds that handing out waits for handlers that still have events from before the consumer was moved."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -47,10 +47,10 @@ class WorkerLostError(ClaimLostError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Delivery:
-    """An event that `worker` has to acknowledge, as number `cursor` and the event's id. `key` is None without order.
+    """An event that `worker` has to acknowledge, by `cursor` and the event's id. `key` is None without order.
 
-    A partition that was moved has a cursor of another number: what was handed out before settles nothing after it. Two
-    deliveries of one event are not equal: after a seek, a process may have the event twice.
+    When a partition is moved, it gets a cursor with a new number. Acknowledgements of events from before then have no
+    effect. Two deliveries of one event are not equal: after a seek, a process may have the event twice.
     """
 
     cursor: int
@@ -64,13 +64,13 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class HandOut:
-    """What a call handed out. With `more`, further events wait; with `others`, some wait for another process."""
+    """The events that a call handed out. With `more`, further events wait; with `others`, another process has some."""
 
     deliveries: Sequence[Delivery]
     more: bool = False
     others: bool = False
     held: bool = False
-    """Whether something of the partition is not acknowledged."""
+    """Whether the partition has events that are not acknowledged."""
     taken: bool = True
     """Whether the partition could be locked and consumed."""
 
@@ -142,7 +142,7 @@ class Deliveries:
             return fetch_first(connection, self._queries("renew"), values, prepare=False) is not None
 
     def leave(self, worker: int) -> None:
-        """End a lease. What the process holds may be handed out again at once."""
+        """End a lease. The events that the process holds may be handed out again at once."""
         with self._database.connection() as connection:
             connection.execute(self._queries("leave"), {"worker": worker}, prepare=False)
 
@@ -153,8 +153,8 @@ class Deliveries:
         if other:
             raise RedefinitionError(
                 f"consumer {self._consumer!r} of topic {self._topic!r} has events that are not acknowledged and were "
-                f"handed out with by_key={not self._by_key}: use that until they are, or move the consumer with "
-                "`eventsql seek --force`"
+                f"handed out with by_key={not self._by_key}: start it with by_key={not self._by_key} until all are "
+                "acknowledged, or move it with `eventsql seek --force`"
             )
 
     # Handing out
@@ -199,7 +199,7 @@ class Deliveries:
         settled = {
             "upto": claimed_upto if lowest is None else lowest - 1, "claimed_upto": claimed_upto,
             "unacknowledged": standing.unacknowledged + len(fresh), "first": fresh[0].event.id if fresh else None,
-            # What is dropped from the log counts as consumed, too.
+            # Events that retention dropped count as consumed, too.
             "consumed": max(0, cursor.unacknowledged - standing.unacknowledged),
         }  # fmt: skip
         self._settle(connection, locked, cursor, standing, settled)

@@ -41,10 +41,10 @@ MOST_AHEAD: Final = 1_000
 """The most events that wait in a process for its workers."""
 
 AHEAD_SECONDS: Final = 1.0
-"""A process that needs longer for the events that wait in it fetches fewer: others may be idle."""
+"""Seconds. A process whose waiting events take longer to handle fetches fewer: other processes may be idle."""
 
 HEARTBEATS: Final = 3
-"""Renewals of a lease within its time."""
+"""How often a lease is renewed before it would end."""
 
 SETTLE_RETRY: Final = 0.5
 """Seconds between two attempts to settle events while the database cannot be reached."""
@@ -72,7 +72,7 @@ def takes_connection(handler: QueueHandler) -> bool:
 class _Backlog:
     """The events of a process that are not settled. Call its methods with the lock of the consumption.
 
-    An event whose key is with a worker, or waits for one, stands behind that one.
+    While an event waits for a worker or is with one, later events of its key stand behind it.
     """
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class _Backlog:
         return [] if delivery.key is None else list(self._behind[delivery.key])
 
     def drop_behind(self, delivery: Delivery) -> None:
-        """Forget the events that stand behind one. The caller sees to it that they are given back."""
+        """Forget the events that stand behind `delivery`. The caller has to give them back."""
         if delivery.key is not None:
             behind = self._behind[delivery.key]
             for each in behind:
@@ -179,7 +179,7 @@ class QueueConsumption(Running):
         a key could come while the one before it is given back."""
         self._backlog = _Backlog()
         self._uncertain: set[int] = set()
-        """The partitions of which this process perhaps has events that it does not know."""
+        """Partitions that may have handed events to this process without its knowledge: a commit got no answer."""
         self._outcomes: deque[_Outcome] = deque()
         self._due: dict[int, float] = dict.fromkeys(partitions, 0.0)
         self._woken = False
@@ -187,7 +187,7 @@ class QueueConsumption(Running):
         self._fetched_at = time.monotonic()
         self._working_threads = workers
         self._worked_off = threading.Event()
-        """Set when no worker has an event any more, or is waited for."""
+        """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
         self._faults: dict[str, str] = {}
         began = time.monotonic()
         self._worker = deliveries.register(owner_name())
@@ -220,7 +220,7 @@ class QueueConsumption(Running):
         self._worked_off.set()
         with self._settling:
             self._settling.notify_all()
-        # What was handled in time is acknowledged before the events are given up.
+        # Events that were handled in time are acknowledged before the others are given up.
         join_all(self._services, max(deadline, time.monotonic() + SETTLE_RETRY))
         return ended
 
@@ -261,7 +261,7 @@ class QueueConsumption(Running):
         return None
 
     def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
-        """The partitions that have events; those of before, which the last round fetched, come last."""
+        """The partitions that have events. Those that the last round fetched from are last, and new ones after them."""
         with self._fetching:
             now = time.monotonic()
             for partition in asked:
@@ -313,7 +313,7 @@ class QueueConsumption(Running):
                 self._due[partition] = time.monotonic() + delay
 
     def _adapt(self) -> None:
-        """Fetch as many events at once as the workers handle in about a second, by the last round."""
+        """Fetch as many events at once as the workers handle in about a second, estimated from the last round."""
         with self._fetching:
             now = time.monotonic()
             took, self._fetched_at = now - self._fetched_at, now
@@ -379,7 +379,7 @@ class QueueConsumption(Running):
             self._fetching.notify()
 
     def _give_up_key(self, delivery: Delivery) -> None:
-        """Forget the events behind one that is not this process's any more: their order is unknown.
+        """Forget the events behind `delivery`, which this process has lost: their order is unknown.
 
         The next call for the partition gives back those that the process still has. Call with `_exchange` and the lock.
         """
@@ -409,7 +409,7 @@ class QueueConsumption(Running):
             return outcomes
 
     def _until_done(self, settle: Callable[..., None], what: object) -> None:
-        """Settle, again and again while the database cannot: the events stay this process's, and wait here."""
+        """Call `settle` until it succeeds. While the database fails, the events stay with this process."""
         while True:
             try:
                 settle(what)
@@ -501,7 +501,7 @@ class QueueConsumption(Running):
             self._fetching.notify()
 
     def _leave(self) -> None:
-        """Give up what is left, and note how far the consumer came."""
+        """Give back the remaining events, and note how far the consumer came."""
         try:
             for partition in list(self._due):
                 self._deliveries.hand_out(self._worker, partition, 0)
@@ -514,7 +514,7 @@ class QueueConsumption(Running):
             if not running:
                 self._deliveries.leave(self._worker)
                 return
-            # Nobody else may handle what these handlers still handle: that waits for the end of the lease.
+            # The events of running handlers stay leased: nobody else may handle them before the lease ends.
             for partition in list(self._due):
                 known = self._backlog.unsettled(partition)
                 self._deliveries.give_back_others(self._worker, partition, known)

@@ -169,7 +169,7 @@ class _Log:
                         connection, after=after, upto=window.upto, partitions=window.partitions
                     )
                     if merged.events != merged.kept:
-                        raise psycopg.errors.DataException("a block has another number of events than it says")
+                        raise psycopg.errors.DataException("a block does not have the number of events in its row")
                     return merged
             if not retry.lasts():
                 raise DatabaseBusyError(f"an erasure or a retention of topic {self._topic!r} is under way: try again")

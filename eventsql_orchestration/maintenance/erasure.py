@@ -223,8 +223,8 @@ class _Run:
             self._erasers[self.names[0]].only_copies()
         else:
             raise DatabaseBusyError(
-                f"dead letters of these keys of topic {self.names[0]!r} come as fast as they are erased: run it again "
-                "when its consumers are paused"
+                f"dead letters of these keys of topic {self.names[0]!r} come as fast as they are erased: pause the "
+                "topic's consumers, and run the erasure again"
             )
         for name in self.names:
             self._clear_failures(connection, name)
@@ -313,7 +313,7 @@ class _Run:
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
                 if not retry.lasts():
                     raise DatabaseBusyError(
-                        f"other transactions hold events of topic {self.names[0]!r}: erase again, what is left is found"
+                        f"other transactions hold events of topic {self.names[0]!r}: run the erasure again for the rest"
                     ) from error
 
     def _erased(self, event: EncodedEvent) -> EncodedEvent:

@@ -57,7 +57,7 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
             )
     if not made:
         if len(newest) > 1:
-            raise ShardSetError(f"{next(iter(named))} is to join a set of shards: name the shards of the set, too")
+            raise ShardSetError(f"{next(iter(named))} was prepared to join a set of shards: name its shards, too")
         if unreachable:
             raise ShardSetError(f"{unreachable[0]} cannot be reached, so the set of shards cannot be made: try again")
         return Comparison(_set(named), newest, True, frozenset())

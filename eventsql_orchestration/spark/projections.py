@@ -61,8 +61,8 @@ class SparkFill:
         frames = projection.frames(changes_frame(self._spark, source, projection, upto=str(filling.upto)))
         if set(frames) != set(projection.tables):
             raise ProjectionError(
-                f"the frames of projection {projection.name!r} are those of {', '.join(sorted(frames)) or 'no table'}, "
-                f"and its tables are {', '.join(projection.tables)}"
+                f"projection {projection.name!r} has frames for {', '.join(sorted(frames)) or 'no table'}, and its "
+                f"tables are {', '.join(projection.tables)}: give one frame for each table"
             )
         for table in projection.tables:
             copy_frame(frames[table], source, filling.schema, table, filling.ledger)

@@ -24,10 +24,10 @@ from eventsql_orchestration.validation import (
 )
 
 CORRELATION: Final = "correlation_id"
-"""The name in a change's metadata of what all changes of one process have in common."""
+"""Name of a change's metadata. All changes of one business process have the same value."""
 
 CAUSATION: Final = "causation_id"
-"""The name in a change's metadata of the change that caused it."""
+"""Name of a change's metadata. The value is the reference of the change that caused it."""
 
 _MAX_SCHEMA_VERSION: Final = 2**31 - 1
 
@@ -107,7 +107,7 @@ class Change:
         object.__setattr__(self, "encoded", encode(f"data of change {self.kind!r}", self.data))
 
     def caused_by(self, cause: RecordedChange) -> Change:
-        """The same change, whose metadata names a stored change as its cause, and the correlation of that one."""
+        """A copy of this change. Its metadata names the stored change `cause`, and has the correlation of `cause`."""
         check_kind("cause", cause, RecordedChange)
         links = {CORRELATION: cause.metadata.get(CORRELATION, cause.reference), CAUSATION: cause.reference}
         return replace(self, metadata={**self.metadata, **links})

@@ -31,7 +31,7 @@ _DIFFERENT: Final = sql.SQL(
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """How many ids of `aggregates` and `changes` were replayed, and the ids whose rows are others, by table."""
+    """Numbers of replayed `aggregates` and `changes`. `different` has the ids whose rows differ, by table."""
 
     projection: str
     aggregates: int
@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all rows are as the replay has them."""
+        """Whether all rows are equal to those of the replay."""
         return not any(self.different.values())
 
 

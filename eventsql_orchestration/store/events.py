@@ -129,7 +129,7 @@ class Events:
             raise ChangeSchemaError(
                 f"{of} has schema version {schema_version}, and this process knows {found.schema_version}: upgrade it"
             )
-        # An upcaster may alter what it is given, and a stored change is read again.
+        # A copy, because an upcaster may alter the data, and the stored change may be decoded again.
         current = deepcopy(dict(data)) if schema_version < found.schema_version else dict(data)
         try:
             for version in range(schema_version, found.schema_version):

@@ -16,7 +16,7 @@ _ADOPT: Final = "run `eventsql store adopt`, which gives its changes places of t
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """What `adopt` has done: the number of changes with new places, and of subscriptions that go on from there."""
+    """Result of `adopt`: the numbers of changes with new places, and of subscriptions that go on there."""
 
     changes: int
     subscriptions: int
@@ -77,7 +77,10 @@ class Home:
             return Adopted(changes, subscriptions)
 
     def _read(self, connection: Connection) -> tuple[str | None, str, bool]:
-        """The identity of this server, None where the role may not ask; the era; whether the order is of another."""
+        """Returns the identity of this server, the era, and whether the changes have the order of another server.
+
+        The identity is None if the role may not ask for it.
+        """
         if self._may_ask is None:
             self._may_ask = bool(fetch_one(connection, self._queries("may_ask_server"), prepare=False)[0])
         row = fetch_first(connection, self._queries("home"), prepare=False)

@@ -17,12 +17,12 @@ COUNTED: Final = 100_000
 """How many waiting changes are counted at most."""
 
 _TABLES: Final = ("aggregate_change", "adopted_change", "store_subscription", "store_dead_letter", "store_home")
-"""What the statement of the lag reads."""
+"""Tables that the statement of the lag reads."""
 
 
 @dataclass(frozen=True, slots=True)
 class OldestWriter:
-    """The transaction that readers of the store wait for: what it is, and its age in seconds."""
+    """The transaction that readers of the store wait for: its description, and its age in seconds."""
 
     description: str
     seconds: float
@@ -53,7 +53,7 @@ class SubscriptionLag:
 
     @property
     def why(self) -> str | None:
-        """The causes of the lag in words; None if there is none but that changes wait."""
+        """The causes of the lag in words; None if changes only wait for their turn."""
         causes = []
         if self.attempts:
             causes.append(f"failed {self.attempts} {'time' if self.attempts == 1 else 'times'}: {self.failure}")

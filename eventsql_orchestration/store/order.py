@@ -35,7 +35,7 @@ def _names(what: str, names: Sequence[str] | None) -> list[str] | None:
         return None
     found = [check_name(f"{what} to read", name) for name in names]
     if not found:
-        raise ValidationError(f"no {what} to read is named: name some, or leave the argument out for all")
+        raise ValidationError(f"argument {what}s is empty: name some, or leave it out to read all")
     return found
 
 

@@ -85,11 +85,12 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class Filling:
-    """What a fill has to do: write the rows of `projection`'s new tables that follow from all changes up to `upto`.
+    """The task of a fill: write the rows of `projection`'s new tables that follow from all changes up to `upto`.
 
-    The tables are in `schema` of `database`. Each transaction that writes to one of them first adds a row to table
-    `ledger` of that schema: the name of the table, and a number of its own among those of that table. If the row is
-    there, it writes nothing. So a part that is written twice takes effect once, and one that outlives its fill fails.
+    The tables are in `schema` of `database`. The rows of each table are written in numbered parts, each part in one
+    transaction. The transaction first adds the table's name and the part's number to table `ledger` of that schema. If
+    they are there already, it writes nothing. So a part that is written twice takes effect once. A part that is written
+    after its fill has ended fails, because the ledger is gone.
     """
 
     projection: Projection
@@ -205,9 +206,9 @@ class Projections:
         `on_progress` gets the number of changes applied. Gives that number.
 
         With `fill`, the new tables get what follows from the changes so far in bulk, and `apply` gets only later ones.
-        A fill that was interrupted begins anew, also the one of another process that is still at it: that one fails.
+        An interrupted fill begins anew. If another process still fills the tables, its fill fails.
 
-        Raises `ProjectionError` if another process is at it, and the projection's errors.
+        Raises `ProjectionError` if another process is rebuilding the projection, and the projection's errors.
         """
         each = self._named(name)
         check_whole("batch", batch, least=1)
@@ -288,10 +289,10 @@ class Projections:
             self._lock(connection, each)
             if self._ledgers(connection, each) != [ledger]:
                 raise ProjectionError(
-                    f"another process has begun to fill projection {each.name!r} anew, or has given it up: nothing was "
-                    "swapped by this one"
+                    f"another process has begun to fill projection {each.name!r} anew, or has given the rebuild up: "
+                    "this rebuild has swapped nothing"
                 )
-            # It waits for parts that are still written, and later ones fail.
+            # The DROP waits for parts that are being written. Later parts fail.
             connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(each.shadow, ledger)))
             values = {"transaction": str(upto.transaction), "position": upto.position, **each.only}
             (applied,) = fetch_one(connection, self._queries("count_upto"), values)
@@ -329,8 +330,8 @@ class Projections:
                 names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in each.tables if table in live)
                 connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(names))
 
-            # Nobody writes the live tables now. A subscription has applied changes below the horizon. Saves apply
-            # theirs before they commit: the committed ones are those in the live tables, whatever the horizon is.
+            # Nobody writes the live tables now. A subscription has applied the changes below the horizon. A save
+            # applies its changes before it commits, so the live tables have all committed changes, also beyond it.
             while True:
                 changes = self._store.order.read(
                     connection, after, each.only, batch, beyond_horizon=not by_subscription
@@ -385,8 +386,8 @@ class Projections:
         lost = [what for (what,) in fetch_all(connection, self._queries("lost"), {**of, "shadow": each.shadow})]
         if lost:
             raise ProjectionError(
-                f"table {table!r} of projection {each.name!r} has what the swap would lose ({', '.join(lost)}): let "
-                "`create` make it, too, give the rebuild up, and rebuild again"
+                f"the swap would lose {', '.join(lost)} of table {table!r} of projection {each.name!r}: let `create` "
+                "make them, too, give the rebuild up, and rebuild again"
             )
         for role, privilege, may_grant in fetch_all(connection, self._queries("grants"), of):
             connection.execute(
@@ -402,7 +403,8 @@ class Projections:
         row = fetch_first(connection, self._queries("lock"), {"name": each.name})
         if row is None:
             raise ProjectionError(
-                f"another process rebuilds projection {each.name!r}, or has finished: its tables are as it left them"
+                f"another process is rebuilding projection {each.name!r}, or has finished its rebuild: this one changed "
+                "nothing"
             )
         transaction, position, applied = row
         return StoreCheckpoint(start.era, int(transaction), position), applied
@@ -412,7 +414,8 @@ class Projections:
         locked = self._lock(connection, each)
         if self._ledgers(connection, each):
             raise ProjectionError(
-                f"another process fills projection {each.name!r} in bulk: wait for it, or rebuild anew, which ends that"
+                f"another process fills projection {each.name!r} in bulk: wait for its end, or begin a new rebuild, "
+                "which stops it"
             )
         return locked
 

@@ -100,7 +100,7 @@ class Store:
         self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), prepare=False)
         self.order = GlobalOrder(database)
         self._at_home = False
-        # A thread that runs a subscription keeps it.
+        # A subscription that runs is kept by its thread.
         self._subscriptions: WeakSet[Subscription] = WeakSet()
         self._subscribing = threading.Lock()
 
@@ -189,7 +189,10 @@ class Store:
             self._notifier.notify(STORE, None)
 
     def _already_stored(self, connection: Connection, appending: _Appending, ids: Sequence[UUID]) -> int | None:
-        """The version after changes that are stored already; None if none is. Raises the reason of a refusal."""
+        """The aggregate's version after these changes if all are stored already; None if none of them is.
+
+        If the changes cannot be appended for another reason, raises the error that says why.
+        """
         of = f"{appending.type} {appending.id!r}"
         values = {"type": appending.type, "id": appending.id, "change_ids": list(ids)}
         row = fetch_first(connection, self._queries("standing"), values, prepare=False)
@@ -342,7 +345,7 @@ class Store:
     def subscriptions(self) -> list[SubscriptionLag]:
         """The lag of every subscription, by name, with its cause. Raises `RestoredStoreError`."""
         with self.database.connection() as connection:
-            # A store without subscriptions is to be adopted, too.
+            # Refuse a restored dump even if it has no subscriptions.
             self.order.home.era(connection)
             return SubscriptionLagReader(self.database).read(connection)
 

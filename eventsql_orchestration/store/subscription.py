@@ -177,7 +177,7 @@ class Subscription:
                     return Progress(due_in=due_in)
                 self._began_at = after
 
-                # Before the changes are read: what commits in between is not passed.
+                # Before the changes are read, so that the place does not pass changes that commit in between.
                 newest = self._order.newest(connection)
                 changes = self._order.read(connection, after, self._only, limit)
                 for number, change in enumerate(changes):

@@ -224,9 +224,9 @@ class Registry:
         lock_registry(connection)
         driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
         if not try_retain(driver, schema, name):
-            raise DatabaseBusyError(f"retention of topic {name!r} is under way")
+            raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")
         if not try_change(driver, schema, name):
-            raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way")
+            raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way: try again when it has ended")
         topic = existing_topic(connection, name)
         lock_topic(connection, name)
         changed = altering.change(connection, schema, topic, storage)

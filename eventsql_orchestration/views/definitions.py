@@ -51,7 +51,8 @@ class _Definition:
         _check_identifier(f"{self.kind} name", self.name)
         if names_log(self.name) or _PARTITION.fullmatch(self.name):
             raise InvalidNameError(
-                f"{self.kind} name {self.name!r} is one that a table of a topic or a partition may have"
+                f"{self.kind} name {self.name!r} is not usable: a topic's table or a partition may need it; choose "
+                "another name"
             )
         _check_minutes("period", self.period, LEAST_PERIOD, MOST_PERIOD)
         if self.retention is not None:

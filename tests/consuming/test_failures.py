@@ -728,7 +728,7 @@ def test_if_the_factory_makes_no_dead_letter_the_partition_stops_until_it_is_res
     assert isinstance(refusal, NoClaim)
     assert refusal.reason == (
         "event 4 blocks the partition: it failed once (ValueError: no such customer) "
-        "and no dead letter was to be made of it"
+        "and the dead letter factory made no dead letter of it"
     )
     handler.broken.clear()
     platform.registry.resume("orders", "mailer")

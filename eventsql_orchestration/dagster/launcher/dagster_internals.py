@@ -78,7 +78,7 @@ _IMPORTED_BY_RUNS: Final = (
 """Modules that Dagster imports only in a run, found by comparing `sys.modules` of a run and its server."""
 
 _POOLED_STORAGE: Final = "eventsql_orchestration.dagster.pooled_storage"
-"""A module by its name: its import takes a second, and instances with another storage do without it."""
+"""Named as text and not imported here: the import takes a second, and only instances with this storage need it."""
 
 
 def execute_run(instance: dg.DagsterInstance, run_id: str, *, resume: bool) -> None:
@@ -110,7 +110,7 @@ def import_storage(ref: InstanceRef) -> None:
                 # The launcher's instance has created the tables.
                 module.tables_exist()
     for name in _IMPORTED_BY_RUNS:
-        # A run imports those that a version of Dagster has elsewhere.
+        # Another version of Dagster may have the module elsewhere. Then each run imports it.
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 

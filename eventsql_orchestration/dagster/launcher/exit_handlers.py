@@ -1,4 +1,4 @@
-"""Exit handlers and finalizers that a location registers when it is imported: they are the server's, not its runs'."""
+"""Exit handlers and finalizers that a location registers when it is imported. The server runs them; its runs do not."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OF_EACH_PROCESS: Final = ("logging", "multiprocessing.util", "weakref")
 
 
 class ExitHandlers:
-    """What a location wants to have done when its process ends.
+    """The exit handlers and finalizers of a location, to run when the server ends.
 
     A module may delete its temporary directory, for example. The first run to end must not do that for all runs.
     """
@@ -38,9 +38,9 @@ class ExitHandlers:
             atexit.register = register
 
     def drop(self) -> None:
-        """Leave them to the server. A child calls this once, after its fork."""
+        """Unregister all handlers in this process. A child calls this once, after its fork. The server keeps them."""
         for function in self._registered:
             atexit.unregister(function)
-        # No public name lists them.
+        # No public name lists the finalizers.
         for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # noqa: SLF001
             finalizer.atexit = False

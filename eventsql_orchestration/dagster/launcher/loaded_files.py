@@ -15,7 +15,7 @@ from typing import Final
 _Stamp = tuple[int, ...] | frozenset[str] | None
 
 _SOURCES: Final = (".py", ".so", ".yaml", ".yml", ".toml")
-"""Endings of the files whose coming and going in a directory of the location is a change."""
+"""Endings of source files. A source file that is added to or removed from a directory is a change of the location."""
 
 _LOOKED_AT: Final = 1_000
 """Entries of a new directory that are looked at for a source. A directory of data has more."""
@@ -87,7 +87,7 @@ class LoadedFiles:
             return
         if event != "open":
             if not f"{path}{os.sep}".startswith(self._packages):
-                # The looks at the directory, and at those in it, are events themselves.
+                # Listing the directory and its subdirectories causes audit events of its own.
                 self._recording = False
                 self._stamps[path] = _directory_stamp(path)
                 self._recording = True
@@ -97,7 +97,7 @@ class LoadedFiles:
                 self._stamps[path] = stamp
 
     def _file_stamp(self, path: str) -> _Stamp:
-        """The last change of a file in ns, and what tells the file from another one with the same path."""
+        """The time of a file's last change in ns, its size and its inode. Another file at the path has other values."""
         try:
             found = os.stat(path)  # noqa: PTH116 - thousands of files for each run
         except OSError:

@@ -31,7 +31,7 @@ _ATTEMPTS: Final = 4
 """Servers that one launch may start, if files go on changing or servers go on dying."""
 
 _UNFORKABLE_FOR: Final = 600.0
-"""Seconds for which a location that cannot be forked is launched as Dagster does, unless it is reloaded earlier."""
+"""Seconds for which Dagster's launcher runs a location that cannot be forked. A reload of the location ends them."""
 
 _WATCH_EVERY: Final = 2.0
 """Seconds between two looks for runs that a process of another machine wants to end, and for unused servers."""
@@ -134,8 +134,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def launch_run(self, context: internals.LaunchRunContext) -> None:
         """Fork a process for a run. The first run of a location waits for its import.
 
-        Raises `TooManyRunsError`, `MachineBusyError`, `LauncherClosedError`, and the errors of `DefaultRunLauncher`
-        where that has to launch.
+        Raises `TooManyRunsError`, `MachineBusyError`, `LauncherClosedError`. If the location cannot be forked,
+        `DefaultRunLauncher` launches the run, and may raise its own errors.
         """
         if not self._fork(context, resume=False):
             self._default.launch_run(context)
@@ -284,7 +284,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             return internals.CheckRunHealthResult(status.FAILED, f"process {worker.pid} has ended")
         if not internals.launched_by_queue(self._instance):
             return internals.CheckRunHealthResult(status.RUNNING)
-        # The queue's daemon forked it, and this daemon has taken over from that one.
+        # A daemon on another machine forked the process, and this daemon has taken over from it.
         return internals.CheckRunHealthResult(status.NOT_FOUND, f"its process ran on {worker.host}")
 
     @property
@@ -348,7 +348,10 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 slot.lock.release()
 
     def _end_terminated_runs(self, ended: set[str]) -> set[str]:
-        """End the runs here that another process wants to end, but those that were `ended` before; gives all."""
+        """End the runs of this machine that another process wants to end. Skips the runs in `ended`.
+
+        Returns the ids of all runs that were asked to end and have not ended yet.
+        """
         for run in (runs := self._instance.get_runs(dg.RunsFilter(statuses=[dg.DagsterRunStatus.CANCELING]))):
             worker = Worker.of(run.run_id, run.tags)
             requested = run.tags.get(TERMINATE_TAG) == run.run_id and run.run_id not in ended

@@ -37,7 +37,7 @@ _DONE: Final = 100
 """Exit code of a child that has seen the end of its run. 0 is no proof: code of the run may call `os._exit(0)`."""
 
 _RETRY_AFTER: Final = 1.0
-"""Seconds until a report is tried again for which no process could be forked."""
+"""Seconds until a report is tried again if no process could be forked for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +221,10 @@ def _has_other_process(run: dg.DagsterRun, worker: Worker) -> bool:
 
 
 def _report(ref: internals.InstanceRef, death: _Death) -> int:
-    """Report a crash, and leave at once: this child has nothing of a run to end."""
+    """Report a crash and exit at once, without exit handlers: this child has executed no run."""
     try:
         _report_crash(ref, death)
-    except Exception:  # noqa: BLE001 - it is in the log, and run monitoring is left
+    except Exception:  # noqa: BLE001 - it is logged, and run monitoring will find the crash
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -301,9 +301,9 @@ def main() -> None:
 
 
 def _end(code: int) -> Never:
-    """End as a Python program does, but leave modules and what only they hold as they are.
+    """End as a Python program does, but without tearing modules and their objects down.
 
-    To tear them down one by one would take a fifth of the processor time of a short run.
+    The teardown would take a fifth of the processor time of a short run.
     """
     # Both are what Python itself calls. `multiprocessing` ends its children in the same way.
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001

@@ -31,12 +31,12 @@ class Worker:
 
     @classmethod
     def of_process(cls, run: str, pid: int) -> Self:
-        """The worker of a run that a process of this machine is."""
+        """The worker for process `pid` of this machine, which executes `run`."""
         return cls(run, socket.gethostname(), visible_processes(), pid, _started(pid) or "")
 
     @classmethod
     def of(cls, run: str, tags: Mapping[str, str]) -> Self | None:
-        """The worker that the tags of a run name; None if the tags name none, or that of another run."""
+        """The worker that the tags of a run name; None if they name none, or the worker of another run."""
         try:
             found = cls(**json.loads(tags[WORKER_TAG]))
         except (KeyError, ValueError, TypeError):
@@ -68,7 +68,7 @@ class Worker:
 
 
 def visible_processes() -> str:
-    """The set of process numbers that this process sees; empty on a system without such names, which forks no runs."""
+    """The name of the set of process numbers that this process sees; empty if the system has no such names."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

@@ -222,7 +222,7 @@ def build_queue_sensor(
     queues = {spec.key: _queue_of(spec) for spec in assets}
     strangers = sorted(check.key.to_user_string() for check in checks if check.key.asset_key not in queues)
     if strangers:
-        raise ValidationError(f"these checks are of queues that the sensor does not watch: {strangers}")
+        raise ValidationError(f"these checks belong to queues that the sensor does not watch: {strangers}")
 
     @dg.sensor(
         name=name, minimum_interval_seconds=interval_seconds, default_status=default_status, tags=INTERNAL_RUN,

@@ -63,7 +63,8 @@ class Backfills:
             raise ValidationError(f"{consumer!r} is a window of a backfill: name the consumer that it belongs to")
         if len(self._logs) > 1 and (isinstance(wanted.start, AtOffset) or isinstance(wanted.end, AtOffset)):
             raise ValidationError(
-                "offsets are each shard's own: name the shard with --shard, or the range by times, earliest and latest"
+                "each shard has its own offsets: name the shard with --shard, or give times, earliest or latest as the "
+                "bounds of the range"
             )
         plan = Plan(topic, consumer, tuple(log.planner.plan(topic, consumer, wanted) for log in self._logs.values()))
         if len(plan.runs) > MAX_RUNS:
