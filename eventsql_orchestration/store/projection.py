@@ -403,8 +403,8 @@ class Projections:
         row = fetch_first(connection, self._queries("lock"), {"name": each.name})
         if row is None:
             raise ProjectionError(
-                f"another process is rebuilding projection {each.name!r}, or has finished its rebuild: this one changed "
-                "nothing"
+                f"another process is rebuilding projection {each.name!r}, or has finished its rebuild: this rebuild "
+                "has changed nothing"
             )
         transaction, position, applied = row
         return StoreCheckpoint(start.era, int(transaction), position), applied
