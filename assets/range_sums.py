@@ -1,4 +1,4 @@
-"""What the assets have in common: summing up a claimed range with Spark, and checks of the tables."""
+"""Parts that the assets share: summing up a claimed range with Spark, and checks of the tables."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

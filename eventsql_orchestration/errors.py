@@ -138,7 +138,7 @@ class PermissionDeniedError(DatabaseError):
         self.object = object
 
 
-# What callers hand in
+# Arguments of callers
 
 
 class ValidationError(EventSQLError, ValueError):

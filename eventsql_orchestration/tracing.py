@@ -203,7 +203,7 @@ def _work(given: Sequence[object], named: Mapping[str, object]) -> Sequence[Even
 
 
 def _contexts(events: Iterable[Event]) -> list[trace.SpanContext]:
-    """The contexts that events carry, each once, at most `MOST_LINKS`. What is no context is passed over."""
+    """The contexts that events carry, each once, at most `MOST_LINKS`. Leaves invalid contexts out."""
     found: dict[tuple[str, str], trace.SpanContext] = {}
     for event in events:
         metadata = event.metadata

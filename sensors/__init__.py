@@ -1,4 +1,4 @@
-"""What drives the reference location: consumer sensors, the transfer, lag with its checks, alerts and housekeeping."""
+"""Drivers of the reference location: consumer sensors, the transfer, lag with its checks, alerts and housekeeping."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ FILE_CHANGES: Final = Topic("file_changes", partitions=4)
 """One event for each file that a commit changed; keyed by path."""
 
 DIRECTORY_CHURN: Final = Topic("directory_churn", partitions=2)
-"""What a range of file changes adds to a directory's month; keyed by directory."""
+"""The sums that a range of file changes adds to a directory's month; keyed by directory."""
 
 _ADD = """
 INSERT INTO churn.directory_churn (repo, directory, month, changes, added, deleted)

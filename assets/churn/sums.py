@@ -1,4 +1,4 @@
-"""What Spark computes of file changes: sums that add up, so that any ranges give together what all changes give."""
+"""Sums of file changes, computed by Spark. Sums of ranges add up: together they are the sums of all changes."""
 
 from __future__ import annotations
 

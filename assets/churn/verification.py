@@ -1,4 +1,4 @@
-"""What the table of churn has to hold, counted in plain Python over the whole log of file_changes."""
+"""The expected rows of the table of churn, counted in plain Python over the whole log of file_changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows when a driver accepts a ride: commands on a queue, and the events that answer them."""
+"""Commands on a queue when a driver accepts a ride, and the events that answer them."""
 
 from __future__ import annotations
 

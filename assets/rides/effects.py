@@ -1,4 +1,4 @@
-"""What the consumers of rides write: the same for every orchestrator."""
+"""Writes of the consumers of rides, the same for every orchestrator."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from eventsql_orchestration import Connection, Database, Event, Topic
 from eventsql_orchestration.views import Rollup, RollupEntry, Timeline, Views
 
 ZONE_FARES: Final = Topic("zone_fares", partitions=2)
-"""What orders and rides add to a zone's quarter of an hour; keyed by zone."""
+"""The sums that orders and rides add to a zone's quarter of an hour; keyed by zone."""
 
 DRIVER_UTILISATION: Final = Topic("driver_utilisation", partitions=2)
-"""What rides add to a driver's day; keyed by driver."""
+"""The sums that rides add to a driver's day; keyed by driver."""
 
 ORDER_TIMELINE: Final = Timeline("ride_orders")
 CHANGES_PER_MINUTE: Final = Rollup("ride_order_changes", grain=timedelta(minutes=1), dimensions=("change",))

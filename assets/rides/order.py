@@ -12,7 +12,7 @@ from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.store import Aggregate
 
 RIDE_ORDERS = Topic("ride_orders", partitions=2)
-"""What becomes of orders: one event for each change, keyed by order, with the order's state after it."""
+"""Changes of orders: one event for each change, keyed by order, with the order's state after it."""
 
 
 class OrderStatus(StrEnum):
@@ -98,7 +98,7 @@ class Order(Aggregate):
                 self.status = OrderStatus.CANCELLED
 
     def integration_event(self, metadata: Mapping[str, str]) -> Publication:
-        """What other services learn of the order's newest change: its state after it."""
+        """The event by which other services learn of the order's newest change: the state after it."""
         change = self.new_changes[-1]
         state = {
             "order_id": self.id,

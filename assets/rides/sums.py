@@ -1,4 +1,4 @@
-"""What Spark computes of orders: sums that add up, so that any ranges of events give together what all events give.
+"""Sums of orders, computed by Spark. Sums of ranges add up: together they are the sums of all events.
 
 Each function takes and gives a DataFrame and knows neither claims nor topics: a consumer's range, a backfill of all
 history and a test use the same.

@@ -1,4 +1,4 @@
-"""What the tables of rides have to hold, computed in plain Python over the whole log of ride_orders."""
+"""The expected rows of the tables of rides, computed in plain Python over the whole log of ride_orders."""
 
 from __future__ import annotations
 

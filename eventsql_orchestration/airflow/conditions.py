@@ -24,7 +24,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What has to hold for a topic and its consumer.
+    """A condition on a topic and its consumer.
 
     - `events`: at least `number` events wait for the consumer.
     - `max_lag`: at most `number` events wait for the consumer.

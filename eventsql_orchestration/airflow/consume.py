@@ -178,7 +178,7 @@ class EventSQLConsumeOperator(BaseOperator):
     def _left(
         self, context: Context, hook: EventSQLHook, requested: Sequence[ClaimEvent]
     ) -> list[tuple[Shard, int, Claim | None]]:
-        """What may have no run of its own: a partition, with the trigger's claim that no task has taken over yet.
+        """Claims that may have no run of their own: by partition, the trigger's claim that no task has taken over yet.
 
         Airflow makes no run for an asset event that it stores between another event of the asset and the run for
         that one. Such a claim is older than the run of the other event, so later claims are no matter. In a retry,

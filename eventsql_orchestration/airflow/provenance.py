@@ -1,4 +1,4 @@
-"""Who publishes and who owns claims in Airflow: a run of a DAG, and a task of it."""
+"""The publishers and the owners of claims in Airflow: a run of a DAG, and a task of it."""
 
 from __future__ import annotations
 

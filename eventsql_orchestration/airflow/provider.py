@@ -1,4 +1,4 @@
-"""What Airflow's list of providers says of this package: the entry point `apache_airflow_provider`."""
+"""Describes this package to Airflow's list of providers, by the entry point `apache_airflow_provider`."""
 
 from __future__ import annotations
 

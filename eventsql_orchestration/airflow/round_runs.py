@@ -1,4 +1,4 @@
-"""What the DAG runs of a round tell of each topic, by the public REST API."""
+"""Counts of each topic, from the DAG runs of a round, by the public REST API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def runs_since(api: AirflowApi, since: datetime) -> Iterator[dict[str, Any]]:
 
 
 def run_counts(api: AirflowApi, since: datetime) -> RunCounts:
-    """What the runs since a time tell of each topic in their asset events."""
+    """Counts of each topic, from the asset events of the runs since a time."""
     counts = RunCounts(failed=any(run["state"] == "failed" for run in runs_since(api, since)))
     runs: dict[str, set[tuple[str, str]]] = {}
     for event in api.pages("/assets/events", "asset_events", timestamp_gte=since.isoformat()):

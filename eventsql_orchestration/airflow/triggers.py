@@ -101,7 +101,7 @@ class ClaimEvent:
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """What a trigger claims of: a consumer, with the limits of its claims."""
+    """The consumer whose partitions a trigger claims, and the limits of the claims."""
 
     topic: str
     consumer: str
@@ -370,7 +370,7 @@ class EventSQLTrigger(BaseEventTrigger):
         return cls(**kwargs).producer()
 
     def producer(self) -> ClaimProducer:
-        """What claims for this trigger and for those that share its stream."""
+        """The producer that claims for this trigger and for those that share its stream."""
         return ClaimProducer(
             Watched(self.topic, self.consumer, self.limits), self._open_hook,
             start_timeout=self.start_timeout, poll_interval=self.poll_interval,

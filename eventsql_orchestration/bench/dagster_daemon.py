@@ -355,7 +355,7 @@ def ticks_per_minute(running: Daemon, seconds: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class TransferHistory:
-    """What the transfer left in Dagster's history in an hour of an empty buffer: runs and ticks."""
+    """The runs and ticks that the transfer leaves in Dagster's history in an hour of an empty buffer."""
 
     runs: float
     ticks: float

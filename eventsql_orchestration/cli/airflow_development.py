@@ -1,4 +1,4 @@
-"""What `eventsql dev --dags` runs: Airflow with a directory of DAGs, their setup, rounds, and the lag to look at."""
+"""Runs `eventsql dev --dags`: Airflow with a directory of DAGs, their setup, rounds, and the lag to look at."""
 
 from __future__ import annotations
 

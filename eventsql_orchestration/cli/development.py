@@ -1,4 +1,4 @@
-"""What `eventsql dev` runs: a code location's setup, its rounds, and the lag of its consumers to look at."""
+"""Runs `eventsql dev`: a code location's setup, its rounds, and the lag of its consumers to look at."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class Development:
 
 
 def _environment(platform: EventSQL) -> dict[str, str]:
-    """What is added to the environment of the processes."""
+    """Variables that are added to the environment of the processes."""
     database = platform.database
     database.ensure_schema()
     return {

@@ -21,7 +21,7 @@ _EXTRAS: Final = {
 
 
 def message_of(error: Exception) -> str:
-    """What happened, in one line."""
+    """An error in one line."""
     if isinstance(error, EventSQLError):
         return error.message
     if (missing := _missing_extra(error)) is not None:

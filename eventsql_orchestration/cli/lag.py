@@ -55,7 +55,7 @@ def lag(
     backfills: Annotated[bool, option("Also the side consumers, one for each window that a backfill replays.")],
     totals: Annotated[bool, option("One row for each consumer, over its partitions and shards.")],
     sort: Annotated[
-        str, option("What comes first; most events or seconds.", type=click.Choice([*_ORDERS]), default="topic")
+        str, option("Sort by topic, or by most events or seconds.", type=click.Choice([*_ORDERS]), default="topic")
     ],
     watch: Annotated[bool, option("Refresh it until Ctrl-C.")],
     interval: Annotated[

@@ -1,4 +1,4 @@
-"""What the commands load at its first use, so that `--version`, `--help` and completion load none of it.
+"""Names that the commands load at their first use, so that `--version`, `--help` and completion load none of them.
 
 A module of the command line writes `lazy.EventSQL` where a command runs, and imports the name for annotations only.
 """

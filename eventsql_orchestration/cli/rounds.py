@@ -1,4 +1,4 @@
-"""What `eventsql dev` does with either orchestrator: prepare Spark, wait until all is consumed, report a round."""
+"""The parts of `eventsql dev` for both orchestrators: prepare Spark, wait until all is consumed, report a round."""
 
 from __future__ import annotations
 

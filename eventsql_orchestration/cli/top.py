@@ -108,7 +108,7 @@ class QueueRow:
 
 @dataclass(frozen=True, slots=True)
 class Screen:
-    """What one refresh shows. `down` are shards that do not answer."""
+    """The contents of one refresh. `down` are shards that do not answer."""
 
     time: datetime
     topics: Sequence[TopicRow]

@@ -68,7 +68,7 @@ def build_definitions(
 def common_definitions(
     consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck], options: LocationOptions
 ) -> dg.Definitions:
-    """What consumers have in common: topics, registration, lag, alerts, and with `platform` the rest of a location.
+    """Definitions that consumers share: topics, registration, lag, alerts, and with `platform` the rest of a location.
 
     `checks` are those of the consumers, so the `lag` of the options is not read, nor are its `backfills`.
     """

@@ -44,7 +44,7 @@ def consume(events: Sequence[Event], connection: Connection) -> None:
 
 
 class ConsumerParams(BaseModel):
-    """What `dg scaffold` asks for."""
+    """Parameters of `dg scaffold`."""
 
     topic: str = Field(default="orders", description="Name of the topic")
     partitions: int = Field(default=NOT_PARTITIONED, description="Its number of partitions, -1 for one without")

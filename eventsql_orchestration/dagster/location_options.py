@@ -23,7 +23,7 @@ for the only database."""
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
-    """What a location has beside its consumers.
+    """The parts of a location beside its consumers.
 
     - `topics`: further topics. The job `register` creates them. They are external assets if no consumer publishes to
       them.

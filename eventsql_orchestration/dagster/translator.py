@@ -11,7 +11,7 @@ from eventsql_orchestration.errors import ValidationError
 
 @dataclass(frozen=True, slots=True)
 class EventSQLAssetProps:
-    """What an asset stands for: `consumer` of a topic, or the topic itself if `consumer` is None.
+    """The thing that an asset stands for: `consumer` of a topic, or the topic itself if `consumer` is None.
 
     For a queue, `topic` is None and `queue` is its name; `consumer` is the name of a worker's asset, or None for the
     queue itself. `spec` is the asset as it would be without a translator.

@@ -226,7 +226,7 @@ _DOES: Final[Mapping[str, str]] = {
     "sender": "sends messages",
     "worker": "receives and settles messages",
 }
-"""What a member of each kind of role does with an object. The kind with the least rights comes first."""
+"""The work of a member of each kind of role, in words. The kind with the least rights comes first."""
 
 _OBJECT: Final = re.compile(
     r"(?:permission denied for|must be owner of) (?P<kind>[a-z ]+?)(?: \"?(?P<name>[^\"]+)\"?)?$"

@@ -322,7 +322,7 @@ class _Run:
             return event
         return event._replace(value=b"", metadata=f"{self._mark}}}".encode())
 
-    # What is left
+    # After the events
 
     def _clear_failures(self, connection: Connection, name: str) -> None:
         eraser, log = self._erasers[name], LogReader(self._schema)

@@ -50,7 +50,7 @@ RUN_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Dropped:
-    """What retention dropped from a topic: segments, events, bytes, and the newest dropped offset.
+    """The drop of a topic's old events by retention: segments, events, bytes, and the newest dropped offset.
 
     `events` is the planner's estimate. `held_by` is the consumer that keeps further due segments, if there is one.
     """

@@ -1,4 +1,4 @@
-"""What every orchestrator needs of claims, publications, lag and backfills, without any orchestrator.
+"""Claims, publications, lag and backfills for every orchestrator. It imports no orchestrator.
 
 The wings for Dagster and for Airflow stand on it.
 """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlatformAccess:
-    """What a resource or a hook adds to its `platform`, whose tables are in `db_schema`."""
+    """Methods that a resource or a hook has beside its `platform`, whose tables are in `db_schema`."""
 
     if TYPE_CHECKING:
         # Not at run time: a subclass may be a pydantic model with a field of that name.

@@ -1,4 +1,4 @@
-"""Who publishes: the run and its asset or task, in the metadata of events and in the record of a publication."""
+"""The publishing run and its asset or task, in the metadata of events and in the record of a publication."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Provenance(ABC):
 
     @abstractmethod
     def metadata(self) -> dict[str, str]:
-        """What every event says of its origin."""
+        """The metadata by which every event names its origin."""
 
     def writer(self, topic: str, *, claim: int | None = None, output: str | None = None) -> str:
         """The id under which a publication is recorded. It is the same for every repetition of the publication.

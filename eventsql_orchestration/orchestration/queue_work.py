@@ -60,7 +60,7 @@ class FailedMessage:
 
 @dataclass(slots=True)
 class WorkedOff:
-    """What a run did. `lost` messages went to another receiver; `failures` are the first of the `failed` messages."""
+    """Result of a run. `lost` messages went to another receiver; `failures` are the first of the `failed` messages."""
 
     handled: int = 0
     failed: int = 0

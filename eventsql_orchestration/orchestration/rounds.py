@@ -39,7 +39,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class RunCounts:
-    """What the runs of a round tell of each topic.
+    """Counts of each topic, as the runs of a round report them.
 
     `published` counts the events that the runs report. `runs` counts runs: a run counts for the topic that
     it was requested for, and for each topic that it consumed, because a shared run consumes several. `failed` says that

@@ -46,7 +46,7 @@ Handler: TypeAlias = Callable[[Message, Connection], object]
 
 @runtime_checkable
 class Platform(Protocol):
-    """What a queue needs of `EventSQL`."""
+    """The part of `EventSQL` that a queue uses."""
 
     @property
     def shards(self) -> tuple[Shard, ...]: ...

@@ -162,7 +162,7 @@ class CopyConnection:
         self._connection.commit()
 
 
-# What a task reads
+# Reading of a task
 
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 

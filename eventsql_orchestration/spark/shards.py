@@ -15,7 +15,7 @@ from eventsql_orchestration.spark import plain_kind
 from eventsql_orchestration.spark.options import Source
 
 ALONE: Final = "0"
-"""What a stream's checkpoint calls a database that is no shard."""
+"""The name of a database that is no shard in a stream's checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)

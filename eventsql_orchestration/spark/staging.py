@@ -76,7 +76,7 @@ class ClaimHold:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:
-    """What identifies a stream's batch: a batch with the same number that was published before must be the same.
+    """The identity of a stream's batch: a batch with the same number that was published before must have the same.
 
     `query` is the id of the streaming query, which lives as long as its checkpoint. `checksum` is the sum of its tasks'
     checksums. Both are None if the writer is the query itself.

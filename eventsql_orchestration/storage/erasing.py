@@ -24,7 +24,7 @@ from eventsql_orchestration.storage.segment_drops import detached
 from eventsql_orchestration.storage.segments import segments
 
 FAILURE: Final = "erased, because it may have quoted an erased event"
-"""What replaces the text of a failure."""
+"""This text replaces the text of a failure."""
 
 
 class LogEraser:
@@ -88,7 +88,7 @@ class LogEraser:
         """As `erase`, for buffer ids."""
         return self._run(connection, self._queries("erase_buffered"), after=after, upto=upto)
 
-    # What is left
+    # After the events
 
     def failures(self, connection: Connection) -> list[tuple[str, int, int]]:
         """The consumer partitions whose failure may quote an event: name, partition, offset of the event."""

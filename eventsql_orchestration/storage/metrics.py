@@ -1,4 +1,4 @@
-"""What a scrape of metrics reads of the logs of topics, by few statements for each topic."""
+"""The readings of topics' logs for a scrape of metrics, with few statements for each topic."""
 
 from __future__ import annotations
 

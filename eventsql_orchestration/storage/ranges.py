@@ -112,7 +112,7 @@ class LogRanges:
     def publishers(
         self, connection: Connection, topic: str, *, partition: int, after: int, upto: int
     ) -> list[Publisher]:
-        """Who published the events of a range, in the order of their first events."""
+        """The publishers of the events of a range, in the order of their first events."""
         rows = self._rows(connection, "publishers", topic, partition, {"after": after, "upto": upto})
         return [Publisher(*row) for row in rows]
 

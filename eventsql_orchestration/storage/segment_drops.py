@@ -49,7 +49,7 @@ class SegmentDrops:
         self._wait = wait
         self._queries = LogQueries("segments", schema)
 
-    # What a segment holds
+    # Contents of a segment
 
     def span(self, connection: Connection, segment: Segment) -> Span | None:
         """The offsets of a segment and its age; None if it is empty."""

@@ -197,7 +197,7 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
 
 
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
-    """What is wrong with the sequences of the platform's tables and of the logs of `topics`."""
+    """The faults of the sequences of the platform's tables and of the logs of `topics`."""
     names = [*tables.NAMES, *(written_table(connection, schema, topic) for topic in topics)]
     found: list[SequenceError] = []
     for state in states(connection, schema, names):

@@ -52,7 +52,7 @@ class SubscriptionOptions:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one transaction of a subscription did.
+    """The result of one transaction of a subscription.
 
     `handled` changes took effect. With `more`, further changes wait. `due_in` is the time in seconds until a failed
     change is tried again. `active` is False if another process has the subscription.

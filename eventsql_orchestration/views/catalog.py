@@ -35,7 +35,7 @@ LOCK_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """What `retain` did with one view: partitions dropped, and those left for the next run since the view is in use."""
+    """The partitions of one view that `retain` dropped, and those left for the next run since the view is in use."""
 
     view: str
     dropped: int
@@ -57,19 +57,19 @@ class Views:
     # Using one
 
     def timeline(self, definition: Timeline) -> TimelineView:
-        """What writes and reads a declared timeline."""
+        """The writer and reader of a declared timeline."""
         return TimelineView(self._database, definition)
 
     def rollup(self, definition: Rollup) -> RollupView:
-        """What writes and reads a declared rollup."""
+        """The writer and reader of a declared rollup."""
         return RollupView(self._database, definition)
 
     def logs(self, definition: Logs) -> LogsView:
-        """What writes and reads declared logs."""
+        """The writer and reader of declared logs."""
         return LogsView(self._database, definition)
 
     def open(self, name: str) -> TimelineView | RollupView | LogsView:
-        """What writes and reads the view of this name. Raises `ViewNotFoundError`."""
+        """The writer and reader of the view of this name. Raises `ViewNotFoundError`."""
         definition = self.definition(name)
         if isinstance(definition, Timeline):
             return self.timeline(definition)
@@ -142,7 +142,7 @@ class Views:
                 return None
             due = self._due(connection, view, now)
             dropped = 0
-            # Waiting makes writers wait. Who reads or writes the view holds up the drop of any of its partitions.
+            # No waiting: it would make writers wait. Any transaction that uses the view holds up the drop.
             while dropped < len(due) and self._drop_partition(connection, due[dropped]):
                 dropped += 1
         return Retained(view.name, dropped, busy=len(due) - dropped)
@@ -245,7 +245,7 @@ def _seconds(length: timedelta | None) -> int | None:
 
 
 def _differences(held: Definition, wanted: Definition) -> Iterable[str]:
-    """What a declaration cannot change, as texts."""
+    """The parts of a view that a declaration cannot change, as texts."""
     if type(held) is not type(wanted):
         return [f"kind {held.kind}"]
     different = []

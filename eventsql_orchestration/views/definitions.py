@@ -34,7 +34,7 @@ _LANGUAGE: Final = re.compile(r"[a-z][a-z_]{0,60}")
 
 
 class _Definition:
-    """What all views have. `period` is how much time each partition holds, in whole minutes.
+    """The fields of all views. `period` is how much time each partition holds, in whole minutes.
 
     Entries older than `retention` are not stored, and are dropped with their whole partition.
     """

@@ -91,7 +91,7 @@ class ViewTable:
             raise
 
     def _known(self, error: psycopg.Error) -> EventSQLError | None:
-        """What an error means for the view, if that is known."""
+        """The meaning of an error for the view, if that is known."""
         view = self._definition
         match error:
             case psycopg.errors.UndefinedTable() | psycopg.errors.NoDataFound():

@@ -33,9 +33,9 @@ _Key = tuple[datetime, tuple[str, ...]]
 
 @dataclass(frozen=True, slots=True)
 class RollupEntry:
-    """What a rollup counts: a time, a text for each dimension, and a number for each value.
+    """An entry that a rollup counts: a time, a text for each dimension, and a number for each value.
 
-    A float is taken as it is printed. Raises `ValidationError` for what cannot be stored.
+    A float is taken as it is printed. Raises `ValidationError` for an entry that cannot be stored.
     """
 
     at: datetime
@@ -71,7 +71,7 @@ class RollupBucket:
 
 @dataclass(slots=True)
 class _Sums:
-    """What a call adds to one bucket."""
+    """The sums that a call adds to one bucket."""
 
     count: int
     values: list[tuple[Decimal, Decimal, Decimal]]
@@ -122,7 +122,7 @@ class RollupView:
         return sum(sums.count for sums in added.values())
 
     def _summed(self, entries: Iterable[tuple[datetime, tuple[str, ...], list[Decimal]]]) -> dict[_Key, _Sums]:
-        """What entries add to each bucket."""
+        """The sums that entries add to each bucket."""
         added: dict[_Key, _Sums] = {}
         for at, dimensions, numbers in entries:
             bucket = floor(at, self.definition.grain)

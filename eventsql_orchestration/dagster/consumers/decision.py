@@ -1,4 +1,4 @@
-"""What a tick does about a consumer partition. The decision depends on its claim, its runs and the time only.
+"""Decides what a tick does about a consumer partition, from its claim, its runs and the time alone.
 
 `decide` is a pure function. `PartitionWatch` carries its decisions out. docs/dagster_failures.md lists the decisions.
 """
@@ -169,7 +169,7 @@ def draining_run(
 
 
 def _hand_over(state: PartitionState, limits: RunLimits, options: TickOptions) -> Wait | RequestSuccessor | None:
-    """What to do about the run that drains the partition; None if no run is known to drain it."""
+    """The decision about the run that drains the partition; None if no run is known to drain it."""
     run, run_id = state.run, state.drains
     if run_id is None:
         return None

@@ -20,7 +20,7 @@ from eventsql_orchestration.topics.registration import Registration
 
 
 class ClaimConfig(dg.Config):
-    """What a run consumes: the range of a claim that a sensor made.
+    """The config of a consuming run: it names the claim, made by a sensor, whose range the run consumes.
 
     A run without a claim, for example a materialization by hand, claims the waiting events itself, of `partition` or of
     every partition. If there are several shards, `shard` is the claim's shard. For a run without a claim, it is the

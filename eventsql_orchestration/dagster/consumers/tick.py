@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Budget:
-    """What a tick may still do: it begins nothing after this `time.monotonic()`, and requests this number of runs."""
+    """Limits of a tick: it begins nothing after `deadline`, a time of `time.monotonic()`, and requests so many runs."""
 
     deadline: float
     requests: int

@@ -83,7 +83,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
     topics: dict[str, str] = Field(
         default={}, description="Topics of assets whose metadata and key name none, by asset key: a/b"
     )
-    reads: Reads = Field(default="topic", description="What inputs hold: the whole topic, or a materialization")
+    reads: Reads = Field(default="topic", description="Contents of inputs: the whole topic, or a materialization")
     spark_config: dict[str, str] = Field(
         default={}, description="Settings for the Spark session, where inputs need one and none is active"
     )

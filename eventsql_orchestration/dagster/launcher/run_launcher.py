@@ -197,7 +197,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
             # A launch with an older view of the workspace may come after a reload.
             if code_server.id not in {"", slot.code_server, slot.replaced_code_server}:
-                # What the location read when it was imported, from a database for example, may differ.
+                # The data that the location reads when it is imported, from a database for example, may differ.
                 self._end(slot, "the location was reloaded")
                 slot.replaced_code_server, slot.code_server = slot.code_server, code_server.id
                 slot.unforkable_until = 0.0

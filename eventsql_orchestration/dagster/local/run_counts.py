@@ -1,4 +1,4 @@
-"""What Dagster runs of a round tell of each topic."""
+"""Counts of each topic, from the Dagster runs of a round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from eventsql_orchestration.orchestration.rounds import RunCounts
 
 
 def run_counts(instance: dg.DagsterInstance, runs: Collection[dg.DagsterRun]) -> RunCounts:
-    """What runs tell of each topic in their materializations."""
+    """Counts of each topic, from the materializations of runs."""
     counts = RunCounts(failed=any(run.status is dg.DagsterRunStatus.FAILURE for run in runs))
     for run in runs:
         topics = {run.tags[TOPIC_TAG]} if TOPIC_TAG in run.tags else set()

@@ -38,8 +38,10 @@ UNREACHABLE: Final = "unreachable"
 
 @dataclass(frozen=True, kw_only=True)
 class QueueLimits:
-    """What a queue may hold: more than `max_messages` that wait, or one that waits for more than `max_seconds`, for at
-    most `grace` seconds; and at most `max_dead_letters`, at any time.
+    """The limits of a queue's checks.
+
+    More than `max_messages` may wait, or one message for more than `max_seconds`, for at most `grace` seconds. There
+    may be at most `max_dead_letters` at any time.
 
     None sets no limit. Raises `ValidationError` for a negative number.
     """

@@ -1,4 +1,4 @@
-"""What the page of a topic's asset shows: its offsets, its rate, its retention, its consumers and its last events."""
+"""The page of a topic's asset: the topic's offsets, rate, retention, consumers and last events."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ settings and opens every parent directory to all under root, so it is not used. 
 | `lock` | held while a process starts or stops the server |
 
 `EVENTSQL_POSTGRES` names a directory with the programs of another PostgreSQL, from version 14 on. A data directory
-belongs to the version that made it. What fails is reported in the server's own words, from its log.
+belongs to the version that made it. Failures are reported in the server's own words, from its log.
 
 The server belongs to the directory, not to the process that started it. It runs until somebody stops it.
 """

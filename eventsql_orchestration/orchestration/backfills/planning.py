@@ -24,7 +24,7 @@ class LogPlanner:
         self._ranges = LogRanges(self._schema)
 
     def plan(self, topic: str, consumer: str, wanted: ReplayRange) -> LogPlan:
-        """What a backfill would replay now. Raises as `Backfills.plan`."""
+        """Plan a backfill as it would run now. Raises as `Backfills.plan`."""
         created_at = self._shard.registry.topic(topic).created_at
         states = self._shard.registry.consumer(topic, consumer)
         after, upto, remarks = self._offsets(topic, wanted)

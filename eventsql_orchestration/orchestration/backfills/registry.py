@@ -54,7 +54,7 @@ class Backfills:
     # Registering
 
     def plan(self, topic: str, consumer: str, wanted: ReplayRange) -> Plan:
-        """What a backfill of a range would do now; nothing is changed.
+        """Plan a backfill of a range as it would run now. Changes nothing.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `PartitionOutOfRangeError`; `ValidationError` for a range
         that ends before it begins, for more than 1,000 runs, and for offsets over several shards.

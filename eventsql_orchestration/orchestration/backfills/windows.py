@@ -155,7 +155,7 @@ class LogPlan:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a backfill would replay, log by log: a topic has one log on each shard."""
+    """The plan of a backfill, log by log: a topic has one log on each shard."""
 
     topic: str
     consumer: str
@@ -184,7 +184,7 @@ class Plan:
 
     @property
     def remarks(self) -> list[str]:
-        """What the range does not hold, and what else a person should know before it runs."""
+        """Notes for a person before the backfill runs, such as events that the range does not hold any more."""
         return [f"{log.shard}: {each}" if log.shard else each for log in self.logs for each in log.remarks]
 
 

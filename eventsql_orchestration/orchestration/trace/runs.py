@@ -1,4 +1,4 @@
-"""What an orchestrator knows of a run: status, times, and the ranges that it has read."""
+"""A run as its orchestrator knows it: status, times, and the ranges that it has read."""
 
 from __future__ import annotations
 
