@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.first_use import on_first_use
-from eventsql_orchestration.model import NOT_PARTITIONED, Event, OffsetRange, Publication, Retention, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, OffsetRange, Placement, Publication, Retention, Topic
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 __all__ = [
     "EVERY_EVENT", "NOT_PARTITIONED", "Acknowledgement", "AsyncPublisher", "AtOffset", "AtTime", "Back",
     "BufferedPublisher", "Checkpoint", "Claim", "Connection", "Consumer", "ConsumerLag", "ConsumerState", "Database",
-    "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "OffsetRange", "Publication", "Retention", "Shard",
-    "ShiftBy", "SnapshotReader", "Topic",
+    "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "OffsetRange", "Placement", "Publication", "Retention",
+    "Shard", "ShiftBy", "SnapshotReader", "Topic",
 ]  # fmt: skip
 
 # Each of Spark's Python workers imports this package, and SQLAlchemy would make that six times as long.

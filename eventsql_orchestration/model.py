@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from operator import attrgetter
-from typing import Any, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from eventsql_orchestration.errors import (
     InvalidNameError,
@@ -341,6 +341,20 @@ def how_often(times: int | str) -> str:
 
 def _decoded_time(time: datetime | int) -> datetime:
     return _POSTGRESQL_EPOCH + timedelta(microseconds=time) if isinstance(time, int) else time
+
+
+class Placement(NamedTuple):
+    """Where a published event is: its partition, and its offset where that is known.
+
+    Over several shards, both are those of the topic on the shard of the event's key.
+    """
+
+    partition: int
+    """-1 in a topic without partitions."""
+
+    offset: int | None
+    """The `id` that consumers see. None for an event that went to the buffer, which gets its offset from the transfer,
+    and in a log of rows, where the server gives it."""
 
 
 @dataclass(frozen=True, slots=True)

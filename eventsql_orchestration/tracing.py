@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final, ParamSpec, Protocol, TypeVar
 from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.errors import MissingExtraError, ValidationError
-from eventsql_orchestration.model import Event, Publication, check_topic_name
+from eventsql_orchestration.model import Event, Placement, Publication, check_topic_name
 from eventsql_orchestration.publishing.publisher import check_many, check_publication
 from eventsql_orchestration.validation import check_name
 
@@ -44,7 +44,7 @@ _W3C: Final = TraceContextTextMapPropagator()
 
 
 class _Publisher(Protocol):
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None: ...
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement: ...
 
     def publish_all(
         self, publications: Iterable[Publication], *, connection: CallersConnection | None = None
@@ -154,11 +154,11 @@ class TracedPublisher:
         self._publisher = publisher
         self._tracer = tracer
 
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement:
         """See `ClusterPublisher.publish`."""
         check_publication(publication)
         with self._span(publication.topic):
-            self._publisher.publish(_with(publication, current_context()), connection=connection)
+            return self._publisher.publish(_with(publication, current_context()), connection=connection)
 
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """See `ClusterPublisher.publish_all`. One span is for all events; it has the name of the first one's topic."""

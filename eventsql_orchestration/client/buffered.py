@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Generic, TypeVar, Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
-from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
 from eventsql_orchestration.publishing.buffered import Acknowledgement, Collector
 from eventsql_orchestration.publishing.lanes import (
@@ -22,6 +22,7 @@ from eventsql_orchestration.publishing.lanes import (
     BufferOptions,
     time_left,
 )
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
@@ -44,10 +45,10 @@ class _Watched:
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int:
         return self._shard.publisher.partition_of(publication, topic)
 
-    def publish_all(self, publications: Iterable[Publication]) -> int:
+    def publish_batch(self, publications: list[Publication]) -> Placements:
         try:
             with self._cluster.using(self._shard):
-                return self._shard.publisher.publish_all(publications)
+                return self._shard.publisher.publish_batch(publications)
         except WrongShardError:
             # Later events go to the right shard.
             self._cluster.refresh()
@@ -137,7 +138,7 @@ class BufferedPublisher:
     def publish(self, publication: Publication, *, timeout: float | None = None) -> Acknowledgement:
         """Give one event. Its acknowledgement is done when the event is committed or has failed.
 
-        If the buffer is full, this waits for room for at most `timeout` seconds.
+        Its `result` gives where the event is. If the buffer is full, this waits for room for at most `timeout` seconds.
 
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError` (if it had to look up the
         topic), `DatabaseBusyError` if there is no room in time, `PublisherClosedError`; with several shards also
@@ -211,17 +212,19 @@ class AsyncPublisher:
         return self._collectors.closed
 
     @checks_itself
-    async def publish(self, publication: Publication) -> None:
-        """Publish one event; it is committed when this returns.
+    async def publish(self, publication: Publication) -> Placement:
+        """Publish one event; it is committed when this returns. Gives where it is.
 
         Raises as `enqueue`, and the errors of its future. If the task is cancelled, the event may still be published.
         """
         future = await self.enqueue(publication)
-        await future
+        return await future
 
     @checks_itself
-    async def enqueue(self, publication: Publication) -> asyncio.Future[None]:
+    async def enqueue(self, publication: Publication) -> asyncio.Future[Placement]:
         """Give one event, when there is room; the future is done when the event is committed or has failed.
+
+        Its result is where the event is.
 
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseUnavailableError` (if it had to look up the
         topic), `PublisherClosedError`; with several shards also `ShardUnavailableError`, `ShardPendingError`. The event

@@ -22,7 +22,7 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
-from eventsql_orchestration.model import Publication, Topic
+from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
 from eventsql_orchestration.publishing.publisher import Publisher, check_many, check_publication, read_ahead
 from eventsql_orchestration.shards.cluster import Cluster
@@ -87,8 +87,8 @@ class ClusterPublisher:
         )
 
     @checks_itself
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
-        """Publish one event. It is committed when this returns.
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement:
+        """Publish one event. It is committed when this returns. Gives where it is, without an offset.
 
         With `connection`, of psycopg or SQLAlchemy and to the same database, the event joins the caller's transaction
         and is published when that commits (an outbox). A psycopg connection in autocommit mode has a transaction inside

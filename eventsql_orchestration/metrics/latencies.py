@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MissingExtraError
-from eventsql_orchestration.model import Publication
+from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.publisher import check_many, check_publication
 
 try:
@@ -31,7 +31,7 @@ SEVERAL: Final = "(several)"
 
 
 class _Publisher(Protocol):
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None: ...
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement: ...
 
     def publish_all(
         self, publications: Iterable[Publication], *, connection: CallersConnection | None = None
@@ -83,11 +83,11 @@ class MeasuredPublisher:
         self._publisher = publisher
         self._histogram = histogram
 
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> None:
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement:
         """See `ClusterPublisher.publish`."""
         check_publication(publication)
         with _timed(self._histogram, lambda: (publication.topic,)):
-            self._publisher.publish(publication, connection=connection)
+            return self._publisher.publish(publication, connection=connection)
 
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
         """See `ClusterPublisher.publish_all`. The time of making the publications counts, too."""

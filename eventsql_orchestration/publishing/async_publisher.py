@@ -9,8 +9,16 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
-from eventsql_orchestration.model import Publication
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes, time_left
+from eventsql_orchestration.model import Placement, Publication
+from eventsql_orchestration.publishing.lanes import (
+    CLOSE_TIMEOUT,
+    BatchPublisher,
+    BufferLimits,
+    Lanes,
+    Outcome,
+    time_left,
+)
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 
@@ -24,7 +32,7 @@ class AsyncCollector:
 
     def __init__(self, publisher: BatchPublisher, registry: Registry, limits: BufferLimits) -> None:
         self._registry = registry
-        self._lanes: Lanes[asyncio.Future[None]] = Lanes(publisher, limits, self._settle)
+        self._lanes: Lanes[asyncio.Future[Placement]] = Lanes(publisher, limits, self._settle)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
         self._given = 0
@@ -34,7 +42,7 @@ class AsyncCollector:
         self._room = asyncio.Event()
 
     @checks_itself
-    async def enqueue(self, publication: Publication) -> asyncio.Future[None]:
+    async def enqueue(self, publication: Publication) -> asyncio.Future[Placement]:
         """Give one event, when there is room; the future is done when the event is committed or has failed."""
         check_publication(publication)
         loop = self._own_loop()
@@ -57,7 +65,7 @@ class AsyncCollector:
         finally:
             self._queued -= 1
 
-    async def _give(self, publication: Publication, future: asyncio.Future[None]) -> asyncio.Future[None]:
+    async def _give(self, publication: Publication, future: asyncio.Future[Placement]) -> asyncio.Future[Placement]:
         topic = self._registry.known(publication.topic)
         if topic is None:
             topic = await asyncio.to_thread(self._registry.cached_topic, publication.topic)
@@ -103,8 +111,8 @@ class AsyncCollector:
     def _wake(self) -> None:
         self._call(self._room.set)
 
-    def _settle(self, futures: Sequence[asyncio.Future[None]], failure: Callable[[], Exception] | None) -> None:
-        self._call(_resolve, futures, failure)
+    def _settle(self, futures: Sequence[asyncio.Future[Placement]], outcome: Outcome) -> None:
+        self._call(_resolve, futures, outcome)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None:
@@ -113,11 +121,11 @@ class AsyncCollector:
                 self._loop.call_soon_threadsafe(function, *arguments)
 
 
-def _resolve(futures: Sequence[asyncio.Future[None]], failure: Callable[[], Exception] | None) -> None:
-    for future in futures:
+def _resolve(futures: Sequence[asyncio.Future[Placement]], outcome: Outcome) -> None:
+    for number, future in enumerate(futures):
         if future.done():
             continue
-        if failure is None:
-            future.set_result(None)
+        if isinstance(outcome, Placements):
+            future.set_result(outcome[number])
         else:
-            future.set_exception(failure())
+            future.set_exception(outcome())

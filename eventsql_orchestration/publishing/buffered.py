@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import repeat
 from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import Publication
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes
+from eventsql_orchestration.model import Placement, Publication
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes, Outcome
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_seconds
@@ -59,36 +60,41 @@ class Acknowledgement:
     without.
     """
 
-    # Class attributes are the defaults. Until it is done, attributes are set only with `_watching` held.
-    _done = False
-    _error: Exception | None = None
-    _waited: threading.Event | None = None
-    _callbacks: tuple[Callable[[Acknowledgement], object], ...] = ()
+    # Slots: a dictionary that refers to other objects is one more object for the collector.
+    __slots__ = ("_callbacks", "_number", "_outcome", "_waited")
+
+    def __init__(self) -> None:
+        # Until it is done, attributes are set only with `_watching` held.
+        self._outcome: Placements | Exception | None = None
+        self._number = 0
+        self._waited: threading.Event | None = None
+        self._callbacks: tuple[Callable[[Acknowledgement], object], ...] = ()
 
     def done(self) -> bool:
         """Whether the event is committed or has failed."""
-        return self._done
+        return self._outcome is not None
 
-    def result(self, timeout: float | None = None) -> None:
-        """Wait until the event is committed. Raises its error, or `TimeoutError` after `timeout` seconds."""
-        error = self.exception(timeout)
-        if error is not None:
-            try:
-                raise error
-            finally:
-                # Break the cycle: the error's traceback refers to this frame, and this frame to the error.
-                del error, self
+    def result(self, timeout: float | None = None) -> Placement:
+        """Wait until the event is committed; gives where it is.
+
+        Raises its error, or `TimeoutError` after `timeout` seconds.
+        """
+        outcome = self._await(timeout)
+        if isinstance(outcome, Placements):
+            return outcome[self._number]
+        try:
+            raise outcome
+        finally:
+            # Break the cycle: the error's traceback refers to this frame, and this frame to the error.
+            del outcome, self
 
     def exception(self, timeout: float | None = None) -> Exception | None:
         """Wait until it is done. Gives the event's error, or None if the event is committed.
 
         Raises `TimeoutError` after `timeout` seconds; the event is still on its way.
         """
-        if timeout is not None:
-            check_seconds("timeout", timeout, zero=True)
-        if not self._done:
-            self._wait(timeout)
-        return self._error
+        outcome = self._await(timeout)
+        return outcome if isinstance(outcome, Exception) else None
 
     def add_done_callback(self, callback: Callable[[Acknowledgement], object]) -> None:
         """Call `callback` with this acknowledgement when it is done, in the thread that commits; at once if it is done.
@@ -98,19 +104,26 @@ class Acknowledgement:
         if not callable(callback):
             raise ValidationError(f"callback must be a function, not {type(callback).__name__}")
         with _watching:
-            if not self._done:
+            if self._outcome is None:
                 self._callbacks = (*self._callbacks, callback)
                 return
         self._call(callback)
 
+    def _await(self, timeout: float | None) -> Placements | Exception:
+        if timeout is not None:
+            check_seconds("timeout", timeout, zero=True)
+        while (outcome := self._outcome) is None:
+            self._wait(timeout)
+        return outcome
+
     def _wait(self, timeout: float | None) -> None:
         with _watching:
-            if self._done:
+            if self._outcome is not None:
                 return
             waited = self._waited
             if waited is None:
                 waited = self._waited = threading.Event()
-        if not waited.wait(timeout) and not self._done:
+        if not waited.wait(timeout) and self._outcome is None:
             raise TimeoutError(f"the event was not committed within {timeout} s, and may be committed later")
 
     def _call(self, callback: Callable[[Acknowledgement], object]) -> None:
@@ -120,11 +133,12 @@ class Acknowledgement:
             # The thread has other events to commit.
             logger.exception("a callback of an acknowledgement failed")
 
-    def finish(self, error: Exception | None) -> bool:
-        """Become done. Gives whether `tell` is needed. Only for the publisher, with `_watching` held."""
-        if error is not None:
-            self._error = error
-        self._done = True
+    def finish(self, number: int, outcome: Placements | Exception) -> bool:
+        """Become done, as event `number` of its batch. Gives whether `tell` is needed.
+
+        Only for the publisher, with `_watching` held.
+        """
+        self._outcome, self._number = outcome, number
         return self._waited is not None or bool(self._callbacks)
 
     def tell(self) -> None:
@@ -140,9 +154,15 @@ _watching: Final = threading.Lock()
 """One lock for all acknowledgements, held for a moment to begin waiting and to become done."""
 
 
-def _settle(acknowledgements: Sequence[Acknowledgement], failure: Callable[[], Exception] | None) -> None:
-    errors = repeat(None) if failure is None else [failure() for _ in acknowledgements]
+def _settle(acknowledgements: Sequence[Acknowledgement], outcome: Outcome) -> None:
+    outcomes: Iterable[Placements | Exception] = (
+        repeat(outcome) if isinstance(outcome, Placements) else ([outcome() for _ in acknowledgements])
+    )
     with _watching:
-        watched = [each for each, error in zip(acknowledgements, errors, strict=False) if each.finish(error)]
+        watched = [
+            each
+            for number, (each, own) in enumerate(zip(acknowledgements, outcomes, strict=False))
+            if each.finish(number, own)
+        ]
     for each in watched:
         each.tell()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, runtime_checkable
@@ -29,6 +29,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_seconds, check_whole
 
@@ -52,8 +53,11 @@ Acknowledged = TypeVar("Acknowledged")
 Entry: TypeAlias = tuple[Publication, Acknowledged]
 """An event and its handle."""
 
-Settle: TypeAlias = Callable[[Sequence[Acknowledged], Callable[[], Exception] | None], None]
-"""Settles handles: with None after their commit, or with a function that makes each handle's error."""
+Outcome: TypeAlias = Placements | Callable[[], Exception]
+"""Where committed events are, in their order, or a function that makes the error of each event."""
+
+Settle: TypeAlias = Callable[[Sequence[Acknowledged], Outcome], None]
+"""Settles handles."""
 
 
 def time_left(timeout: float | None) -> Callable[[], float | None]:
@@ -110,7 +114,7 @@ class BatchPublisher(Protocol):
 
     def partition_of(self, publication: Publication, topic: Topic | None = None) -> int: ...
 
-    def publish_all(self, publications: Iterable[Publication]) -> int: ...
+    def publish_batch(self, publications: list[Publication]) -> Placements: ...
 
 
 class _Lane(Generic[Acknowledged]):
@@ -333,11 +337,11 @@ class Lanes(Generic[Acknowledged]):
     def _commit(self, lane: _Lane[Acknowledged], entries: Sequence[Entry[Acknowledged]]) -> None:
         """Publish and settle the next events under way. Events that cannot be published do not stop the others."""
         try:
-            self._publisher.publish_all(list(map(itemgetter(0), entries)))
+            placements = self._publisher.publish_batch(list(map(itemgetter(0), entries)))
         except Exception as error:  # noqa: BLE001 - the caller of each event gets it
             failure = error
         else:
-            self._settle_next(lane, len(entries), None)
+            self._settle_next(lane, len(entries), placements)
             return
 
         if len(entries) == 1:
@@ -355,12 +359,12 @@ class Lanes(Generic[Acknowledged]):
         else:
             self._settle_next(lane, len(entries), lambda: _own_error(failure))
 
-    def _settle_next(self, lane: _Lane[Acknowledged], events: int, failure: Callable[[], Exception] | None) -> None:
+    def _settle_next(self, lane: _Lane[Acknowledged], events: int, outcome: Outcome) -> None:
         with self._lock:
             # Empty if `close` has given these events up.
             entries = lane.under_way[:events]
             del lane.under_way[:events]
-        self._settle([entry[1] for entry in entries], failure)
+        self._settle([entry[1] for entry in entries], outcome)
 
 
 def _by_topic(entries: Sequence[Entry[Acknowledged]]) -> list[list[Entry[Acknowledged]]]:

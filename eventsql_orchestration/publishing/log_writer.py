@@ -28,6 +28,7 @@ from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.low_water import LowWater
+from eventsql_orchestration.publishing.placements import Appended
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import segments, sequences
 from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
@@ -318,13 +319,14 @@ class LogWriter:
 
     # Appending a publisher's own events
 
-    def append(self, topic: Topic, events: Iterable[Sequence[Encoded]]) -> bool:
+    def append(self, topic: Topic, events: Iterable[Sequence[Encoded]]) -> list[Appended] | None:
         """Append encoded events to the topic's log, after its buffered events, in one transaction.
 
         `topic.storage` says how they are encoded: for rows, or as blocks. `events` come in parts, and each part is
-        fetched while the topic is held. If fetching a part raises, nothing is appended.
+        fetched while the topic is held. If fetching a part raises, nothing is appended. Gives the ids of blocks; those
+        of rows are not known.
 
-        False, with nothing done, if the events must go to the buffer: another transaction keeps the topic for too long,
+        None, with nothing done, if the events must go to the buffer: another transaction keeps the topic for too long,
         too much is buffered, the topic is no longer defined like `topic`, its log is in another form, or its log has
         times without a time zone, which the server must convert (EventSQL's Java library makes such tables).
         """
@@ -338,19 +340,21 @@ class LogWriter:
             with self._room_for(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
         except _BUFFER_MAY_TAKE_IT:
-            return False
+            return None
         except psycopg.errors.InsufficientPrivilege:
             # The transfer reports this if it lacks the right, too.
             self._refused.add(topic.name)
-            return False
+            return None
 
-        if appended:
+        if appended is not None:
             self._low_water.moved(topic.name, MAX_OFFSET)
         return appended
 
-    def _append(self, connection: Connection, topic: Topic, events: Iterable[Sequence[Encoded]]) -> bool:
+    def _append(
+        self, connection: Connection, topic: Topic, events: Iterable[Sequence[Encoded]]
+    ) -> list[Appended] | None:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
-            return False
+            return None
 
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
@@ -358,19 +362,18 @@ class LogWriter:
         state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
         definition, now, upto, found, last_id, blocks = state
         if definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS) or found > most:
-            return False
+            return None
         self._make_room(connection, topic.name, last_id, blocks=blocks)
         if not self._zoned[topic.name]:
-            return False
+            return None
 
         if found:
             self._move_before(connection, topic.name, upto, definition, found)
         time = copy_format.microseconds(now)
         if blocks:
-            self._append_blocks(connection, topic.name, cast("Iterable[Sequence[EncodedBlock]]", events), time)
-            return True
+            return self._append_blocks(connection, topic.name, cast("Iterable[Sequence[EncodedBlock]]", events), time)
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", events), time)
-        return True
+        return []
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
         prefix = copy_format.log_prefix(now)
@@ -383,7 +386,8 @@ class LogWriter:
 
     def _append_blocks(
         self, connection: Connection, topic: str, blocks: Iterable[Sequence[EncodedBlock]], now: int
-    ) -> None:
+    ) -> list[Appended]:
+        appended: list[Appended] = []
         for part in blocks:
             events = sum(block.events for block in part)
             first = self._log.draw(connection, topic, events)
@@ -394,8 +398,10 @@ class LogWriter:
                 copy.write(copy_format.HEADER)
                 for block in part:
                     copy.write(block.row(first, now, now))
+                    appended.append(Appended(block.partition, first, block.events))
                     first += block.events
                 copy.write(copy_format.TRAILER)
+        return appended
 
     def _move_before(self, connection: Connection, topic: str, upto: int, definition: list[int], found: int) -> None:
         """Move the `found` buffered events, before a publisher's own."""

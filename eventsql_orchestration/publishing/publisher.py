@@ -23,11 +23,12 @@ from eventsql_orchestration.database import CallersConnection, Connection, Datab
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
-from eventsql_orchestration.model import BLOCKS, Publication, Topic, check_partition
+from eventsql_orchestration.model import BLOCKS, Placement, Publication, Topic, check_partition
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock, encode_blocks
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, rendered
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
+from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
 from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
 from eventsql_orchestration.topics.registry import Registry
@@ -98,7 +99,7 @@ class Publisher:
     @checks_itself
     def publish(
         self, publication: Publication, *, connection: CallersConnection | None = None, placed: ShardSet | None = None
-    ) -> None:
+    ) -> Placement:
         """Publish one event. See `ClusterPublisher.publish`.
 
         On a shard, an event whose key belongs to another shard raises `WrongShardError`. `placed` is the shard set by
@@ -108,9 +109,10 @@ class Publisher:
         check_kind("placed", placed, ShardSet | None)
         for _ in range(2):
             topic = self._definition(publication.topic, placed)
-            if self._insert(publication, topic, self._partition(publication, topic), connection):
+            partition = self._partition(publication, topic)
+            if self._insert(publication, topic, partition, connection):
                 self._on_published()
-                return
+                return Placement(partition, None)
             self._registry.forget(topic.name)
         raise _redefined([publication.topic])
 
@@ -142,7 +144,15 @@ class Publisher:
             publications = chain(first, rest)
         return self._publish_buffered(publications, connection, placed)
 
-    def _publish_known(self, publications: list[Publication], placed: ShardSet | None) -> int:
+    def publish_batch(self, publications: list[Publication]) -> Placements:
+        """Publish events that are in memory, as `publish_all` does; gives where they are."""
+        placements = Placements()
+        self._publish_known(publications, None, placements)
+        return placements
+
+    def _publish_known(
+        self, publications: list[Publication], placed: ShardSet | None, placements: Placements | None = None
+    ) -> int:
         """Publish events that are in memory. If their topic is redefined meanwhile, try its new definition."""
         names = {publication.topic for publication in publications}
         for name in names:
@@ -152,19 +162,20 @@ class Publisher:
         least = STRAIGHT_LEAST // max(1, len(placed.names) if placed is not None else 1)
         if self._writer is not None and len(publications) >= least and len(names) == 1:
             topic = self._definition(publications[0].topic, placed)
-            if self._append(self._writer, topic, publications):
+            if self._append(self._writer, topic, publications, placements):
                 return len(publications)
         for _ in range(REDEFINITIONS):
             with suppress(RedefinitionError):
-                return self._publish_buffered(publications, None, placed)
-        return self._publish_buffered(publications, None, placed)
+                return self._publish_buffered(publications, None, placed, placements)
+        return self._publish_buffered(publications, None, placed, placements)
 
     def _publish_buffered(
-        self, publications: Iterable[Publication], connection: CallersConnection | None, placed: ShardSet | None
-    ) -> int:
+        self, publications: Iterable[Publication], connection: CallersConnection | None, placed: ShardSet | None,
+        placements: Placements | None = None,
+    ) -> int:  # fmt: skip
         # One definition for the whole batch: the one that chose the partitions is checked in the end.
         topics: dict[str, Topic] = {}
-        encoded = self._encoded(publications, topics, placed)
+        encoded = self._encoded(publications, topics, placed, placements)
         published = 0
         with (
             self._transaction(connection) as psycopg_connection,
@@ -179,34 +190,27 @@ class Publisher:
             self._on_published()
         return published
 
-    def _append(self, writer: LogWriter, topic: Topic, publications: list[Publication]) -> bool:
+    def _append(
+        self, writer: LogWriter, topic: Topic, publications: list[Publication], placements: Placements | None
+    ) -> bool:
         """Take the straight path. False, with nothing done, if the events must go to the buffer."""
         if not writer.may_append(topic.name):
             return False
-        parts = self._blocks(publications, topic) if topic.storage == BLOCKS else self._row_parts(publications, topic)
+        partitions = self._partitions(publications, topic)
+        if placements is not None:
+            partitions = placements.noted(partitions)
+        make_parts = _blocks if topic.storage == BLOCKS else _row_parts
+        parts = make_parts(publications, partitions)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
             # In parts: the server stores one part while the next is encoded.
-            appended = mine and writer.append(topic, parts)
-        if appended:
-            self._on_appended(topic.name)
-        return appended
+            appended = writer.append(topic, parts) if mine else None
+        if appended is None:
+            return False
 
-    def _row_parts(self, publications: list[Publication], topic: Topic) -> Iterator[list[bytes]]:
-        rows = map(copy_format.encode, publications, self._partitions(publications, topic))
-        return iter(lambda: list(islice(rows, _CHUNK_EVENTS)), [])
-
-    def _blocks(self, publications: list[Publication], topic: Topic) -> Iterator[list[EncodedBlock]]:
-        """The blocks of events. The first part is encoded here, before the topic is held."""
-        partitions = iter(self._partitions(publications, topic))
-
-        def encoded() -> Iterator[list[EncodedBlock]]:
-            for part in (
-                publications[start : start + _PART_EVENTS] for start in range(0, len(publications), _PART_EVENTS)
-            ):
-                yield list(encode_blocks(part, list(islice(partitions, len(part)))))
-
-        parts = encoded()
-        return chain([next(parts)], parts)
+        if placements is not None:
+            placements.appended(appended)
+        self._on_appended(topic.name)
+        return True
 
     def _partitions(self, publications: list[Publication], topic: Topic) -> Iterable[int]:
         """The partitions of events, found lazily. The caller's partitioner runs before the topic is held."""
@@ -246,15 +250,21 @@ class Publisher:
         return check_partition(topic.name, partition, topic.partitions)
 
     def _encoded(
-        self, publications: Iterable[Publication], topics: dict[str, Topic], placed: ShardSet | None
-    ) -> Iterator[Encoded]:
+        self, publications: Iterable[Publication], topics: dict[str, Topic], placed: ShardSet | None,
+        placements: Placements | None,
+    ) -> Iterator[Encoded]:  # fmt: skip
         """The rows of publications. Adds the definitions that choose their partitions to `topics`."""
+        if placements is not None:
+            placements.begin()
         for publication in publications:
             name = check_publication(publication).topic
             topic = topics.get(name)
             if topic is None:
                 topic = topics[name] = self._definition(name, placed)
-            yield name, copy_format.encode(publication, self._partition(publication, topic))
+            partition = self._partition(publication, topic)
+            if placements is not None:
+                placements.note(partition)
+            yield name, copy_format.encode(publication, partition)
 
     def _insert(
         self, publication: Publication, topic: Topic, partition: int, connection: CallersConnection | None
@@ -359,3 +369,21 @@ def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:
             parts, size, count = [], 0, 0
     parts.append(copy_format.TRAILER)
     yield count, b"".join(parts)
+
+
+def _row_parts(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[bytes]]:
+    rows = map(copy_format.encode, publications, partitions)
+    return iter(lambda: list(islice(rows, _CHUNK_EVENTS)), [])
+
+
+def _blocks(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[EncodedBlock]]:
+    """The blocks of events. The first part is encoded here, before the topic is held."""
+    left = iter(partitions)
+
+    def encoded() -> Iterator[list[EncodedBlock]]:
+        for start in range(0, len(publications), _PART_EVENTS):
+            part = publications[start : start + _PART_EVENTS]
+            yield list(encode_blocks(part, list(islice(left, len(part)))))
+
+    parts = encoded()
+    return chain([next(parts)], parts)

@@ -66,7 +66,7 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
-    "ArchivedMessage", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "QueueDefinition",
+    "ArchivedMessage", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement", "QueueDefinition",
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
     "AggregateInfo", "Comparison", "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",

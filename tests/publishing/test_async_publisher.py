@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from eventsql_orchestration import AsyncPublisher, EventSQL, Publication, Topic
+from eventsql_orchestration import AsyncPublisher, EventSQL, Placement, Publication, Topic
 from eventsql_orchestration.errors import (
     EventSQLError,
     PublisherClosedError,
@@ -55,6 +55,21 @@ async def until_queued(publisher: AsyncPublisher, tasks: int) -> None:
 
 
 # Acknowledged after the commit
+
+
+@pytest.mark.parametrize("form", ["blocks"], indirect=True)
+@pytest.mark.usefixtures("form")
+def test_a_task_gets_the_partition_and_the_offset_of_its_event(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("placed", PARTITIONS))
+
+    async def play() -> list[Placement]:
+        async with platform.async_publisher(max_age=NEVER, max_events=100, flushes=1) as publisher:
+            publications = [Publication("placed", b"%d" % number, key=str(number)) for number in range(100)]
+            return await asyncio.gather(*map(publisher.publish, publications))
+
+    placements = asyncio.run(play())
+    found = {event.value: event for event in platform.reader.read("placed")}
+    assert placements == [(found[b"%d" % n].partition, found[b"%d" % n].id) for n in range(100)]
 
 
 def test_enqueue_returns_before_the_commit_with_a_future_for_it(platform: EventSQL, hold: Hold) -> None:

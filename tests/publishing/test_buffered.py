@@ -70,6 +70,18 @@ def log(platform: EventSQL, topic: str = "orders") -> list[tuple[int, bytes]]:
     return [(event.partition, event.value) for event in platform.reader.read(topic)]
 
 
+def check_placements(platform: EventSQL, given: dict[Acknowledgement, bytes], *, after: int = 0) -> None:
+    """Assert that acknowledgements of committed events, with these values, tell where the events are.
+
+    The first `after` events of the log are older.
+    """
+    found = {event.value: event for event in list(platform.reader.read("orders"))[after:]}
+    for each, value in given.items():
+        if each.exception() is None:
+            assert each.result().partition == found[value].partition
+            assert each.result().offset in (None, found[value].id)
+
+
 def waits_for_room(publisher: BufferedPublisher) -> bool:
     """Whether a thread waits in `publish`."""
     return bool(publisher._collectors.all()[0]._lanes._settled._waiters)  # type: ignore[attr-defined]  # its condition's
@@ -229,10 +241,32 @@ def test_exactly_the_events_that_the_database_refuses_fail(
     for future, (_, bad) in zip(futures, events, strict=True):
         assert type(future.exception(PATIENCE)) is (DatabaseError if bad else type(None))
     committed = log(platform)[before:]
+    check_placements(platform, {future: b"%d" % number for number, future in enumerate(futures)}, after=before)
     for partition in range(PARTITIONS):
         assert [value for its, value in committed if its == partition] == [
             b"%d" % number for number, (its, bad) in enumerate(events) if its == partition and not bad
         ]
+
+
+@pytest.mark.parametrize("form", ["rows", "blocks"], indirect=True)
+@pytest.mark.parametrize("events", [20, 12_000])
+@pytest.mark.usefixtures("form")
+def test_an_acknowledgement_tells_the_partition_and_the_offset_where_it_is_known(
+    platform: EventSQL, opened: Open, events: int, request: pytest.FixtureRequest
+) -> None:
+    platform.registry.register_topic(Topic("placed", PARTITIONS))
+    platform.publisher.publish_all([Publication("placed", b"before")] * 100)
+    publisher = opened(max_age=NEVER, max_events=events, flushes=1, max_pending_events=events)
+    given = [publisher.publish(Publication("placed", b"%d" % number, key=str(number))) for number in range(events)]
+    publisher.flush()
+    platform.transfer.run_once()
+    found = {event.value: event for event in platform.reader.read("placed")}
+
+    # A small batch goes through the buffer, and rows get their ids from the server.
+    known = events > 20 and request.node.callspec.params["form"] == "blocks"
+    for number, acknowledgement in enumerate(given):
+        event = found[b"%d" % number]
+        assert acknowledgement.result() == (event.partition, event.id if known else None)
 
 
 def test_an_event_that_a_trigger_refuses_at_the_commit_fails_alone(
@@ -277,6 +311,7 @@ def test_events_given_before_a_redefinition_of_their_topic_go_by_the_new_definit
     for key in map(str, range(20)):
         numbers = [int(event.value) for event in events if event.key == key]
         assert numbers == [int(key) + 20 * turn for turn in range(4)]
+    check_placements(platform, {each: b"%d" % number for number, each in enumerate(published)})
 
 
 @pytest.mark.parametrize("partitions", [2, 7])
@@ -488,7 +523,7 @@ def test_acknowledgements_are_waited_for_by_any_number_of_threads_and_tell_their
                     wait(timeout=0.01)
             waiting = [executor.submit(wait, PATIENCE) for wait in (pending.result, pending.exception, pending.result)]
             until(lambda: len(pending._waited._cond._waiters) == 3)  # type: ignore[union-attr]  # threading's
-        assert [each.result(PATIENCE) for each in waiting] == [None] * 3
+        assert [each.result(PATIENCE) for each in waiting] == [(0, None), None, (0, None)]
     publisher.flush()
     assert heard == [done, pending, pending]
 

@@ -77,7 +77,8 @@ def _buffered(platform: EventSQL, publications: Sequence[Publication]) -> list[O
 def _tasks(platform: EventSQL, publications: Sequence[Publication]) -> list[Outcome]:
     async def play() -> list[Outcome]:
         async with platform.async_publisher(max_age=0.001, max_events=80, flushes=2) as publisher:
-            return await asyncio.gather(*map(publisher.publish, publications), return_exceptions=True)
+            outcomes = await asyncio.gather(*map(publisher.publish, publications), return_exceptions=True)
+        return [outcome if isinstance(outcome, BaseException) else None for outcome in outcomes]
 
     return asyncio.run(play())
 

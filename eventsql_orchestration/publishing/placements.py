@@ -1,0 +1,54 @@
+"""Where the events of a batch are. Offsets are found only if somebody asks for one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+from eventsql_orchestration.model import Placement
+
+
+class Appended(NamedTuple):
+    """Events of one partition that an append gave consecutive ids."""
+
+    partition: int
+    first: int
+    events: int
+
+
+class Placements:
+    """The placements of the events of one batch, by their number in it."""
+
+    def __init__(self) -> None:
+        self._partitions: list[int] = []
+        self._appended: Sequence[Appended] = ()
+        self._offsets: list[int] | None = None
+
+    def begin(self) -> None:
+        """Forget the partitions of an earlier attempt."""
+        self._partitions = []
+
+    def note(self, partition: int) -> int:
+        """The partition of the next event. Gives it back."""
+        self._partitions.append(partition)
+        return partition
+
+    def noted(self, partitions: Iterable[int]) -> list[int]:
+        """The partitions of all events, by a new attempt. Gives them back."""
+        self._partitions = list(partitions)
+        return self._partitions
+
+    def appended(self, appended: Sequence[Appended]) -> None:
+        """Which ids the events of each partition got, in their order."""
+        self._appended = appended
+
+    def __getitem__(self, number: int) -> Placement:
+        if self._appended and self._offsets is None:
+            ranges: defaultdict[int, list[range]] = defaultdict(list)
+            for partition, first, events in self._appended:
+                ranges[partition].append(range(first, first + events))
+            ids = {partition: chain.from_iterable(of) for partition, of in ranges.items()}
+            self._offsets = [next(ids[partition]) for partition in self._partitions]
+        return Placement(self._partitions[number], None if self._offsets is None else self._offsets[number])
