@@ -38,7 +38,7 @@ PAGE_ROWS: Final = 2_000
 """The most rows of a page of a snapshot. Their writers wait for as long as the page takes, some 50 ms."""
 
 LOCK_SECONDS: Final = 0.5
-"""The longest that one attempt makes writers of a table wait for a transaction that does not end."""
+"""Seconds that one attempt makes writers of a table wait at most, if a transaction does not end."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds for which a lock is tried again."""
@@ -147,7 +147,7 @@ class Captures:
         return [(table, topic) for table, topic in rows]
 
     def drop(self, table: str, topic: str) -> None:
-        """Capture the changes of `table` to `topic` no more; the events stay.
+        """Stop capturing the changes of `table` to `topic`. The events stay.
 
         Triggers that the deletion of a topic has left go too. Raises `CaptureError` if there is no such capture, and
         `DatabaseBusyError` if transactions on the table do not end.
@@ -191,7 +191,7 @@ class Captures:
             if existing is not None:
                 capture, same_table, key_names, key_numbers, column_names, column_numbers = existing
                 if same_table:
-                    # Columns may have other names since.
+                    # Columns may have been renamed since then.
                     same = (key_numbers, column_numbers) == (chosen_key.numbers, chosen and chosen.numbers)
                 else:
                     same = (key_names, column_names) == (chosen_key.names, chosen and chosen.names)
@@ -306,8 +306,8 @@ class Captures:
     def _snapshot(self, capture: int, on_rows: Callable[[int], None]) -> None:
         """Publish the pages of a first snapshot that are left.
 
-        A page locks its rows without waiting. Where another transaction has one of them, the page gets smaller, and a
-        page of one row waits.
+        A page locks its rows without waiting. If another transaction has one of them, the page gets smaller. A page of
+        one row waits.
         """
         rows, size, retry = 0, PAGE_ROWS, Backoff(RETRY_SECONDS)
         while True:
@@ -340,7 +340,7 @@ class Captures:
             if name is not None:
                 # Before the capture's row: a writer locks the table first, too.
                 driver.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name))
-            # While the capture has its triggers: they tell its table.
+            # While the capture has its triggers, which name its table.
             deleted = driver.execute(self._queries("delete_capture"), own).rowcount
             triggers = [] if name is None else fetch_all(driver, self._queries("triggers_of"), own)
             for (trigger,) in triggers:

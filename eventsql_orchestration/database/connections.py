@@ -83,9 +83,9 @@ def check_encoding(connection: psycopg.Connection[Any]) -> None:
 
 
 def begin(connection: Connection | sqlalchemy.Connection) -> None:
-    """Begin a transaction of SQLAlchemy's where there is none yet; psycopg's connections begin theirs themselves."""
+    """Begin a transaction on a SQLAlchemy connection that is in none. psycopg's connections begin theirs themselves."""
     if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
-        # SQLAlchemy would roll back what it did not begin itself.
+        # SQLAlchemy would roll back a transaction that it did not begin itself.
         connection.begin()
 
 

@@ -161,7 +161,7 @@ class Database:
 
     @checks_itself
     def joined(self, connection: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
-        """The `callers(connection)`, whose transaction the block joins, or a `connection()` where there is none."""
+        """`callers(connection)`, whose transaction the block joins; `connection()` if `connection` is None."""
         return self.connection() if connection is None else self.callers(connection)
 
     @checks_itself
@@ -230,7 +230,7 @@ class Database:
                 yield connection, proxied.info
         finally:
             if self._closings != closings:
-                # It goes back to a pool that nobody has any more, and nobody would close it there.
+                # Its pool was replaced meanwhile: nobody would close the connection in the old pool.
                 connection.close()
             if connection.closed:
                 proxied.invalidate()
@@ -247,7 +247,7 @@ class Database:
                     connection.isolation_level = ISOLATION
                 yield connection
             finally:
-                # A handler may have set another; SQLAlchemy and the next user read tuples.
+                # A handler may have set another row factory; SQLAlchemy and the next user read tuples.
                 connection.row_factory = tuple_row
                 if not connection.closed and connection.info.encoding != UTF8:
                     connection.close()
@@ -412,7 +412,7 @@ class Database:
         )
 
     def close(self) -> None:
-        """Close every pooled connection, one in use as soon as it is given back; the database can be used again."""
+        """Close every pooled connection; a connection in use, when it is given back. The database can be used again."""
         self._closings += 1
         self.engine.dispose()
         # For a connection that was taken meanwhile, from the pool that is no more.

@@ -142,7 +142,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_BUFFERED,
         "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter, {s}.capture",
         "SELECT ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
-        # It has its caller's rights: reading a topic takes SELECT on the log, too.
+        # The function has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",
     ),
     "eraser": (
@@ -156,7 +156,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "sender": (
         *_DEFINITIONS,
         "SELECT ON {s}.queue",
-        # Not its content: a sender learns the ids of what it sends.
+        # A sender learns the ids of its messages, and cannot read their contents.
         "SELECT (eql_id) ON {s}.queue_message",
         f"INSERT ({', '.join(_SENT_MESSAGE)}) ON {{s}}.queue_message",
         "USAGE ON SEQUENCE {s}.queue_message_eql_id_seq",
@@ -186,7 +186,7 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _READ_LOG: Final = ("SELECT ON {log}", "SELECT ON {events}", "SELECT ON SEQUENCE {ids}")
 _MAY_PUBLISH: Final = ("INSERT (eql_id) ON {events}",)
-"""Stands for the right to publish to one topic: it inserts nothing, and the topic takes it along when it goes."""
+"""Marks the right to publish to one topic. It lets nobody insert events, and goes when the topic is deleted."""
 
 _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "transfer": (
@@ -300,7 +300,7 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
     """The error for a right that the current role lacks. `detail` is the server's message.
 
     `role` is the current role, as far as it is known. `prefix` begins the names of this installation's roles; None
-    where it has none.
+    if it has no roles.
     """
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
@@ -317,7 +317,7 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
 
 
 def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str]]:
-    """The roles that have the right, by the end of their names, and what each does."""
+    """The roles that have the right, by the end of their names, and the work of each."""
     if kind == "topic":
         alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
         return [("publisher", _DOES["publisher"]), *alone, (ADMIN, "changes it")]

@@ -3,10 +3,11 @@
 A file is a sequence of `-- name -- description` headers, each followed by one statement. The description may go on in
 comment lines. `{schema}` and names such as `{table}` are composed as identifiers; values are always parameters.
 
-`-- part name -- description` is the header of a text that later statements of the file contain as `{name}`. A part
-`-- part name of given -- description` is contained as `{name of expression}`, and has the expression where it says
-`{given}`. A file that begins with lines `-- parts of other` has the parts of these files, too. A statement with
-`{in_partition}` exists twice: under its name it looks at all partitions, as `name_partition` at one.
+`-- part name -- description` is the header of a part: later statements of the file contain its text as `{name}`. A part
+`-- part name of given -- description` takes an expression: statements contain it as `{name of expression}`, and the
+expression replaces `{given}` in its text. A file that begins with lines `-- parts of other` has the parts of these
+files, too. A statement with `{in_partition}` exists twice: under its name it looks at all partitions, under
+`name_partition` at one partition.
 """
 
 from __future__ import annotations

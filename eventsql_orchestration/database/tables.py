@@ -24,7 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 DROPPED: Final = "eventsql: dropped by retention"
-"""The comment on a segment from before it is detached: a detached table with it may be dropped.
+"""The comment that a segment gets before it is detached. A detached table with this comment may be dropped.
 
 The function `make_segments` in the database knows it too.
 """

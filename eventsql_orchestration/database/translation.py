@@ -109,7 +109,7 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
             # The driver itself raised it: nothing was sent.
             return ValidationError(f"a value cannot be sent to {where}: {detail}")
         case psycopg.ProgrammingError(sqlstate=None):
-            # This package says so where a handler has ended its transaction.
+            # This package raises it if a handler has ended its transaction.
             return DatabaseError(f"{where}: {detail}")
     return DatabaseError(f"{where} refused a statement: {detail}")
 

@@ -38,18 +38,18 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 10.0
-"""How long one run of the housekeeping merges blocks of a topic; the next run goes on."""
+"""Seconds for which one run of the housekeeping merges blocks of a topic. The next run goes on."""
 
 RETRY_SECONDS: Final = 30.0
-"""How long a window waits for an erasure or for retention."""
+"""Seconds that a window waits for an erasure or for retention."""
 
 VACUUMED_BLOCKS: Final = 10_000
-"""After so many merged blocks of a segment, their space is freed for the next ones."""
+"""The number of merged blocks of a segment after which their space is freed for new blocks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
-    """The small blocks of a topic's log that were merged, or would be: their number, and that of their events.
+    """The small blocks of a topic's log that were merged, or would be: the numbers of blocks and of their events.
 
     `into` is the number of blocks that took their place; None for a plan.
     """
@@ -92,7 +92,7 @@ class Compactor:
             try:
                 done = self._compact(topic, after=self._done.get(topic.name, 0), seconds=RUN_SECONDS)
             except PermissionDeniedError as error:
-                # A role that transfers has no right to; the admin's retention compacts.
+                # A transfer role has no right to compact; the admin's retention does it.
                 logger.debug("the log of topic %r is left to the admin role: %s", topic.name, error)
             except EventSQLError as error:
                 logger.warning("topic %r keeps its small blocks for now: %s", topic.name, error)
@@ -151,7 +151,7 @@ class _Log:
             while position < last:
                 window = self._compactor.window(connection, after=position, upto=last)
                 if window.upto is None or window.upto == last < segment.end - 1:
-                    # More events belong into the last window.
+                    # The last window is not full yet: more events will come into it.
                     break
                 yield segment, position, window
                 position = window.upto
@@ -176,7 +176,7 @@ class _Log:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Translate the server's refusal of events that a damaged block lacks."""
+        """Translate the server's error about a damaged block, which lacks events."""
         try:
             yield
         except (psycopg.IntegrityError, psycopg.DataError) as error:
@@ -186,5 +186,5 @@ class _Log:
             ) from error
 
     def vacuum(self, connection: Connection, segment: Segment) -> None:
-        """Free the space of merged blocks. Others may be in the way: then the server does it later."""
+        """Free the space of merged blocks. If other transactions are in the way, the server does it later."""
         self._compactor.vacuum(connection, segment.table)

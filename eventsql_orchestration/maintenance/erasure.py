@@ -50,10 +50,10 @@ FAILURES: Final = 1_000
 """Failed deliveries whose events are read at once."""
 
 LOCK_SECONDS: Final = 2
-"""How long an attempt waits for others, who may wait behind it."""
+"""Seconds that an attempt waits for other transactions. Later transactions may wait behind it."""
 
 RETRY_SECONDS: Final = 30.0
-"""Seconds for which a step that others are in the way of is tried again."""
+"""Seconds for which a step is tried again if other transactions are in its way."""
 
 MOST_ROUNDS: Final = 10
 """How often an erasure looks for events that were copied meanwhile."""
@@ -271,7 +271,7 @@ class _Run:
             return
         last = ends[1]
         while ends is not None and ends[0] <= last:
-            # Ids are left out where a segment was closed early.
+            # A segment that was closed early leaves a gap in the ids.
             after = ends[0] - 1
             upto = min(after + self._range_ids, last)
             yield after, upto
@@ -302,7 +302,7 @@ class _Run:
         return found.total()
 
     def _step(self, connection: Connection, step: Callable[[Connection], _Given]) -> _Given:
-        """Run a step in a transaction, again where others are in the way. Raises `DatabaseBusyError`."""
+        """Run a step in a transaction; again if others are in its way. Raises `DatabaseBusyError`."""
         retry = Backoff(RETRY_SECONDS)
         while True:
             try:
@@ -353,7 +353,7 @@ class _Run:
                 )
 
     def vacuum(self, connection: Connection) -> bool:
-        """Remove the former versions of changed rows from the disk. False where the current role may not."""
+        """Remove the former versions of changed rows from the disk. False if the current role may not vacuum."""
         everything = [(0, MAX_OFFSET)]
         vacuumed = [
             self._erasers[name].vacuum(connection, everything if self._resumed else ranges)
@@ -363,7 +363,7 @@ class _Run:
 
 
 def _in_parts(after: int, upto: int, visit: Callable[[int, int], None]) -> bool:
-    """Visit a range of ids, in halves where it is too much for the server, such as for its `statement_timeout`.
+    """Visit a range of ids. Halve it if it is too much for the server, for example for its `statement_timeout`.
 
     Gives whether it was too much.
     """

@@ -35,7 +35,7 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 ROLL_SHARE: Final = 8
-"""A segment is closed when it holds an eighth of what to keep, so retention is exact to an eighth."""
+"""A segment is closed when it holds an eighth of the events to keep, so retention is exact to an eighth."""
 
 WAIT_SECONDS: Final = 30
 """How long dropping a segment waits for transactions that may read it. New transactions do not wait."""
@@ -117,7 +117,7 @@ class Retainer:
                 StagedBlocks(self._database.schema).sweep(connection)
                 prune_records(connection, self._database.schema)
         except PermissionDeniedError as error:
-            # A role that transfers has no right to; the admin's retention clears them.
+            # A transfer role has no right to clear them; the admin's retention does it.
             logger.debug("leftovers of deleted topics are left to the admin role: %s", error)
         except EventSQLError as error:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
@@ -137,7 +137,7 @@ class Retainer:
                 logger.exception("old segments could not be dropped; trying again in %.0f s", every)
 
     def _retain(self, topic: Topic, *, force: bool, execute: bool) -> Dropped | None:
-        """Run retention for one topic. None if it keeps everything, or another program is at it."""
+        """Run retention for one topic. None if it keeps everything, or if another program retains the topic now."""
         self._database.ensure_schema()
         schema = self._database.schema
         with self._database.errors(), self._database.dedicated() as connection:
@@ -237,7 +237,7 @@ class Retainer:
         return Dropped(topic.name, len(dropped), events, size, upto, held_by)
 
     def _simplify(self, connection: Connection, topic: Topic) -> None:
-        """Give a log whose form was changed one form again, once the last segment of the former one is gone."""
+        """Give a log with rows and blocks one form again, once the last segment of the former form is gone."""
         schema = self._database.schema
         if not log_form.form_now(connection, schema, topic.name).both:
             return

@@ -23,7 +23,7 @@ from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 
 Choose: TypeAlias = Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]]
-"""Takes the locked partitions of a consumer. Returns those to move."""
+"""Takes the locked partitions of a consumer. Returns the partitions to move."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,7 +43,7 @@ _begin = struct.Struct(">hiqihiiiqiqi")
 _staged = struct.Struct(">hi16siqi")
 _partition = struct.Struct(">ih")
 NULL: Final = _length(-1)
-"""An array, or an element of one, that is missing."""
+"""Stands for a missing array, or a missing element of an array."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def encode_blocks(publications: Iterable[Publication], partitions: Iterable[int]
 
 
 def encode_rows(events: Sequence[EncodedEvent]) -> Iterator[EncodedBlock]:
-    """The same of events that are encoded already."""
+    """As `encode_blocks`, for events that are encoded already."""
     for partition, own in _by_partition(events, (each.partition for each in events)):
         metadata = [each.metadata for each in own]
         without = all(each == b"{}" for each in metadata)
@@ -138,7 +138,7 @@ def _cuts(
 
 
 def array_field(of_type: int, elements: int, body: bytes, *, nulls: bool) -> bytes:
-    """An array of so many elements, each encoded in `body` behind its length. `nulls`: some are NULL."""
+    """An array. `body` has the elements, each behind its length. `nulls` says that some elements are NULL."""
     return _array.pack(len(body) + 20, 1, nulls, of_type, elements, 1) + body
 
 

@@ -77,7 +77,7 @@ class _ForeignIdsError(Exception):
 
 
 class _BufferStuckError(Exception):
-    """Internal: a publisher could not move the buffered events; the transfer has to."""
+    """Internal: a publisher could not move the buffered events. The transfer has to move them."""
 
 
 _BUFFER_MAY_TAKE_IT: Final = (
@@ -214,7 +214,7 @@ class LogWriter:
             try:
                 return self._move_batch(topic, newest)
             except psycopg.errors.CheckViolation as error:
-                # Another writer that knows no segments has used up the room. The second attempt makes room.
+                # A writer that knows no segments has used up the segments. The second attempt makes new ones.
                 if error.diag.constraint_name == segments.ADOPTION_CHECK:
                     segments.give_adoption_up(self._open(), self._database.schema, topic)
                 return self._move_batch(topic, newest)

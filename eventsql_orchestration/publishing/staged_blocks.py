@@ -5,8 +5,8 @@ arrays of a log's blocks (`publishing/block_format.py`), and a row of the buffer
 for each block. The row's buffer id gives the block its place in the order. At that place the transfer moves the arrays
 into the log, and deletes the block and the row. The server takes the events of a log in rows out of the arrays.
 
-A transfer that knows no blocks, as the one of EventSQL's Java library, cannot pass one by: a trigger refuses to delete
-the row before its block.
+A transfer that knows no blocks, such as that of EventSQL's Java library, cannot pass a block by: a trigger refuses to
+delete the row before its block.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ REFERENCE: Final = -3
 """The partition of a row of the buffer that stands for a block. No event has it."""
 
 LEAST_BY_BLOCKS: Final = 10_000
-"""The least events of a publication that is published as blocks. The events of a smaller one go to the buffer, where
-the transfer makes large blocks of those of many publications."""
+"""The least events of a publication that is published as blocks. The events of a smaller publication go to the buffer:
+the transfer gathers the events of many publications into large blocks."""
 
 MOST_COPIED: Final = 16 * 1024 * 1024
 """The most bytes of blocks whose events go to the buffer instead."""
@@ -46,7 +46,7 @@ ORPHANED_AFTER_HOURS: Final = 24
 """How long a staged block waits for its publication before a sweep deletes it."""
 
 Erased: TypeAlias = Callable[[EncodedEvent], EncodedEvent]
-"""Gives the erased event for one that is to be erased, and the same object for any other."""
+"""Takes an event. Returns its erased form if it has to be erased, and the same object otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class StagedBlocks:
         blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
         if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
-            # An older version has published what a newer one had staged, and took it for packed.
+            # A newer version has staged the block, and an older version has published it as a packed one.
             return self.move(
                 connection, topic, low_water=reference - 1, upto=reference, most=1, partitions=partitions,
                 reference=PACKED,

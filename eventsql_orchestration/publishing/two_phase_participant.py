@@ -1,4 +1,4 @@
-"""Publications over several shards, as one database records them: those that it decides, and its parts of all others.
+"""One database's records of publications over several shards: those that it decides, and its parts of the others.
 
 1. The shard that decides announces the publication.
 2. Each other shard prepares its part: a row whose commit puts the part's blocks on disk and protects them from sweeps.
@@ -111,7 +111,7 @@ class TwoPhaseParticipant:
     def lock_publication(self, connection: Connection, publication: uuid.UUID) -> None:
         """Hold the publication's lock until the caller's transaction ends, which is the one that decides.
 
-        Take it before the announcement: an announced publication whose lock is free is given up by anybody.
+        Take it before the announcement: any process gives up an announced publication whose lock is free.
         """
         connection.execute(self._queries("lock_publication"), {"id": publication})
 

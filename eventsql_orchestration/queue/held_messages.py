@@ -1,4 +1,4 @@
-"""The messages that workers hold: heartbeats extend them, and tell which of them somebody else has by now."""
+"""The messages that workers hold. Heartbeats extend them, and find out which of them another receiver has by now."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HeldMessages:
                 del self._held[message.shard, message.id]
 
     def extend(self, seconds: float) -> None:
-        """Hold all messages for `seconds` from now on. Those that are not held any more are let go."""
+        """Hold all messages for `seconds` from now on. Forgets the messages that are not held any more."""
         held = self.messages()
         # Each shard by itself: one that is down costs no other its messages.
         for shard in {message.shard for message in held}:
@@ -66,7 +66,7 @@ class HeldMessages:
             return
         for message in held:
             if (message.shard, message.id) not in still:
-                # Somebody else has it, or it is acknowledged: a message that waits here is not begun.
+                # Another receiver has the message, or it is acknowledged. If it waits here, no handler begins it.
                 self.let_go(message)
 
     @contextmanager

@@ -11,7 +11,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
 
 COUNTED: Final = 10_000
-"""How many messages of each state are counted at most."""
+"""The most messages of each state that are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,8 @@ class QueueLag:
     """The messages of a queue by state, at most 10,000 counted of each.
 
     `seconds` is the time for which a visible message has waited longest, 0 without one. `dead` messages were moved from
-    this queue to its dead letters and are still there. `for_dead_letters` says that the queue takes those of another
-    one: its messages wait for a person.
+    this queue to its dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of
+    another queue: its messages wait for a person.
     """
 
     queue: str
@@ -60,7 +60,7 @@ class QueueLagReader:
 
 
 def queue_lags(database: Database) -> list[QueueLag]:
-    """The lag of every queue of a database, by name; none where the role may not read queues."""
+    """The lag of every queue of a database, by name; empty if the role may not read queues."""
     reader = QueueLagReader(database)
     with database.connection() as connection:
         return reader.read(connection) if reader.is_allowed(connection) else []

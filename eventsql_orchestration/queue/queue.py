@@ -129,7 +129,7 @@ class Queue:
         return table
 
     def _lone(self) -> bool:
-        """Whether there is one database, not one of several that is the only one up."""
+        """Whether the platform has one database. False if it has several and only one is up."""
         return isinstance(self._source, Database) or len(self._shards()) == 1
 
     def _all(self) -> list[QueueTable]:
@@ -146,7 +146,7 @@ class Queue:
         return [self._table(shard) for shard in up]
 
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
-        """The queue as another shard has it. A queue that is created on one shard after another stays the same."""
+        """The queue as another shard has it, so that a queue gets the same options on every shard."""
         others = (table.existing() for table in self._all() if table is not created)
         return next((found for found in others if found is not None), None)
 
@@ -230,7 +230,7 @@ class Queue:
         ids = [0] * len(given)
         grouped: dict[int, tuple[QueueTable, list[int]]] = {}
         for place, message in enumerate(given):
-            # The same deduplication id is to meet its first message.
+            # A message with the same deduplication id has to go to the shard of the first one.
             key = message.deduplication_id if message.key is None else message.key
             table = self._for_key(key, tables)
             grouped.setdefault(id(table), (table, []))[1].append(place)
@@ -356,7 +356,7 @@ class Queue:
     def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
         """Give a message back, visible again after `delay` seconds, behind all visible messages.
 
-        In an ordered queue, the later messages of its key go on waiting for it. `reason` goes into its history. Raises
+        In an ordered queue, later messages of its key still wait for it. `reason` goes into its history. Raises
         `MessageNotFoundError` if this receipt does not hold it any more.
         """
         self._of(message).release(message, check_seconds("delay", delay, zero=True), reason)

@@ -50,7 +50,7 @@ PURGED_AT_ONCE: Final = 10_000
 class QueueOptions:
     """The options of a queue, as `Queue` takes them; None leaves an option as it is.
 
-    Durations are in seconds from then on. Raises `InvalidNameError`, `ValidationError`.
+    A `timedelta` becomes seconds. Raises `InvalidNameError`, `ValidationError`.
     """
 
     ordered: bool | None = None
@@ -72,7 +72,7 @@ class QueueOptions:
                 object.__setattr__(self, name, check_seconds(name, duration, zero=False))
 
     def differ(self, found: QueueDefinition) -> bool:
-        """Whether the database has other options than the given ones."""
+        """Whether the database has an option that differs from a given one."""
         return any(
             (given := getattr(self, name)) is not None and given != getattr(found, name) for name in self.__slots__
         )
@@ -216,7 +216,7 @@ class QueueTable:
         )  # fmt: skip
 
     def due(self) -> float | None:
-        """Seconds until a message becomes visible that is not yet; None if there is none that will by itself."""
+        """Seconds until the next hidden message becomes visible by time alone; None if there is none."""
         with self.database.connection() as connection:
             row = connection.execute(self._queries("due"), {"queue": self.id()}, prepare=False).fetchone()
         return None if row is None else row[0]
@@ -257,7 +257,7 @@ class QueueTable:
             self._notifier.notify(QUEUE, self._name)
 
     def give_back(self, messages: Collection[Message]) -> None:
-        """Make messages visible that are still held; their receive does not count."""
+        """Make messages visible again that are still held. Their receive does not count."""
         values = {"queue": self.id(), **_held(messages)}
         with self.database.connection() as connection:
             given = connection.execute(self._queries("give_back"), values, prepare=False).rowcount
@@ -301,7 +301,7 @@ class QueueTable:
                 with connection.transaction():
                     counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
                     if self.known().ordered:
-                        # A message whose first in line was deleted alone is first itself.
+                        # If the first message of a key was deleted alone, the next one is the first.
                         connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
                 assert counted is not None, "an aggregate has one row"
                 if not counted[0]:
@@ -333,7 +333,7 @@ class QueueTable:
                 if queue is not None:
                     keys.setdefault(queue, set()).add(key)
             for queue, of_queue in keys.items():
-                # A dead letter that waits behind one that has left is first itself.
+                # If the dead letter before another one of its key has left, the other one is the first.
                 promoted = {"queue": queue, "keys": sorted(of_queue)}
                 connection.execute(self._queries("promote"), promoted, prepare=False)
         return len(left)

@@ -115,7 +115,7 @@ class Publications:
     # Planning
 
     def write_targets(self, topic: str | None, headers: Mapping[str, str]) -> tuple[WriteTarget, ...]:
-        """Where to stage events of one topic, or of any: one database, or each shard.
+        """The targets for staging events of one topic, or of any topic: one database, or each shard.
 
         Raises `TopicNotFoundError`, `ShardError` if shards are missing, `ShardPendingError` if a shard that is being
         added takes no events for too long.

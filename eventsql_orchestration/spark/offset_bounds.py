@@ -1,4 +1,4 @@
-"""Where a read begins and ends, by the options, for each topic, partition and shard."""
+"""The begin and the end of a read, from its options, for each topic, partition and shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Changing the form of a log in use: from the border of a segment on, new events have another form.
 
 The caller's transaction holds the registry and the topic, so nobody writes to the log. Statements that read the log
-wait, and then find the views: `log_form` says what they show. Nothing is rewritten.
+wait, and then find the views, which `log_form` describes. Nothing is rewritten.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from eventsql_orchestration.storage.log_form import FORMS, Form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 _BOTH = FORMS["both, new blocks"]
-"""A log with both forms; which of them new events get makes no difference to the names of its tables."""
+"""A log with both forms. The names of its tables do not depend on the form that new events get."""
 
 
 def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage: Storage) -> bool:
     """Let new events of a log have the form `storage`; False if they have it already.
 
-    The log has segments, and no program retains or erases its events. Raises `RegistryError` where an object depends on
-    a table that gets another name, such as a view, or where a table has a name that the log needs.
+    The log has segments, and no program retains or erases its events. Raises `RegistryError` if an object, such as a
+    view, depends on a table that gets another name, or if another table has a name that the log needs.
     """
     driver, blocks = driver_connection(connection), storage == BLOCKS
     form = log_form.form_in_transaction(driver, schema, topic.name)
@@ -42,7 +42,7 @@ def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage
 
 
 def simplify(connection: Connection, schema: str, topic: str, partitions: int) -> bool:
-    """Give a log in both forms the one form of its new events, once it has no other events. Gives whether it did.
+    """Give a log in both forms the one form of its new events, if all of its events have that form. False if not.
 
     The caller's transaction holds the registry and the topic.
     """
@@ -100,7 +100,7 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
     source = sql.Identifier(schema, kept)
     for target in (new, sql.Identifier(schema, event_table(name)), sql.Identifier(schema, block_table(name))):
         segments.pass_on_owner(driver, schema, source, target)
-    # From now on, who reads the log reads the view of its blocks.
+    # From now on, reads of the log go to the view of its blocks.
     for target in (stored,) if form.blocks else (stored, sql.Identifier(schema, block_table(name))):
         segments.pass_on_rights(driver, schema, source, target)
 

@@ -48,10 +48,10 @@ class BufferedBatch(NamedTuple):
 
 
 class MovedBlocks(NamedTuple):
-    """Blocks that left the buffer: how many rows stood for them, and the last of these rows' ids.
+    """Blocks that left the buffer: the number of rows that stood for them, and the last id of these rows.
 
-    `blocks` are those that there were and that are sound, `events` the events that they should have; `entered` is the
-    number of events that entered the log.
+    `blocks` is the number of sound blocks, and `events` the number of events that all of them should have. `entered` is
+    the number of events that entered the log.
     """
 
     rows: int
@@ -117,7 +117,7 @@ class LogAppender:
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 
     def draw(self, connection: Connection, topic: str, events: int) -> int | None:
-        """Take ids for `events` events of a log in blocks. Gives the first; None if others took ids, too."""
+        """Take ids for `events` events of a log in blocks. Returns the first; None if another program took ids too."""
         query = self._queries.writing(connection, "draw", topic)
         last, consecutive = fetch_one(connection, query, {"events": events}, prepare=False)
         return last - events + 1 if consecutive else None

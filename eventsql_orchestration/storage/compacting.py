@@ -34,7 +34,7 @@ class Window(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A number of blocks with their events, and the number of blocks and of events that took their place."""
+    """The numbers of merged blocks and of their events, and the numbers of the new blocks and of their events."""
 
     blocks: int
     events: int
@@ -73,7 +73,7 @@ class LogCompactor:
     def vacuum(self, connection: Connection, segment: str) -> None:
         """Free the space of merged blocks in the table of a segment, on a connection in autocommit mode.
 
-        Where others are in the way, or the session's own limits are too short, the server does it later.
+        If other transactions are in the way, or the session's own limits are too short, the server vacuums later.
         """
         with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             connection.execute(self._queries("vacuum", table=segment))

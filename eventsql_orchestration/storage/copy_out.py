@@ -23,7 +23,7 @@ _EXPRESSIONS: Final = {
     "partition": sql.SQL("eql_partition"),
     "offset": sql.SQL("eql_id"),
     "timestamp": sql.SQL("eql_buffered_at::timestamptz"),
-    # JSON would come as an extension type.
+    # Otherwise Arrow would get JSON as an extension type.
     "headers": sql.SQL("eql_metadata::text"),
 }
 
@@ -69,7 +69,7 @@ ARRAYS: Final = {
     "key": "eql_keys",
     "value": "eql_values",
     "timestamp": "eql_times",
-    # An array of JSON would come as one of an extension type.
+    # Otherwise Arrow would get an array of JSON as an array of an extension type.
     "headers": "eql_metadata::text[]",
 }
 """The columns of events that are arrays in blocks, by their names in Spark."""
@@ -89,9 +89,8 @@ def in_blocks(table: str) -> bool:
 def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequence[str]) -> str:
     """The blocks that may have events of a range, in order: last offset, events, partition, time, span, and arrays.
 
-    The arrays are the places of events with gaps in their ids; those of `columns` that are in `ARRAYS`, in that order;
-    with the values, then the metadata that may mark an empty value as erased. The blocks may have events outside the
-    range.
+    The arrays are, in this order: the places of events, if their ids have gaps; the `columns` that are in `ARRAYS`; and
+    beside values the metadata, which may mark an empty value as erased. The blocks may have events outside the range.
     """
     arrays = [sql.SQL(ARRAYS[name]) for name in columns if name in ARRAYS]
     if "value" in columns:
@@ -115,7 +114,7 @@ _NEAR: Final = sql.SQL("eql_id > {after} AND eql_id <= ({near}) AND eql_id - coa
 
 
 def _near(offsets: OffsetRange) -> sql.Composed:
-    """The condition on the blocks that a range has events of."""
+    """The condition on the blocks that may have events of a range."""
     near = min(offsets.upto, _MAX_OFFSET - MOST_EVENTS) + MOST_EVENTS
     condition = _NEAR.format(after=offsets.after, near=near, upto=offsets.upto)
     if offsets.partition != NOT_PARTITIONED:
@@ -124,7 +123,7 @@ def _near(offsets: OffsetRange) -> sql.Composed:
 
 
 def _events_of_blocks(schema: str, table: str, offsets: OffsetRange, needed: str) -> sql.Composed:
-    """A relation of the events of blocks near a range, in order; of their arrays, those that `needed` names."""
+    """A relation of the events of blocks near a range, in order, with the arrays that `needed` names."""
     wanted = [name for name in _SOURCES if name in needed]
     arrays: list[sql.Composable] = [sql.SQL("b.{}").format(sql.Identifier(_SOURCES[name])) for name in wanted]
     names = [sql.SQL(name) for name in wanted]

@@ -122,7 +122,7 @@ class LogEraser:
     def vacuum(self, connection: Connection, ranges: Sequence[tuple[int, int]]) -> bool:
         """Remove the former versions of changed rows, on a connection in autocommit mode.
 
-        The events of `ranges`, each `after < id <= upto`, were changed. False where the current role may not.
+        The events of `ranges`, each `after < id <= upto`, were changed. False if the current role may not vacuum.
         """
         existing = segments(connection, self._schema, self._topic)
         if existing is None:
@@ -158,7 +158,7 @@ def erased_meanwhile(connection: Connection, schema: str, event: Event) -> Event
 
 
 def copy_events(connection: Connection, schema: str, topic: str) -> None:
-    """Let an erasure wait for the end of the caller's transaction, which copies events of a topic or its dead letters.
+    """Let erasures wait for the end of the caller's transaction, which copies events of a topic or its dead letters.
 
     The events that are read after this call are erased, or the erasure finds the copies.
     """
@@ -171,6 +171,6 @@ def await_copies(connection: Connection, schema: str, topic: str) -> None:
 
 
 def try_change(connection: Connection, schema: str, topic: str) -> bool:
-    """Keep others from changing stored events of a topic until the caller's transaction ends; False if one is at it."""
+    """Keep others from changing stored events of a topic until the caller's transaction ends; False if one does so."""
     row = fetch_one(connection, LogQueries("erasing", schema)("try_change"), {"topic": f"{schema}.{topic}"})
     return bool(row[0])

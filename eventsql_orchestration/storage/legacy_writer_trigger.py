@@ -65,8 +65,8 @@ def stranded(database: Database, topic: str) -> list[Stranded]:
 class Order:
     """Signs of the transfer of EventSQL's Java library among the newest events of a topic.
 
-    That library published `java` of them. `behind` of them come after a later event of their key, which its transfer
-    causes, and so do publishers' transactions of the same moment. `connected`: a session has the name of Java's driver.
+    That library published `java` of them. `behind` of them come after a later event of their key. Its transfer causes
+    this, and so do publishers' transactions of the same moment. `connected`: a session has the name of Java's driver.
     """
 
     java: int
@@ -75,7 +75,7 @@ class Order:
 
 
 NEWEST: Final = 10_000
-"""How many events of a topic are looked at."""
+"""The number of newest events that `order` looks at."""
 
 
 def order(database: Database, topic: str) -> Order:

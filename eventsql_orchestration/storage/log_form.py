@@ -25,11 +25,12 @@ ROOM: Final = __package__
 """The package that has the SQL files of this room."""
 
 BLOCKS_SECONDS: Final = 5.0
-"""How long a log is taken for blocks until its form is looked up again. After that time at most, reading a topic that
-was deleted and made anew with rows does not fail any more."""
+"""Seconds until the form of a log in blocks is looked up again. For this long at most, reads of a topic fail that was
+deleted and made anew in rows."""
 
 ROWS_SECONDS: Final = 60.0
-"""How long a log is taken for rows. Meanwhile reading a topic that was made anew with blocks is slow."""
+"""Seconds until the form of a log in rows is looked up again. Until then, reads of a topic that was made anew in blocks
+are slow."""
 
 
 class Form(NamedTuple):
@@ -102,7 +103,7 @@ def learn(connection: psycopg.Connection[Any], schema: str, topic: str, found: s
 
 
 def forget(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Look the form of a log up anew at its next use, as its table has changed."""
+    """Look the form of a log up anew at its next use, because its table has changed."""
     _known.pop(_key(connection, schema, topic), None)
 
 
@@ -143,7 +144,7 @@ def written(connection: psycopg.Connection[Any], schema: str, topic: str) -> sql
 
 
 def tables(connection: psycopg.Connection[Any], schema: str, topic: str) -> list[str]:
-    """The names of the tables that hold a log: one, or that of its rows and that of its blocks."""
+    """The names of the tables that hold a log: one table, or the table of its rows and the table of its blocks."""
     known = form(connection, schema, topic)
     if known.both:
         return [store(topic, known, blocks=blocks) for blocks in (False, True)]

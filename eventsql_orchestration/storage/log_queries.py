@@ -1,9 +1,9 @@
 """Named SQL on the tables of logs, from the files in `sql/`.
 
 A file `blocks_<name>.sql` has variants of the statements of `<name>.sql` for logs in blocks. A statement without a
-variant reads such a log through the view `{event_table}`. In both, `{log_table}` is the relation to read the log from,
-`{row_store}` and `{block_store}` are the tables that hold rows and blocks, and `{written_table}` is the one of these
-that new events enter. `log_form.names` has the names that do not depend on the form.
+variant reads such a log through the view `{event_table}`. In both files, `{log_table}` is the relation to read the log
+from. `{row_store}` and `{block_store}` are the tables that hold rows and blocks, and new events enter one of them,
+`{written_table}`. `log_form.names` has the names that do not depend on the form.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def create_block_table(
 
 
 def check_free(connection: psycopg.Connection[Any], schema: str, table: str) -> None:
-    """Raise `RegistryError` if there is a relation of this name, which a log is to get."""
+    """Raise `RegistryError` if there is a relation of this name, which a log needs."""
     name = sql.Identifier(schema, table).as_string(connection)
     if fetch_first(connection, LogQueries("forms", schema)("exists"), {"name": name}) == (True,):
         raise RegistryError(f"there is a table {name} already, which no log uses: rename it")
@@ -147,7 +147,7 @@ def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:
 
 
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Fail where the current role may not read a topic's log: row security hides the topic's consumers from it."""
+    """Fail if the current role may not read a topic's log: row security hides the topic's consumers from it."""
     queries, log = LogQueries("read", schema), {"log": log_form.stored(connection, schema, topic).as_string(connection)}
     if fetch_first(connection, queries("is_refused"), log) == (True,):
         connection.execute(queries.on(connection, "check_readable", topic))

@@ -33,7 +33,7 @@ class Waiting:
     """The events of a log that a consumer partition has left.
 
     `events` is at most `COUNTED`, and `furthest` is the offset of the last counted one. `seconds` is the age of the
-    oldest. `bounded` says that the oldest lies beyond the offset up to which the partition may consume now.
+    oldest. `bounded` says that the oldest lies beyond the last offset that the partition may consume now.
     """
 
     events: int

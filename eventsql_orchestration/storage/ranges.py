@@ -105,7 +105,7 @@ class LogRanges:
         return self._ends(connection, "ends_of_periods", topic, after=after, upto=upto, seconds=seconds)
 
     def contents(self, connection: Connection, topic: str, ranges: Sequence[tuple[int, int]]) -> list[Content]:
-        """The events of each range and partition that has some."""
+        """The contents of each range and partition that has events."""
         rows = self._rows(connection, "contents", topic, NOT_PARTITIONED, _arrays(ranges))
         return [Content(*row) for row in rows]
 

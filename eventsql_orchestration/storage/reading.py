@@ -24,13 +24,13 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 MAX_OFFSET: Final = 2**63 - 1
 
 _FIRST_BLOCKS: Final = 64
-"""How many blocks are looked at first for the events of a batch."""
+"""The number of blocks that the first look for the events of a batch reads."""
 
 _NEAR: Final = 64
 """Events whose ids are at most so far apart are read together."""
 
 _MORE: Final = 8
-"""How many times as many blocks each further look takes, where blocks are small."""
+"""Each further look reads this many times as many blocks as the look before: blocks may be small."""
 
 
 class Extent(NamedTuple):
@@ -171,7 +171,7 @@ def _of(name: str, partition: int) -> str:
 def _read_blocks(
     cursor: psycopg.Cursor[Any], query: sql.SQL, between: sql.SQL, topic: str, values: dict[str, Any]
 ) -> list[Event]:
-    """The events of a range of a log in blocks; `between` is the statement for blocks that lie between each other."""
+    """The events of a range of a log in blocks; `between` is the statement for blocks whose ranges overlap."""
     events: list[Event] = []
     limit: int | None = values["limit"]
     blocks = None if limit is None else _FIRST_BLOCKS

@@ -1,4 +1,4 @@
-"""Dropping segments: what a segment holds, who still needs it, and the steps of a drop that lets readers go on.
+"""Dropping segments: the contents of a segment, the consumers that still need it, and a drop that lets readers go on.
 
 The steps are transactions of their own, so the connection is in autocommit mode. A segment is marked, detached, and
 then dropped. An interrupted drop leaves a marked segment, which the next run drops.
@@ -72,7 +72,7 @@ class SegmentDrops:
         return Newest(last[0], last[1], int(estimate[0]))
 
     def unpassed(self, connection: Connection, segment: Segment, *, newest: int) -> tuple[str, int] | None:
-        """A consumer and its partition that have events of a segment to consume, up to `newest`; None without one."""
+        """A consumer and its partition that has to consume events of a segment, up to `newest`; None without one."""
         values = {"topic": self._topic, "newest": newest}
         row = fetch_first(connection, self._on_segment(connection, "unpassed", segment), values, prepare=False)
         return None if row is None else (row[0], row[1])
@@ -103,7 +103,7 @@ class SegmentDrops:
         self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
 
     def drop_detached(self, connection: Connection) -> None:
-        """Drop the topic's segments that an earlier run detached. Segments without the mark are somebody's to keep."""
+        """Drop the topic's segments that an earlier run detached. Somebody keeps detached segments without the mark."""
         for table in detached(connection, self._schema, self._topic):
             self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
 
@@ -146,7 +146,7 @@ class SegmentDrops:
 
 
 def try_retain(connection: Connection, schema: str, topic: str) -> bool:
-    """Keep other programs from retaining a topic until the caller's transaction ends; False if one is at it."""
+    """Keep other programs from retaining a topic until the caller's transaction ends; False if one does so now."""
     locked = fetch_first(connection, LogQueries("segments", schema)("try_retain"), {"topic": f"{schema}.{topic}"})
     return locked is not None and bool(locked[0])
 

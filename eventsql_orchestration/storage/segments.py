@@ -33,7 +33,7 @@ SEGMENTS_AHEAD: Final = 2
 """Empty segments that are kept after the current one."""
 
 LOCK_SECONDS: Final = 5
-"""How long each step of an adoption waits for others. Those that come later wait behind it."""
+"""Seconds that each step of an adoption waits for other transactions. Later transactions wait behind it."""
 
 ADOPTION_CHECK: Final = "eql_within_segment"
 """The constraint that a plain table has while it is made a segment."""
@@ -129,19 +129,19 @@ def roll(connection: Connection, schema: str, topic: str, segment: Segment) -> N
 
 
 def vacuum(connection: Connection, schema: str, topic: str) -> None:
-    """Leave a log as it is a while after it was written, on a connection in autocommit mode."""
+    """Vacuum and analyze a log, on a connection in autocommit mode, as autovacuum does a while after writes."""
     for table in log_form.tables(connection, schema, topic):
         connection.execute(LogQueries("segments", schema)("vacuum", table=table))
 
 
 def adopt(connection: Connection, schema: str, topic: str, wanted: str = "a retention") -> None:
-    """Make a plain event table the first segment of its topic's log, for what is `wanted`.
+    """Make a plain event table the first segment of its topic's log. `wanted` is the reason, for errors.
 
     The connection is in autocommit mode. The rows are read once, to know that they are within the segment, while others
     read and write; nothing is rewritten. Others wait only at the end, while the names change hands.
 
-    Raises `RegistryError` where an object depends on the table and would stay with the segment, such as a view or a
-    policy of row security, and `LockNotAvailable` of the driver where others keep the table for `LOCK_SECONDS`.
+    Raises `RegistryError` if an object, such as a view or a policy of row security, depends on the table and would stay
+    with the segment. Raises the driver's `LockNotAvailable` if other transactions keep the table for `LOCK_SECONDS`.
     """
     if segments(connection, schema, topic) is not None:
         return
@@ -177,7 +177,7 @@ def dependents(connection: Connection, schema: str, topic: str, table: sql.Ident
 
 
 def check_dependents(connection: Connection, schema: str, topic: str, table: sql.Identifier, wanted: str) -> None:
-    """Raise `RegistryError` if objects depend on a table of a log that is to get another name for what is `wanted`."""
+    """Raise `RegistryError` if objects depend on a table of a log that gets another name. `wanted` is the reason."""
     if found := dependents(connection, schema, topic, table):
         raise RegistryError(
             f"topic {topic!r} cannot have {wanted} yet, because {', '.join(found)} would stay with its present events: "
@@ -229,7 +229,7 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
 
 
 def pass_on_rights(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
-    """Give the rights on a table or view also on another, those on columns if it has them."""
+    """Give roles their rights on one table or view also on another, and on the columns that both have."""
     values = {"table": source.as_string(connection), "target": target.as_string(connection)}
     for privilege, grantee, grantable in fetch_all(connection, LogQueries("segments", schema)("grants"), values):
         to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)

@@ -30,14 +30,14 @@ NEARLY: Final = 0.9
 """The share of a sequence's values after which it is reported as nearly used up."""
 
 LOCK_MILLISECONDS: Final = 250
-"""How long publishers are kept waiting at most while the buffer's sequence is advanced."""
+"""Seconds that publishers wait at most while the buffer's sequence is advanced."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceState:
     """A sequence as it is set, and the table that it belongs to.
 
-    `last` is its last value: 0 before the first, None where the current role may not read it.
+    `last` is its last value: 0 before the first, None if the current role may not read it.
     """
 
     schema: str
@@ -67,14 +67,14 @@ class SequenceState:
         return " ".join(filter(None, found)) or None
 
     def error(self) -> SequenceError | None:
-        """The error for its settings; None where they are right."""
+        """The error for its settings; None if they are right."""
         if self.wrong is None:
             return None
         finding = f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events be lost"
         return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} {SETTINGS}")
 
     def behind(self, highest: int) -> SequenceError | None:
-        """The error where its table has ids up to `highest` and it gives out smaller ones."""
+        """The error for a sequence that gives out ids below `highest`, the largest id in its table."""
         if self.last is None or self.last >= highest:
             return None
         remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
@@ -82,7 +82,7 @@ class SequenceState:
         return SequenceError(finding, sequence=str(self), remedy=remedy)
 
     def nearly_used_up(self) -> SequenceError | None:
-        """The error where few of its values are left."""
+        """The error for a sequence with few values left."""
         if self.last is None or self.last < self.limit * NEARLY:
             return None
         finding = f"sequence {self} is nearly used up: it has given out {self.last} of {self.limit}"
@@ -116,7 +116,7 @@ class Ids:
         log = written(connection, self._schema, topic).as_string(connection)
         query = self._queries.on(connection, "log_state", topic)
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
-        # After the statement above, which says where a topic was deleted.
+        # After the statement above, which finds out whether the topic was deleted.
         check_log(connection, self._schema, topic)
         if last < highest:
             (state,) = states(connection, self._schema, [written_table(connection, self._schema, topic)])
@@ -134,8 +134,8 @@ class Ids:
 def advance_buffer(connection: Connection, schema: str) -> None:
     """Advance the buffer's sequence to the ids in the buffer, on a connection in autocommit mode.
 
-    It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` where publishers'
-    transactions are in the way, or the current role may not set it.
+    It is behind them after a restore without sequences, or a `setval`. Raises `SequenceError` if publishers'
+    transactions are in the way, or if the current role may not set it.
     """
     queries = LogQueries("sequences", schema)
     if connection.execute(queries("buffer_highest")).fetchone() is None:

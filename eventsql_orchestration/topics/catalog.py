@@ -26,7 +26,7 @@ from eventsql_orchestration.storage import log_table
 logger = logging.getLogger(__name__)
 
 LOCK_SECONDS: Final = 10
-"""How long a redefinition waits for publishers at most, and keeps them waiting."""
+"""Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 """The advisory lock of every change of topics, their logs and consumers' offsets by the registry."""
@@ -94,7 +94,7 @@ def consumer_states(
     connection: Connection, topic: str | None, consumer: str | None = None,
     *, partitions: Sequence[int] | None = None, lock: bool = False,
 ) -> list[ConsumerState]:  # fmt: skip
-    """Consumer partitions by topic, name and partition; with `lock`, locked after the consumptions under way.
+    """Consumer partitions by topic, name and partition. With `lock`, waits for their consumptions and locks them.
 
     Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.
     """
@@ -174,7 +174,7 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """Let no other topic, consumer, seek or retention of this database change until the caller's transaction ends.
 
     Such changes are rare, and two at once would collide in their DDL, or read rows that the other is about to change. A
-    transaction with the lock waits for nothing else for long: all others wait with it.
+    transaction with the lock must not wait long for anything else: all others wait with it.
     """
     driver = driver_connection(connection)
     driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))

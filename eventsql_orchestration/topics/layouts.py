@@ -1,6 +1,6 @@
 """Layouts: the partitions that a topic has from an offset on, and how consumers go from one layout to the next.
 
-The events of a log keep the partition that they were published to. Where the number of partitions changes, a key's
+The events of a log keep the partition that they were published to. If the number of partitions changes, a key's
 events lie in one partition up to an offset and in another after it. To keep a key's order, a consumer stops at that
 offset (`consumer.eql_until`) until all of its partitions have consumed the events before it. Then it goes on with the
 partitions of the next layout.
@@ -76,7 +76,7 @@ class Layouts:
     def settle(self, topic: str, consumer: str) -> Settled:
         """Let a consumer enter the next layout, if all of its partitions have consumed the events before it.
 
-        The call does not wait: where a consumption has one of the partitions, the next call tries again. The function
+        The call does not wait: if a consumption has one of the partitions, the next call tries again. The function
         `enter_layout` in the database decides, because a role that consumes may not delete a consumer's rows.
         """
         own = {"topic": topic, "consumer": consumer}
@@ -171,8 +171,8 @@ def complete(connection: psycopg.Connection[Any], schema: str, topic: str, consu
 def check_same_layout(known: Sequence[Layout], offset: int, targets: Sequence[int], *, whole: bool) -> None:
     """Make sure that a seek leaves a consumer's partitions in one layout.
 
-    `whole` says that all of them move. Raises `ValidationError` where the `targets` lie in different layouts, or where
-    only some move, out of the layout of `offset`.
+    `whole` says that all of them move. Raises `ValidationError` if the `targets` lie in different layouts, or if only
+    some partitions move, and leave the layout of `offset`.
     """
     places = {bounds_at(known, target).layout for target in targets}
     if not whole:

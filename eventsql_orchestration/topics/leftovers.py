@@ -40,7 +40,7 @@ class Leftover:
 
 @dataclass(frozen=True, slots=True)
 class Lacking:
-    """A consumer that has `partitions` partitions of its topic and needs `needed`: it misses the others' events."""
+    """A consumer that has `partitions` partitions of its topic and needs `needed`: it misses events of the others."""
 
     consumer: str
     partitions: int
@@ -67,7 +67,7 @@ class Leftovers:
         return sum(map(self._delete, self.find())) + self._clear_layouts()
 
     def _clear_layouts(self) -> int:
-        """Delete the layouts that existing topics have of their former lives."""
+        """Delete layouts of topics that were deleted and made anew under the same name."""
         with self._database.transaction() as connection:
             if not fetch_all(connection, self._queries("layouts")):
                 return 0

@@ -1,4 +1,4 @@
-"""Which partition an event goes to."""
+"""Chooses the partition of an event."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def partition_of_key(key: str, partitions: int) -> int:
 
 
 def default_partition(publication: Publication, partitions: int) -> int:
-    """By key where there is one, else at random; -1 for a topic that is not partitioned."""
+    """By key if there is one, else at random; -1 for a topic that is not partitioned."""
     if partitions == NOT_PARTITIONED:
         return NOT_PARTITIONED
     if publication.key is None:

@@ -62,7 +62,7 @@ class Back:
 
 @dataclass(frozen=True, slots=True)
 class ShiftBy:
-    """So many events of the partition after the offset, or before it where `events` is negative.
+    """A shift of a consumer partition's offset by `events` events, backwards if `events` is negative.
 
     Every event of the partition counts, whether it matches the consumer's filter or not. Raises `ValidationError` for
     0.
@@ -78,7 +78,7 @@ class ShiftBy:
 Position: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back | ShiftBy
 
 Place: TypeAlias = Earliest | Latest | AtOffset | AtTime | Back
-"""A position that is the same wherever one stands."""
+"""A position that does not depend on the present offset."""
 
 Start: TypeAlias = Literal["earliest", "latest"] | int | datetime | Place
 """Where a new consumer begins: a place, or in short "earliest", "latest", an offset or a time."""

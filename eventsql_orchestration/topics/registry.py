@@ -61,7 +61,7 @@ DEFAULT_STORAGE: Storage = ROWS
 """The form of a topic that names none."""
 
 WAIT_SECONDS: Final = 0.5
-"""The longest that one attempt to change the form of a topic makes others wait, for each lock. It is shorter than the
+"""Seconds that one attempt to change the form of a topic makes others wait at most, for each lock. Shorter than the
 server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
 
 RETRY_SECONDS: Final = 30.0
@@ -342,7 +342,7 @@ class Registry:
 
 
 def _change_settings(connection: Connection, states: list[ConsumerState], settings: dict[str, Any]) -> None:
-    """Set declared settings where they differ: an update waits for the consumption under way."""
+    """Set the declared settings that differ. Leaves the others: an update waits for the consumption under way."""
     declared = EventFilter.from_json(settings["eql_filter"]) if isinstance(settings.get("eql_filter"), dict) else None
     if any(
         settings.get("eql_max_attempts", state.max_attempts) != state.max_attempts

@@ -15,7 +15,7 @@ from eventsql_orchestration.views.log_values import LogLine
 from eventsql_orchestration.views.partitions import ViewTable
 
 LOOKBACK: Final = 10_000
-"""How many ids before the newest line may belong to transactions that were open when the following began."""
+"""The number of ids before the newest line that may belong to transactions that were open when the following began."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class _Pending:
 
 @checked
 class LogFollower:
-    """Gives the lines of logs that match, and that were committed after the follower was made, each once.
+    """Gives each matching line once that was committed after the follower was made.
 
-    Lines draw their ids before their transactions commit. So the follower reads again what lies beyond the last id
-    below which no transaction is open; lines of a transaction come after its commit, whatever was given before. Of a
-    transaction that was open already when the follower was made, the last 10,000 ids of the logs count.
+    Lines draw their ids before their transactions commit. So each poll reads again from the first id that an open
+    transaction may still use, and gives the lines of a transaction after its commit. If a transaction was open already
+    when the follower was made, only its lines among the last 10,000 ids of the logs are given.
 
     `LogsView.follow` makes one. It belongs to one thread.
     """
@@ -67,7 +67,7 @@ class LogFollower:
         return lines
 
     def _settle(self, newest: int, writers: set[str]) -> None:
-        """Move the id below which nothing is read again."""
+        """Move the id from which the next poll reads."""
         pending = self._pending
         if not writers:
             self._settled, self._pending = newest, None

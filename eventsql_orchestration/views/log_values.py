@@ -1,4 +1,4 @@
-"""Lines of logs: those to write, and those that are read."""
+"""Lines of logs, to be written and as they are read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEFAULT_LEVEL: Final = "info"
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A line to be written. `attributes` is a JSON object. Raises `ValidationError` for what cannot be stored."""
+    """A line to write. `attributes` is a JSON object. Raises `ValidationError` for a line that cannot be stored."""
 
     resource: str
     line: str

@@ -115,7 +115,7 @@ class LogsView:
         """Follow the lines that transactions commit from now on: `poll` of the follower gives them, each once.
 
         The arguments choose lines as those of `search` do. To show the last lines first, search after this call, and
-        leave out what both give.
+        leave out the lines that both give.
         """
         asked = self._asked(
             resource=resource, level=level, attributes=attributes, text=text, words=words, tenant=tenant
@@ -127,7 +127,7 @@ class LogsView:
         self, *, resource: str | None, level: str | None, attributes: Mapping[str, Any] | None, text: str | None,
         words: str | None, tenant: str,
     ) -> dict[str, Any]:  # fmt: skip
-        """The values of the conditions on lines, without those on time; None for what is not asked for."""
+        """The values of the conditions on lines, except those on time; None for a condition that is not given."""
         if text is not None and not check_text("text", text):
             raise ValidationError("text to search for is empty: leave it out to find every line")
         if words is not None and (self.definition.language is None or not check_text("words", words).strip()):
@@ -147,7 +147,7 @@ class LogsView:
 
 
 _ENCODERS: Final[Mapping[str, Callable[[str], bytes]]] = {"attributes": encode_jsonb}
-"""How conditions are sent that are no text."""
+"""The encoders of conditions that are not sent as text."""
 
 
 def _line(row: RawRow) -> LogLine:
@@ -185,7 +185,7 @@ def _following(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
 
 
 def _conditions(logs: Logs, given: frozenset[str]) -> sql.Composed:
-    """The conditions on lines: those that are not asked for are left out, so that an index fits the rest."""
+    """The given conditions on lines. The others are left out, so that an index fits the statement."""
     language = sql.Literal(f"pg_catalog.{logs.language}")
     conditions = {
         "tenant": sql.SQL("eql_tenant = %(tenant)s"),

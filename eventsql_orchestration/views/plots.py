@@ -21,11 +21,11 @@ FORMS: Final = (".png", ".svg", ".pdf")
 """The endings of files that can be drawn."""
 
 MOST_LINES: Final = 20
-"""The most lines of a plot: more cannot be told apart."""
+"""The most lines of a plot: nobody could tell more lines apart."""
 
 _WIDTH: Final = 10.0
 _HEIGHT: Final = 3.0
-"""Inches of a plot, and of each of its parts."""
+"""Width of a plot and height of each of its parts, in inches."""
 
 
 def plot_rollup(buckets: Sequence[RollupBucket], path: Path, *, title: str) -> None:

@@ -101,8 +101,8 @@ class RollupView:
         """Count entries in the caller's transaction, with one statement. Gives the number counted.
 
         Entries older than the rollup's retention are left out. A bucket stays locked until the transaction ends, so
-        handlers that run side by side wait for each other where they share one. With a `slot` of its own, 0 to 32,767,
-        each has its own part of the bucket; reading adds the parts up. Give the number of the events' partition.
+        handlers that run side by side wait for each other if they share one. If each handler has its own `slot`, 0 to
+        32,767, it has its own part of the bucket, and reading adds the parts up. Give the events' partition.
 
         Transactions with one call each cannot deadlock; transactions with several calls can. Raises `ValidationError`,
         with nothing counted, for entries that cannot be stored, and `ViewNotFoundError` before the rollup is declared.
@@ -276,7 +276,7 @@ def _addition(rollup: Rollup, schema: str) -> bytes:
 def _selection(
     rollup: Rollup, schema: str, by: tuple[str, ...], where: tuple[str, ...], *, since: bool, until: bool
 ) -> bytes:
-    """The statement that reads buckets: conditions that are not asked for are left out."""
+    """The statement that reads buckets, with the given conditions."""
     bucket = "date_bin(%(every)s::interval, eql_bucket, '1970-01-01 00:00+00'::timestamptz)"
     dimensions = [sql.Identifier(name) for name in by]
     conditions: list[sql.Composable] = [sql.SQL("eql_tenant = %(tenant)s")]
