@@ -231,7 +231,7 @@ class PartlyPublishedError(ShardError):
     """Some shards have committed their events of a batch, others have not.
 
     `committed` has the number of events by shard, `failed` the error by shard. The batch's events of the shards in
-    `failed` are not published, unless the error says that it is not known.
+    `failed` are not published, unless the error says that their outcome is unknown.
     """
 
     def __init__(self, committed: Mapping[str, int], failed: Mapping[str, Exception]) -> None:
@@ -249,7 +249,7 @@ class PublicationUnfinishedError(ShardError):
     """A publication over several shards is decided, but some of its events are not in the buffer of their shard yet.
 
     Any transfer over all shards finishes the publication once the shard can be reached; so does the same batch of the
-    same writer, written again. Do not publish the events anew: they would be there twice.
+    same writer, written again. Do not publish the events anew: they would be published twice.
     """
 
 

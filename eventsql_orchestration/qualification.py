@@ -59,7 +59,7 @@ def qualified(text: str) -> str:
     operator binds tighter than AND, OR, NOT and IS. All qualified operators bind alike, from left to right: put an
     operation on the right of an operator in parentheses. Names that are qualified already stay as they are.
 
-    Raises `ValueError` for what cannot be read, and for syntax that stands for an operator which it cannot qualify.
+    Raises `ValueError` for text that it cannot read, and for syntax that stands for an operator it cannot qualify.
     """
     tokens = _tokens(text)
     significant = [number for number, token in enumerate(tokens) if token.kind != "space"]

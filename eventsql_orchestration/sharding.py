@@ -106,4 +106,4 @@ def pending(shard: str) -> ShardPendingError:
 
 
 ANYWHERE: Final = ShardSet("", "", 0, (), active=False)
-"""The placement of a caller that means this very shard: a dead letter lies on the shard of its event."""
+"""The placement by a caller that has chosen this shard itself: a dead letter lies on the shard of its event."""

@@ -34,13 +34,13 @@ TRACEPARENT: Final = "traceparent"
 """The name of the context in an event's metadata, by W3C's Trace Context."""
 
 TRACESTATE: Final = "tracestate"
-"""The name of what else belongs to the context, if anything does."""
+"""The name of the context's vendor state, which not every context has."""
 
 MOST_LINKS: Final = 128
 """The most publications that a span of a batch is linked to. OpenTelemetry's SDK keeps as many by default."""
 
 _W3C: Final = TraceContextTextMapPropagator()
-"""Only the context of traces: baggage may hold what does not belong into a database."""
+"""Only the context of traces: baggage may hold data that does not belong into a database."""
 
 
 class _Publisher(Protocol):
@@ -68,7 +68,7 @@ def carrying(publication: Publication) -> Publication:
 
 
 def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
-    # The publisher refuses what is no publication.
+    # The publisher refuses any other value.
     given: object = publication
     if not context or not isinstance(given, Publication) or TRACEPARENT in publication.metadata:
         return publication
@@ -78,7 +78,7 @@ def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
 
 
 class Tracing:
-    """Traces the publishers and handlers that are given to it, and nothing else: what is not given to it costs nothing.
+    """Traces the publishers and handlers that are given to it, and no others: these cost nothing.
 
     `provider` makes the tracer, by default OpenTelemetry's global provider. Without an SDK there are no spans, and the
     metadata of events stay as they are.

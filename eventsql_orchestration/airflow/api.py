@@ -28,11 +28,11 @@ NOT_FOUND: Final = 404
 class AirflowApi:
     """The API of the Airflow at a URL. Its user and password get the tokens; `url` is without them.
 
-    Without a user, Airflow has to let everybody in, as the one of `eventsql dev` does.
+    Without a user, Airflow has to let everybody in, as the Airflow of `eventsql dev` does.
     """
 
     def __init__(self, url: str) -> None:
-        """Raises `ValidationError` for what is no URL of HTTP."""
+        """Raises `ValidationError` for a URL that is not of HTTP."""
         parts = urlsplit(check_url(url, "an Airflow", "http://127.0.0.1:8080"))
         self.url = without_credentials(url)
         self._proxies = proxies_of(url)

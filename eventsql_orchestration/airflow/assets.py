@@ -18,7 +18,7 @@ DEFAULT_CONNECTION: Final = "eventsql_default"
 SCHEME: Final = "eventsql"
 
 TEMPLATE: Final = "{{"
-"""In the name of a topic that is known only when the task runs: no asset has it."""
+"""Marks a template in a topic's name. Such a name is known only when the task runs, so no asset has it."""
 
 
 def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -> Asset:
@@ -40,7 +40,7 @@ def topic_of(asset: Asset) -> str | None:
 
 
 def listed(given: object) -> list[Any]:
-    """One thing, or several, as a list; nothing is an empty list."""
+    """A single value or several values as a list; None as an empty list."""
     if given is None:
         return []
     if isinstance(given, Iterable) and not isinstance(given, str | bytes | Mapping | Publication | Asset):

@@ -111,7 +111,7 @@ class AirflowRuns:
             raise LocalAirflowError(f"DAG {job.name} is paused, and its runs would wait: unpause it")
 
     def prepare(self, job: AirflowJob, keys: Sequence[str]) -> None:
-        """Nothing is to prepare: a run has its window in its configuration."""
+        """Does nothing: a run has its window in its configuration."""
 
     def was_run(self, job: AirflowJob, backfill_id: str) -> bool:
         return any(True for _ in self._runs(job, backfill_id))

@@ -61,7 +61,8 @@ class EventSQLConsumeOperator(BaseOperator):
     or of all partitions. It goes on with further ranges within its `limits`. A run that
     `eventsql backfill` launched replays its window instead, and consumes nothing new. Without anything to consume, the
     task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
-    Asset events of the task's outlets have it as `consumed`, and that of a topic what was published to it.
+    Asset events of the task's outlets have the summary as `consumed`. The asset event of a topic also has the summary
+    of the events that were published to it.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer", "claims")
@@ -146,7 +147,7 @@ class EventSQLConsumeOperator(BaseOperator):
         try:
             if context["ti"].try_number > 1:
                 replay.take_back()
-            # Airflow's tasks cannot ask for the runs of others: the lease of a killed one ends.
+            # A task of Airflow cannot ask whether another run lives. A killed run loses its window when its lease ends.
             backfill = replay.run(lambda _: False)
         except WindowGoneError:
             if not replay.is_finished():
@@ -162,7 +163,7 @@ class EventSQLConsumeOperator(BaseOperator):
         if not requested:
             self._consume_waiting(context, hook, drained)
             return
-        # Explicit claims are those of a task each: the others have their own tasks.
+        # Explicit claims belong to this task alone: other claims have their own tasks.
         left = [] if self.claims else self._left(context, hook, requested)
         for event in requested:
             draining = self._draining(context, hook, hook.shard(event.shard), drained)
@@ -181,8 +182,8 @@ class EventSQLConsumeOperator(BaseOperator):
         """Claims that may have no run of their own: by partition, the trigger's claim that no task has taken over yet.
 
         Airflow makes no run for an asset event that it stores between another event of the asset and the run for
-        that one. Such a claim is older than the run of the other event, so later claims are no matter. In a retry,
-        partitions without a claim that this run had last are among them: an event of theirs may have failed.
+        that one. Such a claim is older than the run of the other event, so this leaves later claims out. In a retry,
+        the result includes partitions without a claim that this run had last: an event of them may have failed.
         """
         own = TaskOrigin.of(context).run_id if context["ti"].try_number > 1 else None
         named = {(event.shard, event.partition) for event in requested}
@@ -218,7 +219,7 @@ class EventSQLConsumeOperator(BaseOperator):
             draining.run(found)
 
     def _consume_waiting(self, context: Context, hook: EventSQLHook, drained: Drained) -> None:
-        """Consume what waits in each partition, on each shard that can be reached."""
+        """Consume the waiting events of each partition, on each shard that can be reached."""
         down: list[str] = []
         shards = hook.shards
         for shard in shards:
@@ -247,7 +248,7 @@ class EventSQLConsumeOperator(BaseOperator):
         note = draining.drained.note
         found: Claim | NoClaim | None = None if event is None else self._take_over(draining, event, retried=retried)
         found = found or self._take_from_trigger(draining, partition) or draining.claim(partition)
-        # A claim that could not be taken over is no matter: the partition was claimed, or cannot be.
+        # A claim may be impossible to take over: another owner has the partition, or nobody can claim it now.
         draining.drained.note = note
         if isinstance(found, Claim):
             self.log.info("this task consumes %s", found)
@@ -343,7 +344,7 @@ def eventsql_consume(
 
 
 def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The summaries of `publish_output` for the topic of an asset as one; empty if nothing was published to it."""
+    """One summary of all calls of `publish_output` for the topic of an asset; empty if nothing was published to it."""
     mine = [each for each in summaries if each.get("topic") == topic_of(outlet)]
     if not mine:
         return {}
@@ -354,7 +355,7 @@ def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[
 
 
 def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
-    """Those of the offered arguments that a function has parameters for."""
+    """The offered arguments for which a function has parameters."""
     parameters = inspect.signature(function).parameters
     return {name: value for name, value in offered.items() if name in parameters}
 

@@ -86,7 +86,7 @@ class EventSQLLagOperator(BaseOperator):
 
 
 def _stands(lag: ConsumerLag) -> bool:
-    """Whether somebody has to do something before the partition is consumed."""
+    """Whether the partition stands still until a person acts."""
     if lag.cause is LagCause.UNREACHABLE:
         return True
     return bool(lag.events) and lag.cause in (LagCause.PAUSED, LagCause.BLOCKED)

@@ -24,7 +24,7 @@ from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 STOP_TIMEOUT: Final = 5.0
-"""Seconds that parts have to end by themselves. Killed ones lose nothing: their claims are leased."""
+"""Seconds that parts have to end by themselves. Then they are killed, which loses nothing: their claims are leased."""
 
 KILL_TIMEOUT: Final = 15.0
 """Seconds in which a killed process must be gone, on a busy machine."""
@@ -102,7 +102,7 @@ class LocalAirflow:
         }
         self._environment = {
             **os.environ,
-            # Programs of this environment, also where it is not active.
+            # Programs of this environment, also if it is not active.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "AIRFLOW_HOME": str(self.home.resolve()),
             **{
@@ -115,7 +115,7 @@ class LocalAirflow:
         }
 
     def _fernet_key(self) -> str:
-        """The key of what Airflow encrypts in its tables, such as triggers: a later start has to read them."""
+        """The key by which Airflow encrypts values in its tables, such as triggers. A later start has to read them."""
         file = self.home / "fernet.key"
         if not file.exists():
             file.touch(mode=0o600)

@@ -29,7 +29,7 @@ class TaskOrigin(Provenance):
 
     @classmethod
     def of(cls, context: Mapping[str, Any]) -> TaskOrigin:
-        """The origin of what a task publishes. Each try of the task has the same."""
+        """The origin of the events that a task publishes. It is the same in each try of the task."""
         task = context["ti"]
         run = airflow_run(task.dag_id, task.run_id)
         index = None if task.map_index in (None, NOT_MAPPED) else str(task.map_index)

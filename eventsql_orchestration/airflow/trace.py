@@ -15,7 +15,7 @@ class ServedDagRuns:
     """The runs of the Airflow at a URL."""
 
     def __init__(self, url: str) -> None:
-        """Raises `ValidationError` for what is no URL of HTTP."""
+        """Raises `ValidationError` for a URL that is not of HTTP."""
         self._api = AirflowApi(url)
 
     def run(self, run_id: str) -> RunFacts | None:

@@ -135,7 +135,7 @@ class _Lane:
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="eventsql-claims")
 
     def do(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Do some work after what was asked for before. It is done even if nobody waits for it any more."""
+        """Do some work, after the work that was requested before. It is done even if nobody waits for it any more."""
         return asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
 
     def lease(self, claim: Claim, most: float) -> float:
@@ -244,7 +244,7 @@ class ClaimProducer(SharedStreamProducer):
 
     def _look(self, shard: Shard) -> list[Claim]:
         if len(self._lanes) > 1 and shard.name is None and self._hook is not None:
-            # It was down with another one, so that nobody knew which of them it is.
+            # This shard was down together with another one, so its name was not known.
             _shards_of(self._hook)
         made: list[Claim] = []
         try:

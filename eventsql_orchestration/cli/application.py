@@ -192,7 +192,7 @@ def _program(
     shard: Annotated[str | None, option("Use only the shard of this name.", metavar="NAME")],
     schema: Annotated[str | None, option(_SCHEMA, metavar="NAME")],
     home: Annotated[Path | None, option(_HOME, type=click.Path(path_type=Path, file_okay=False))],
-    quiet: Annotated[bool, option("Say nothing but what is wrong; data is printed all the same.", "-q", "--quiet")],
+    quiet: Annotated[bool, option("Print only data and errors.", "-q", "--quiet")],
     debug: Annotated[bool, option("Show the traceback of an error, and the log of the library.")],
 ) -> None:
     """Events over the SQL database that you already run."""

@@ -104,7 +104,7 @@ class _Options(TypedDict):
     ]
     take_over: Annotated[bool, option("First move CONSUMER's own offset to the end of the range. By default it stays.")]
     max_failures: Annotated[int | None, option(_FAILURES, type=POSITIVE)]
-    backfill_id: Annotated[str | None, option("Id of the backfill; by default it gets one.", "--id", metavar="ID")]
+    backfill_id: Annotated[str | None, option("Id of the backfill; by default a new one.", "--id", metavar="ID")]
     resume: Annotated[str | None, option("Run the rest of backfill ID, instead of a range.", metavar="ID")]
     execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
     orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]

@@ -85,9 +85,9 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
         )
 
 
-@command(capture, short_help="Capture the changes of TABLE to TOPIC no more.")
+@command(capture, short_help="Stop capturing the changes of TABLE to TOPIC.")
 def drop(context: CliContext, table: _Table, topic: TopicName) -> None:
-    """Capture the changes of TABLE to TOPIC no more; the events stay."""
+    """Stop capturing the changes of TABLE to TOPIC. The events stay."""
     with context.definitions() as platform:
         platform.captures.drop(table, topic)
     say(f"table {table} is not captured to topic {topic!r} any more")

@@ -1,4 +1,4 @@
-"""Where `eventsql backfill` launches runs in Dagster."""
+"""Finds the Dagster in which `eventsql backfill` launches runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where `eventsql trace` looks runs of Dagster up."""
+"""Finds the Dagster in which `eventsql trace` looks up runs."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def dev(
     dags: Annotated[
         Path | None, option("Run Airflow with the DAGs of this directory, instead of Dagster.", type=DIRECTORY)
     ],
-    once: Annotated[bool, option("Consume what waits, until every consumer's lag is 0, print a table, end.")],
+    once: Annotated[bool, option("Run one round: end when every consumer's lag is 0, and print a table.")],
     port: Annotated[int | None, option(
         f"The UI's port; if it is taken, a free one  [default: {DAGSTER_PORT}, Airflow's {AIRFLOW_PORT}].",
         type=click.IntRange(1, 65535), metavar="PORT",
@@ -53,8 +53,8 @@ def dev(
     Where the packages of pyspark[connect] are installed, Dagster's runs share one Spark, which stays warm: their
     sessions are sessions of Spark Connect. EVENTSQL_SPARK_CONFIG names a file with other settings.
 
-    With --once, it ends when every consumer that is not paused has consumed everything, of a location with a simulation
-    after one round of it. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.
+    With --once, it ends when every consumer that is not paused has consumed everything. A simulation of the location
+    runs once before. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.
 
     With --dags, it runs the DAGs of a directory in the Airflow of this environment, with the connection
     eventsql_default; they can import the code of this directory. Airflow's own tables are in a database beside that of

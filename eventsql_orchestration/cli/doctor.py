@@ -189,13 +189,13 @@ def _schema(database: Database, *, embedded: bool) -> Finding:
 
 
 def _creators(database: Database) -> Iterator[Finding]:
-    """Roles whose objects the platform could take for its own."""
+    """Roles that could make objects which the platform would use."""
     schema = sql.Identifier(database.schema).as_string()
     for role in Roles(database).creators():
         name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
         yield warning(
             "schema",
-            f"{name} may create objects in {database.schema}: the platform takes tables of others there for its own",
+            f"{name} may create objects in {database.schema}: the platform would use tables made there",
             f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
         )
 

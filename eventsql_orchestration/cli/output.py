@@ -81,12 +81,12 @@ _quiet: Final[list[bool]] = [False]
 
 
 def be_quiet() -> None:
-    """Say nothing from now on but what is wrong."""
+    """From now on, say only what is wrong."""
     _quiet[:] = [True]
 
 
 def is_quiet() -> bool:
-    """Whether this invocation says nothing but what is wrong."""
+    """Whether this invocation says only what is wrong."""
     return _quiet[0]
 
 

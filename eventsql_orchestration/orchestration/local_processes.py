@@ -1,4 +1,4 @@
-"""The processes of `eventsql dev`: one owner of a directory, the ports that it takes, and what a killed one left."""
+"""The processes of `eventsql dev`: one owner of a directory, its ports, and the processes that a killed owner left."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PROCESSES_LOCK: Final = "processes.lock"
 """A file with the numbers of process groups. Their processes inherit its lock, so they are alive while it is held."""
 
 SPARK_LOCK: Final = "spark.lock"
-"""The same for the server of Spark Connect, which may be started again while the others run."""
+"""The same for the Spark Connect server, which may be started again while the other processes run."""
 
 _OWNER_LOCK: Final = "dev.lock"
 
@@ -40,7 +40,7 @@ def free_port(preferred: int) -> int:
 
 @contextlib.contextmanager
 def reserved_port(preferred: int) -> Iterator[int]:
-    """The port of `free_port`, which no other process of this user takes here inside the block."""
+    """As `free_port`. This function gives the port to no other process of this user during the block."""
     with lock_file(Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock") as lock:
         for wanted in (preferred, *[0] * 20):
             port = free_port(wanted)
@@ -61,7 +61,7 @@ def _port_locked(lock: int, port: int) -> bool:
 
 @contextlib.contextmanager
 def only_one(directory: Path) -> Iterator[None]:
-    """Keep every other `eventsql dev` off a directory. Processes that a killed one left are ended first.
+    """Keep every other `eventsql dev` off a directory. First ends processes that a killed `eventsql dev` left.
 
     Raises `LocalProcessError` if another one runs.
     """

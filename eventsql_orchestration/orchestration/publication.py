@@ -69,7 +69,7 @@ def publish(
     batch: int = 0,
     output: str | None = None,
 ) -> Published:
-    """Publish what a run computed: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
+    """Publish the output of a run: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
 
     Once for each asset, partition, topic, `output` and `batch` of a run and its repetitions, or of a `claim`, which is
     committed in the same transaction. Raises `ClaimLostError`, `TopicNotFoundError`, `ValidationError` or

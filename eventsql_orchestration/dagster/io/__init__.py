@@ -1,1 +1,1 @@
-"""The IO manager and what publishes frames."""
+"""The IO manager, and the functions that publish frames."""

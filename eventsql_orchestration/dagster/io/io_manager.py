@@ -39,7 +39,7 @@ COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The events to load: those of a range and, with `origin`, with these entries in their metadata.
+    """The events to load: the events of a range; with `origin`, only those with these entries in their metadata.
 
     `shard` holds the range; None if there is one database.
     """

@@ -42,7 +42,7 @@ def publish_events(
 
 
 publish_dataframe = publish_events
-"""`publish_events`, by the name that says what most Spark assets publish."""
+"""Another name of `publish_events`, for Spark assets, which publish DataFrames."""
 
 
 def publish(
@@ -55,7 +55,7 @@ def publish(
     batch: int = 0,
     output: str | None = None,
 ) -> Published:
-    """Publish what an asset computed: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
+    """Publish the output of an asset: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
 
     Once for each asset, partition, topic, `output` and `batch` of a run and its re-executions, or of a `claim`. Raises
     as `publish_events`.

@@ -59,7 +59,7 @@ class StageProgress:
 
 
 class SparkStatus(Protocol):
-    """Where Spark's figures come from."""
+    """A source of Spark's figures."""
 
     def look(self) -> tuple[int, list[StageProgress]]:
         """The number of jobs of a block of code so far, and their stages that have begun or are done, in order."""
@@ -163,7 +163,7 @@ class SparkProgress:
         return stages
 
     def metadata(self) -> dict[str, Any]:
-        """For a materialization: how many jobs, stages and tasks, and each stage's rows in and out.
+        """Metadata for a materialization: the numbers of jobs, stages and tasks, and each stage's rows in and out.
 
         Empty if Spark's figures cannot be had: they are no reason to fail a run whose work is done.
         """

@@ -1,4 +1,4 @@
-"""Queues as assets: the queue itself, which services send to, and the worker that a run is."""
+"""Queues as assets: the queue itself, to which services send, and the worker, whose runs handle the messages."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SIGNS_OF_LIFE: Final = 3
 """Signs of life of a run within its `lease`: two may fail."""
 
 END_SECONDS: Final = 30.0
-"""How long a run waits at its end for a sign of life under way, which would write over the tags of later changes."""
+"""Seconds that a run waits at its end for a sign of life under way: it would overwrite the tags of later changes."""
 
 DEFAULT_LIMITS: Final = WorkLimits()
 DEFAULT_OPTIONS: Final = AssetOptions()
@@ -89,7 +89,7 @@ def queue_asset(
 
 
 class WorkConfig(dg.Config):
-    """Where a run works. If there are several shards, `shard` is the only one; by default the run works on each."""
+    """The shard on which a run works. By default, the run works on each shard."""
 
     shard: str | None = None
 
@@ -204,7 +204,7 @@ def _spec(queue: str, name: str, docstring: str | None, options: AssetOptions) -
 
 
 def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
-    """Raise `ValidationError` if two workers have one queue: each would take the runs of the other for its own."""
+    """Raise `ValidationError` if two workers have the same queue: each would take the other's runs for its own."""
     places: dict[str, str] = {}
     for worker in workers:
         name = worker.key.to_user_string()

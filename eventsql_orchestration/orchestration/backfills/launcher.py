@@ -1,4 +1,4 @@
-"""Where the runs of a backfill are launched: the interface of every launcher, and the values that they share."""
+"""The interface of every launcher of a backfill's runs, and the values that launchers share."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Launcher(Protocol[Job]):
         """Launch the run of a partition key; gives its id. Raises `RunFailedError`."""
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
-        """Those of some runs that have ended, and how."""
+        """The runs among these that have ended, and how each ended."""
 
     def close(self) -> None:
         """End the runs that do not outlive the command."""

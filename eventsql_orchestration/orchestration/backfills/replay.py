@@ -126,7 +126,7 @@ class WindowReplay:
             owner=self.owner, max_events=events, max_wait=0.0, lease=self.limits.lease,
         )  # fmt: skip
         if not isinstance(claim, Claim):
-            # Somebody has it locked just now; or the next look says why.
+            # Another transaction has the partition locked now, or the next look finds the reason.
             time.sleep(POLL)
             return
         claim = replace(claim, shard=self.shard.name)
@@ -144,7 +144,7 @@ class WindowReplay:
         except BaseException:
             self._release(claim)
             raise
-        # The next look says what becomes of an event that failed.
+        # The next look finds out whether a failed event is retried.
         self.drained.claims.append((claim, replace(consumed, failure=None)))
         self._tell(consumed)
 

@@ -1,1 +1,1 @@
-"""Where events come from, run by run, whichever orchestrator ran them."""
+"""Traces of events to their origin, run by run, for every orchestrator."""

@@ -1,4 +1,4 @@
-"""Where an event comes from: its run, the ranges that the run had read, and so on to the first publishers.
+"""Traces an event to its origin: its run, the ranges that the run had read, and so on to the first publishers.
 
 The database is enough to go from run to run: an event names its run, and the claims of a run tell which ranges it read
 and when. The orchestrator adds status and times, and Dagster the ranges that a run read without a claim.
@@ -50,7 +50,7 @@ OFFSET_DIGITS: Final = 18
 
 @dataclass(frozen=True, slots=True)
 class TracedEvents:
-    """Events of one publisher within a topic, and where they come from.
+    """Events of one publisher within a topic, and their origin.
 
     `run_id`, `asset` and `partition` are those of the run that published them between `since` and `until`; None if a
     service did. `run` is what its orchestrator knows of the run, `inputs` the ranges that it had read. `original` is
