@@ -523,7 +523,7 @@ def test_acknowledgements_are_waited_for_by_any_number_of_threads_and_tell_their
                     wait(timeout=0.01)
             waiting = [executor.submit(wait, PATIENCE) for wait in (pending.result, pending.exception, pending.result)]
             until(lambda: len(pending._waited._cond._waiters) == 3)  # type: ignore[union-attr]  # threading's
-        assert [each.result(PATIENCE) for each in waiting] == [(0, None), None, (0, None)]
+        assert [each.result(PATIENCE) for each in waiting] == [pending.result(), None, pending.result()]
     publisher.flush()
     assert heard == [done, pending, pending]
 
