@@ -18,15 +18,22 @@ _LEAST_PROBES: Final = 4
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A range to read, the logs of its database, and SQL conditions that its events must meet."""
+    """A range to read, the logs of its database, and SQL conditions that its events must meet.
+
+    `complete`: events of the range that retention has dropped are a loss.
+    """
 
     logs: Logs
     offsets: OffsetRange
     rows: Sequence[str] = ()
+    complete: bool = False
 
 
 def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Piece, ...]]:
-    """The pieces of each task. Together they are the ranges, without parts that have no events."""
+    """The pieces of each task. Together they are the ranges, without parts that have no events.
+
+    Raises `DataLossError` or logs a warning, as failOnDataLoss says, for a range that is to be complete and is not.
+    """
     probes = max(_LEAST_PROBES, PROBES // max(1, len(wanted)))
     occupied = [each.logs.occupied(each.offsets, probes) for each in wanted]
     cut = even_tasks(occupied, _number_of_tasks(options, sum(each.events for each in occupied)))
@@ -39,6 +46,8 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
         for index, all_bounds in parts.items()
         for bounds, first in zip(all_bounds, wanted[index].logs.firsts(wanted[index].offsets, all_bounds), strict=True)
     }
+    # Only now: from here on, tasks find out by their first events what retention drops.
+    _check_complete(wanted)
     tasks = [
         tuple(
             _piece(wanted[index], bounds, first)
@@ -48,6 +57,16 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
         for task in cut
     ]
     return [task for task in tasks if task]
+
+
+def _check_complete(wanted: Sequence[Wanted]) -> None:
+    floors: dict[tuple[Logs, str], int] = {}
+    for each in wanted:
+        if each.complete:
+            log = each.logs, each.offsets.topic
+            if log not in floors:
+                floors[log] = each.logs.floor(each.offsets.topic)
+            each.logs.check_complete(each.offsets, floors[log])
 
 
 def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:

@@ -235,6 +235,16 @@ class Logs:
             shard=self.shard,
         )
 
+    def check_complete(self, offsets: OffsetRange, floor: int) -> None:
+        """Report missing offsets of a range as `lost` does. `floor` is the first offset that retention has left."""
+        end = min(floor, offsets.upto + 1)
+        if offsets.after + 1 < end:
+            self.lost(TopicPartition(offsets.topic, offsets.partition), offsets.after + 1, end)
+
+    def begins_at_offset(self, tp: TopicPartition) -> bool:
+        """Whether the read begins at an offset that was given, so that nothing behind it may be missing."""
+        return isinstance(self._options.starting.at(tp.topic, tp.partition), int)
+
     def claimed(self, claim: int) -> tuple[OffsetRange, EventFilter | None]:
         """The unread range of a claim, and the filter of its consumer.
 

@@ -149,18 +149,21 @@ class BatchReader(Reading, DataSourceReader):
             if self._options.claim is not None:
                 (logs,) = every
                 offsets, chosen = logs.claimed(self._options.claim)
-                conditions, ranges = conditions.with_consumer(chosen), [(logs, offsets)]
+                # A consumer goes on with the events that a forced retention has left.
+                conditions, ranges = conditions.with_consumer(chosen), [Wanted(logs, offsets)]
             else:
                 ranges = self._ranges(every)
             return self.splits(
                 [
-                    Wanted(logs, narrow, conditions.rows)
-                    for logs, offsets in ranges
-                    for narrow in _narrowed(offsets, conditions, logs)
+                    replace(each, offsets=narrow, rows=conditions.rows)
+                    for each in ranges
+                    for narrow in _narrowed(each.offsets, conditions, each.logs)
                 ]
             )
 
-    def _ranges(self, every: AllLogs) -> list[tuple[Logs, OffsetRange]]:
+    def _ranges(self, every: AllLogs) -> list[Wanted]:
+        from eventsql_orchestration.spark.input_splits import Wanted  # noqa: PLC0415 - as in `Reading.logs`
+
         every.check_bounds()
         options, extents = self._options, every.extents()
         ranges = []
@@ -171,7 +174,8 @@ class BatchReader(Reading, DataSourceReader):
                 raise ValidationError(
                     f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {tp}"
                 )
-            ranges.append((logs, OffsetRange(tp.topic, tp.partition, start - 1, max(end, start) - 1)))
+            offsets = OffsetRange(tp.topic, tp.partition, start - 1, max(end, start) - 1)
+            ranges.append(Wanted(logs, offsets, complete=logs.begins_at_offset(tp)))
         return ranges
 
 

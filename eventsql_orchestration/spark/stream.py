@@ -108,13 +108,14 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 if ends[tp] <= starts[tp]:
                     continue
                 floor = floors[tp.topic]
-                if starts[tp] < floor and self._found(start, tp) is not None:
+                complete = self._found(start, tp) is not None
+                if starts[tp] < floor and complete:
                     logs.lost(tp, starts[tp], floor)
                 after = max(starts[tp], floor) - 1
                 if after < ends[tp] - 1:
                     offsets = OffsetRange(tp.topic, tp.partition, after, ends[tp] - 1)
                     rows = Conditions().with_consumer(filters.get(tp.topic)).rows
-                    wanted.append(Wanted(logs, offsets, rows))
+                    wanted.append(Wanted(logs, offsets, rows, complete))
         return self.splits(wanted)
 
     def commit(self, end: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from eventsql_orchestration import EventSQL, OffsetRange, Topic
 from eventsql_orchestration.errors import DataLossError, EventSQLError
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import BatchReader, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 
@@ -164,6 +165,21 @@ def test_offsets_that_retention_has_dropped_are_missed(
         assert len(offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=5, failOnDataLoss=False))) == 20
     assert "the read goes on" in caplog.text
     assert len(offsets_read(reader_of(dsn, subscribe=orders))) == 20
+
+
+def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed(
+    *, platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    firsts: Callable[..., list[int | None]] = Logs.firsts
+
+    def late(*args: object) -> list[int | None]:
+        drop_the_first_events(platform, publish, orders)
+        return firsts(*args)
+
+    monkeypatch.setattr(Logs, "firsts", late)
+    reader = reader_of(dsn, subscribe=orders, startingOffsets=5, endingOffsets=900, numPartitions=3)
+    with pytest.raises(DataLossError, match=r"offsets 5 to 899 of topic 'orders'"):
+        reader.partitions()
 
 
 def test_retention_does_not_take_what_a_task_is_reading(

@@ -27,6 +27,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
@@ -362,6 +363,23 @@ def test_a_stream_that_retention_overtook_fails_or_goes_on_as_it_is_told(
     with streaming(dsn, orders, failOnDataLoss=False) as reader, caplog.at_level(logging.WARNING):
         assert offsets_read(reader, start, end) == list(range(overtaken, overtaken + 20))
     assert "the read goes on with the events that are left" in caplog.text
+
+
+def test_events_that_retention_drops_while_a_batch_is_planned_are_missed(
+    *, platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.set_retention(orders, Retention(events=10))
+    platform.retention.run_once()
+    publish(20, first=1_000)
+    firsts: Callable[..., list[int | None]] = Logs.firsts
+
+    def late(*args: object) -> list[int | None]:
+        platform.retention.run_once()
+        return firsts(*args)
+
+    monkeypatch.setattr(Logs, "firsts", late)
+    with streaming(dsn, orders) as reader, pytest.raises(DataLossError, match="offsets 400 to 900 of topic 'orders'"):
+        reader.partitions({orders: {"0": 400}}, {orders: {"0": 901}})
 
 
 def test_a_stream_that_had_read_everything_has_lost_nothing_to_retention(
