@@ -170,8 +170,7 @@ class Logs:
     def floor(self, topic: str) -> int:
         """The first offset that retention has left, 0 if it never dropped anything."""
         with self.database.connection() as connection:
-            kept = segments.segments(connection, self._schema, topic) or ()
-        return next((each.start for each in kept if not each.detaching), 0)
+            return segments.floor(connection, self._schema, topic)
 
     def _settled(self, topic: str) -> int:
         """All events up to here are visible, and no other event up to here will appear; 0 if that is not known now.
@@ -202,10 +201,7 @@ class Logs:
             case "latest":
                 return extent.settled + 1
             case int(offset):
-                offset = _within(bounds, tp, offset, extent)
-                if offset < extent.floor:
-                    self.lost(tp, offset, extent.floor)
-                return max(offset, extent.floor)
+                return _within(bounds, tp, offset, extent)
             case datetime() as time:
                 return self._first_since(tp, time)
 
@@ -227,19 +223,16 @@ class Logs:
         return found[tp.partition].offset + 1
 
     @_on_its_shard
-    def lost(self, tp: TopicPartition, first: int, floor: int) -> None:
-        """Raise `DataLossError` for missing offsets, or log a warning, as failOnDataLoss says."""
-        report_loss(
-            f"retention has dropped offsets {first} to {floor - 1} of {tp}",
-            fail=self._options.fail_on_data_loss,
-            shard=self.shard,
-        )
-
     def check_complete(self, offsets: OffsetRange, floor: int) -> None:
-        """Report missing offsets of a range as `lost` does. `floor` is the first offset that retention has left."""
-        end = min(floor, offsets.upto + 1)
-        if offsets.after + 1 < end:
-            self.lost(TopicPartition(offsets.topic, offsets.partition), offsets.after + 1, end)
+        """Raise `DataLossError` if offsets of a range are below `floor`, or log a warning, as failOnDataLoss says."""
+        first, last = offsets.after + 1, min(floor - 1, offsets.upto)
+        if first <= last:
+            lost_of = TopicPartition(offsets.topic, offsets.partition)
+            report_loss(
+                f"retention has dropped offsets {first} to {last} of {lost_of}",
+                fail=self._options.fail_on_data_loss,
+                shard=self.shard,
+            )
 
     def begins_at_offset(self, tp: TopicPartition) -> bool:
         """Whether the read begins at an offset that was given, so that nothing behind it may be missing."""

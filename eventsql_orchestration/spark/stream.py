@@ -103,19 +103,12 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         wanted = []
         for logs in every:
             filters = progress[logs.name].filters if progress else {}
-            floors = {topic: logs.floor(topic) for topic in self._options.topics}
             for tp in logs.topic_partitions:
-                if ends[tp] <= starts[tp]:
-                    continue
-                floor = floors[tp.topic]
-                complete = self._found(start, tp) is not None
-                if starts[tp] < floor and complete:
-                    logs.lost(tp, starts[tp], floor)
-                after = max(starts[tp], floor) - 1
-                if after < ends[tp] - 1:
-                    offsets = OffsetRange(tp.topic, tp.partition, after, ends[tp] - 1)
+                if starts[tp] < ends[tp]:
+                    offsets = OffsetRange(tp.topic, tp.partition, starts[tp] - 1, ends[tp] - 1)
                     rows = Conditions().with_consumer(filters.get(tp.topic)).rows
-                    wanted.append(Wanted(logs, offsets, rows, complete))
+                    # What the checkpoint does not have yet is read from its beginning.
+                    wanted.append(Wanted(logs, offsets, rows, complete=self._found(start, tp) is not None))
         return self.splits(wanted)
 
     def commit(self, end: dict[str, Any]) -> None:

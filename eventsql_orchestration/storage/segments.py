@@ -103,6 +103,12 @@ def segments(connection: Connection, schema: str, topic: str) -> list[Segment] |
     return [Segment(*row) for row in fetch_all(connection, queries("segments", topic=topic))]
 
 
+def floor(connection: Connection, schema: str, topic: str) -> int:
+    """The first offset that retention has left in a topic's log; 0 if it never dropped anything."""
+    kept = segments(connection, schema, topic) or ()
+    return next((each.start for each in kept if not each.detaching), 0)
+
+
 def newest_id(connection: Connection, schema: str, topic: str) -> int:
     """The newest id that was given out in a topic's log; 0 before the first."""
     row = fetch_first(connection, LogQueries("segments", schema)("newest_id", topic=topic))

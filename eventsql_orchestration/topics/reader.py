@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
 from eventsql_orchestration.topics.registry import Registry
 
@@ -54,6 +55,12 @@ class Reader:
         wanted = self._partition(topic, partition)
         with self._database.connection() as connection:
             return self._log.end(connection, topic, wanted)
+
+    def floor(self, topic: str) -> int:
+        """The first offset that retention has left of a topic; 0 if it never dropped anything."""
+        self._registry.cached_topic(topic)
+        with self._database.connection() as connection:
+            return segments.floor(connection, self._database.schema, topic)
 
     def count(self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None) -> int:
         """How many events there are with `after < id <= upto`."""

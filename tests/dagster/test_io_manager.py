@@ -21,13 +21,15 @@ from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.lineage.published import Published
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    DataLossError,
     EventSQLError,
     InvalidPublicationError,
     PartitionOutOfRangeError,
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.spark import spark_config, staging
+from eventsql_orchestration.model import Retention
+from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
@@ -498,6 +500,30 @@ def test_the_last_materialization_of_an_asset_is_loaded(
     materialize(source, taker(seen, form(), metadata={"reads": "materialization"}), selection=["taker"])
     # They are in two partitions, perhaps.
     assert sorted(value for _, value in seen[0]) == [b"1", b"2"]
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table", "events")])
+def test_of_events_that_retention_dropped_the_topic_begins_later_and_a_range_is_missed(
+    bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
+) -> None:
+    source = asset([{"value": "dropped"}], metadata={}, name=None, key=topic_key("sums"))
+    materialize(source)
+    bench.publish("sums", 20)
+    bench.platform.registry.set_retention("sums", Retention(events=10))
+    bench.platform.retention.run_once()
+    ids = bench.publish("sums", 20)
+    bench.platform.retention.run_once()
+    seen: list[Any] = []
+    materialize(source, taker(seen, form()), selection=["taker"])
+    assert [[offset for offset, _ in each] for each in seen] == [ids]
+    for metadata in ({"reads": "materialization"}, {"after": 0}, {"upto": 5}, {"after": 5, "upto": ids[2]}):
+        with pytest.raises(Exception, match="retention has dropped offsets") as failure:
+            materialize(source, taker(seen, form(), metadata=metadata), selection=["taker"])
+        error = failure.value
+        assert isinstance(error if isinstance(error, EventSQLError) else eventsql_error(error), DataLossError)
+    # Nothing is lost of a range without events.
+    materialize(source, taker(seen, form(), metadata={"after": 0, "upto": 0}), selection=["taker"])
+    assert seen == [[(id_, b"%d" % i) for i, id_ in enumerate(ids)], []]
 
 
 def test_the_requested_partitions_of_a_partitioned_asset_are_loaded(bench: Workbench, materialize: Materialize) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 import dagster as dg
@@ -17,9 +17,10 @@ from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
-from eventsql_orchestration.errors import ConfigurationError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, DataLossError, ValidationError
 from eventsql_orchestration.model import MAX_PARTITIONS, check_partition, check_topic_name
 from eventsql_orchestration.orchestration.provenance import DAGSTER_ASSET, DAGSTER_PARTITION, DAGSTER_RUN
+from eventsql_orchestration.topics.reader import Reader
 
 Reads = Literal["topic", "materialization"]
 
@@ -76,7 +77,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
     name a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's name in the input's
     metadata `shard`.
 
-    Errors are of this package; after an error, nothing is published.
+    Errors are of this package; after an error, nothing is published. An input that retention has dropped a part of
+    raises `DataLossError`. The whole topic begins with its oldest event.
     """
 
     eventsql: EventSQLResource
@@ -191,9 +193,14 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             found = shard.registry.topic(topic)
             # A topic that was repartitioned may have had more partitions.
             check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
-        after = metadata.get(AFTER, 0)
+        # Where no beginning is named, the topic begins with the oldest event that retention has left.
+        oldest = max(0, shard.reader.floor(topic) - 1)
+        after = metadata.get(AFTER, oldest)
         # An explicit end is taken as it is: events may still arrive before it.
         upto = metadata[UPTO] if UPTO in metadata else max(after, shard.reader.end(topic))
+        if AFTER not in metadata and upto < after:
+            # All of it was dropped, and is missed when it is loaded.
+            after = 0
         return Selection(OffsetRange(topic, partition, after, upto), shard=shard.name)
 
     def _load_spark(self, selections: Sequence[Selection]) -> Any:
@@ -225,13 +232,15 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def _batches(self, selections: Sequence[Selection]) -> Iterator[tuple[str | None, list[Event]]]:
         for selection in selections:
-            offsets = selection.range
+            offsets, reader = selection.range, self.eventsql.shard(selection.shard).reader
             partition = None if offsets.partition == NOT_PARTITIONED else offsets.partition
-            for batch in self.eventsql.shard(selection.shard).reader.stream(
-                offsets.topic, after=offsets.after, upto=offsets.upto, partition=partition
-            ):
+            after = offsets.after
+            for batch in reader.stream(offsets.topic, after=after, upto=offsets.upto, partition=partition):
+                _check_kept(reader, replace(offsets, after=after))
                 chosen = [event for event in batch if selection.has(event.metadata)] if selection.origin else batch
                 yield selection.shard, chosen
+                after = batch[-1].id
+            _check_kept(reader, replace(offsets, after=after))
 
     def _load_events(self, selections: Sequence[Selection]) -> list[Event]:
         return [event for _, batch in self._batches(selections) for event in batch]
@@ -246,6 +255,16 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def _load_pandas(self, selections: Sequence[Selection]) -> Any:
         return self._load_arrow(selections).to_pandas()
+
+
+def _check_kept(reader: Reader, offsets: OffsetRange) -> None:
+    """Raise `DataLossError` if retention has dropped offsets of a range, which was read a moment ago."""
+    first, last = offsets.after + 1, min(reader.floor(offsets.topic) - 1, offsets.upto)
+    if first <= last:
+        raise DataLossError(
+            f"retention has dropped offsets {first} to {last} of topic {offsets.topic!r}: name a later range, or load "
+            "the whole topic, which begins with its oldest event"
+        )
 
 
 def _plain(value: Any) -> Any:
