@@ -13,9 +13,11 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.input import BadRecord, CsvForm, Record, Source, open_source, stdin_is_terminal
+from eventsql_orchestration.cli.csv_input import CsvForm
+from eventsql_orchestration.cli.input import open_source, stdin_is_terminal
 from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
+from eventsql_orchestration.cli.sources import BadRecord, Record, Source
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
 

@@ -12,7 +12,6 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.capture.captures import Capture, Captures
 from eventsql_orchestration.client.admin import (
     ClusterCompactor,
-    ClusterDeadLetters,
     ClusterEraser,
     ClusterLag,
     ClusterRepartitioner,
@@ -20,6 +19,7 @@ from eventsql_orchestration.client.admin import (
 )
 from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
 from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterRetainer, ClusterTransfer
+from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.consuming.claims import Claims

@@ -39,6 +39,9 @@ OnShardDown: TypeAlias = Literal["fail", "wait"]
 
 Given = TypeVar("Given")
 
+ONE_SHARD: Final = "name one shard (--shard NAME, in Python platform.shards[i])"
+"""The advice where only one shard can be meant."""
+
 PENDING_POLL: Final = 0.05
 """Seconds between two checks whether a shard that is being added takes events."""
 

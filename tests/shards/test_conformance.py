@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.client import admin, buffered, consumers, publisher, registry
+from eventsql_orchestration.client import admin, buffered, consumers, dead_letters, publisher, registry
 from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.worker_pool import Consumption
@@ -30,13 +30,16 @@ PARTS = [
     (Transfer, consumers.ClusterTransfer),
     (Retainer, consumers.ClusterRetainer),
     (Seeker, admin.ClusterSeeker),
-    (DeadLetters, admin.ClusterDeadLetters),
+    (DeadLetters, dead_letters.ClusterDeadLetters),
     (Repartitioner, admin.ClusterRepartitioner),
     (Collector, buffered.BufferedPublisher),
     (AsyncCollector, buffered.AsyncPublisher),
 ]
 
-OF_A_SHARD = {(Transfer, "close"): "a shard closes its own"}
+OF_A_SHARD = {
+    (Transfer, "close"): "a shard closes its own",
+    (Publisher, "publish_batch"): "each shard has lanes of its own",
+}
 
 
 @pytest.mark.parametrize(("single", "over_several"), PARTS)

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer
-from eventsql_orchestration.client.admin import ClusterDeadLetters
+from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries

@@ -1,0 +1,163 @@
+"""Dead letters on one database or over several shards."""
+
+from __future__ import annotations
+
+from builtins import list as list_of
+from collections import Counter
+
+from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.dead_letters import (
+    DeadLetter,
+    DeadLetterCause,
+    DeadLetterFactory,
+    DeadLetters,
+    LetterFilter,
+    RedrivePlan,
+)
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import ShardError, ValidationError
+from eventsql_orchestration.model import Event
+from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
+
+
+@checked
+class ClusterDeadLetters:
+    """Dead letters. A letter lies on the shard of its event, and is redriven there."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lone = None if cluster.lone is None else cluster.lone.dead_letters
+        self._factory: DeadLetterFactory | None = None
+
+    @property
+    def factory(self) -> DeadLetterFactory | None:
+        """The configured factory."""
+        return self._factory
+
+    def configure(self, factory: DeadLetterFactory | None) -> None:
+        """Make the dead letters of this object's consumers by `factory(event, cause)`; None restores the default.
+
+        The factory runs in the transaction that locks the partition, which also publishes its publication, to any
+        topic. `list` and `redrive` know those of `{topic}_dlt`. If it returns None, the partition stops at the event
+        until the consumer is resumed. If it raises, or if its publication fails, the event is tried again with backoff,
+        and the partition's failure says so.
+        """
+        self._factory = factory
+        for shard in self._cluster.shards:
+            shard.dead_letters.configure(factory)
+
+    def _on(self, connection: Connection | None) -> DeadLetters:
+        shard = self._cluster.up()[0] if connection is None else self._cluster.of_connection(connection)
+        return shard.dead_letters
+
+    def topic_of(self, topic: str, connection: Connection | None = None) -> str | None:
+        """The name of the topic's dead letter topic; None if none is registered."""
+        return self._on(connection).topic_of(topic, connection)
+
+    def accepts(self, topic: str, connection: Connection | None = None) -> bool:
+        """Whether a factory or a dead letter topic may take an event of `topic` whose attempts are spent."""
+        return self._on(connection).accepts(topic, connection)
+
+    def blocking(self, state: ConsumerState, connection: Connection | None = None) -> str | None:
+        """The reason why a partition stays at its failed event; None if the event is tried again."""
+        return self._on(connection).blocking(state, connection)
+
+    def bury(self, connection: Connection, event: Event, cause: DeadLetterCause) -> bool:
+        """Publish the dead letter of `event` in the caller's transaction; False if the factory returned None.
+
+        Raises errors of the factory and the publisher.
+        """
+        return self._on(connection).bury(connection, event, cause)
+
+    def plan_redrive(
+        self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
+    ) -> RedrivePlan:
+        """Plan a redrive without writing. Raises as `redrive`."""
+        self._check_ids(letters)
+        plans = [
+            plan
+            for _, plan in self._cluster.each_up(
+                lambda shard: shard.dead_letters.plan_redrive(topic, letters, limit=limit, again=again)
+            )
+        ]
+        redrives = sum(plan.redrives for plan in plans)
+        return RedrivePlan(
+            letters=sum(plan.letters for plan in plans),
+            redriven_before=sum(plan.redriven_before for plan in plans),
+            redrives=redrives if limit is None else min(limit, redrives),
+        )
+
+    def redrive(
+        self, topic: str, letters: LetterFilter | None = None, *, limit: int | None = None, again: bool = False
+    ) -> int:
+        """Publish the oldest `limit` selected dead letters of `topic` to it again, in order. Gives their number.
+
+        Each letter is redriven once, whatever runs side by side or crashes. With `again`, letters that were redriven
+        before are redriven too. Every 1,000 letters are one transaction, which stays committed if a later one fails.
+        Letters that come while this runs are left for the next redrive, so that events which fail again at once do not
+        keep it going. Several shards redrive one after the other. Letters on a shard that is down stay there.
+
+        Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
+        no dead letter has, before anything is redriven; otherwise as `ClusterPublisher.publish_all`.
+        """
+        self._check_ids(letters)
+        redriven = 0
+        for shard in self._cluster.up():
+            left = None if limit is None else limit - redriven
+            with self._cluster.using(shard):
+                redriven += shard.dead_letters.redrive(topic, letters, limit=left, again=again)
+        return redriven
+
+    def prune(self, topic: str | None = None) -> int:
+        """Delete the marks of redriven letters that retention has removed, of `topic` or of all; gives their number.
+
+        Raises `TopicNotFoundError` if the topic has no dead letter topic.
+        """
+        return sum(count for _, count in self._cluster.each_up(lambda shard: shard.dead_letters.prune(topic)))
+
+    def show(self, topic: str, letter_id: int) -> DeadLetter:
+        """One dead letter of `topic` by its offset.
+
+        Raises `TopicNotFoundError`, `EventSQLError` if no letter has this offset, and `ShardError` if there are several
+        shards. Offsets are per shard: use `platform.shards[i].dead_letters`.
+        """
+        if self._lone is not None:
+            return self._lone.show(topic, letter_id)
+        raise ShardError(f"each shard counts its dead letters of topic {topic!r} by itself: {ONE_SHARD}")
+
+    def of_backfills(self, topic: str) -> dict[str, int]:
+        """The number of dead letters of `topic` that were not redriven, by the id of their backfill.
+
+        Raises `TopicNotFoundError` if the topic has no dead letter topic.
+        """
+        found: Counter[str] = Counter()
+        for _, counts in self._cluster.each_up(lambda shard: shard.dead_letters.of_backfills(topic)):
+            found.update(counts)
+        return dict(found)
+
+    def list(
+        self, topic: str, letters: LetterFilter | None = None, *, limit: int = 100, redriven: bool | None = None
+    ) -> list_of[DeadLetter]:
+        """The oldest selected dead letters of `topic`: those that were `redriven`, that were not, or all.
+
+        Each has its shard if there are several. Raises `TopicNotFoundError` if the topic has no dead letter topic,
+        `EventSQLError` for ids that no letter has.
+        """
+        if self._lone is not None:
+            return self._lone.list(topic, letters, limit=limit, redriven=redriven)
+        self._check_ids(letters)
+        found: list_of[DeadLetter] = []
+        for shard, listed in self._cluster.each_up(
+            lambda shard: shard.dead_letters.list(topic, letters, limit=limit, redriven=redriven)
+        ):
+            for letter in listed:
+                letter.shard = shard.label
+            found += listed
+        return sorted(found, key=lambda letter: letter.buffered_at)[:limit]
+
+    def _check_ids(self, letters: LetterFilter | None) -> None:
+        if self._lone is not None or letters is None:
+            return
+        if letters.ids is not None or letters.after or letters.upto is not None:
+            raise ValidationError(f"each shard counts its dead letters by itself: give no offsets, or {ONE_SHARD}")
