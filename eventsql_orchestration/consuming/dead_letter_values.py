@@ -169,7 +169,7 @@ class LetterFilter:
         object.__setattr__(self, "metadata", check_metadata(self.metadata))
         check_whole("after", self.after, least=0)
         if self.upto is not None and check_whole("upto", self.upto, least=0) < self.after:
-            raise ValidationError(f"after {self.after} up to {self.upto} is no range: after <= upto is needed")
+            raise ValidationError(f"the range of offsets after {self.after} up to {self.upto} ends before it begins")
         if self.ids is not None:
             if isinstance(self.ids, str | bytes) or not isinstance(self.ids, Iterable):
                 raise ValidationError(f"ids must be whole numbers, not {shown(self.ids)}")
