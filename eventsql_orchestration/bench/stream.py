@@ -13,13 +13,13 @@ from eventsql_orchestration.bench import roles
 from eventsql_orchestration.bench.benchmark import Benchmark, Site, duration, option, workers
 from eventsql_orchestration.bench.figure import Figure, Sample, quarter_rates, rate
 from eventsql_orchestration.bench.figures import check_publishers, span
-from eventsql_orchestration.bench.processor import Meter
+from eventsql_orchestration.bench.processor import Meter, parent
 from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
 
-_PROCESSOR_UNIT: Final = "CPU s per million events"
+_PROCESSOR_UNIT: Final = "CPU µs per event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,13 @@ class Run:
             quarters=quarters, last_quarter_to_first=quarters[3] / quarters[0], behind=behind,
             processor_seconds=self.processor,
         )  # fmt: skip
+
+    def figures(self, name: str) -> list[Figure]:
+        """The rate, and the processor time per event of all processes if the system tells it."""
+        if not self.processor:
+            return [self.figure(name)]
+        costs = {kind: seconds / self.events * 1e6 for kind, seconds in self.processor.items()}
+        return [self.figure(name), Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,16 +136,19 @@ class Stream(Benchmark):
             run = self._run(session)
             return [rate(f"{name}_published", run.published_per_second), run.figure(f"{name}_consumed")]
 
-        figures = session.beside_raw_copy(lambda: [self._run(session).figure(name)])
+        figures = session.beside_raw_copy(lambda: self._run(session).figures(name))
         if self.hold_xmin:
             held_name = f"{name}_xmin_held"
-            held = session.beside_raw_copy(lambda: [self._run(session, hold_xmin=True).figure(held_name)])
+            held = session.beside_raw_copy(lambda: self._run(session, hold_xmin=True).figures(held_name))
             ratio = held[0].value / figures[0].value
             figures += [*held, Figure(f"{held_name}_ratio", ratio, "of the figure without")]
         return figures
 
     def _run(self, session: Session, *, hold_xmin: bool = False, servers: Sequence[int] = ()) -> Run:
-        """Publish and consume all events once. `servers` are the process ids of database servers to meter."""
+        """Publish and consume all events once.
+
+        `servers` are the process ids of the database servers to meter; by default the session's, if it runs here.
+        """
         events = self.total
         with session.topic("stream", partitions=self.partitions, storage=self.storage) as topic, session.crew() as crew:
             consumer = session.consumer(topic)
@@ -158,6 +168,9 @@ class Stream(Benchmark):
             }  # fmt: skip
             crew.ready()
             pids = {kind: [each.process.pid for each in members] for kind, members in processes.items()}
+            if not servers:
+                server = parent(session.connection.info.backend_pid, program="postgres")
+                servers = [] if server is None else [server]
             meter = Meter({kind: each for kind, each in {**pids, "servers": servers}.items() if each})
 
             with session.holding_xmin() if hold_xmin else nullcontext():
@@ -212,13 +225,9 @@ class Stream(Benchmark):
 
         def measure() -> list[Figure]:
             run = self._run(session, servers=pids)
-            figure = run.figure(name)
+            figure, *processor = run.figures(name)
             of_shards = {"of_shards": [events / run.seconds for events in run.of_shards]}
-            figures = [replace(figure, details={**figure.details, **of_shards})]
-            if run.processor:
-                costs = {kind: seconds / run.events * 1e6 for kind, seconds in run.processor.items()}
-                figures.append(Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs))
-            return figures
+            return [replace(figure, details={**figure.details, **of_shards}), *processor]
 
         if self.rate is None:
             return session.beside_raw_copy(measure)

@@ -30,7 +30,7 @@ from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, 
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
-from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
+from eventsql_orchestration.topics.partitioner import Partitioner, default_partition, default_partitions
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_kind
 
@@ -216,7 +216,8 @@ class Publisher:
         """The partitions of events, found lazily. The caller's partitioner runs before the topic is held."""
         by_key = self._partitioner is default_partition and topic.shards is None
         if by_key and all(each.partition is None for each in publications):
-            return (default_partition(each, topic.partitions) for each in publications)
+            parts = _parts(publications, _CHUNK_EVENTS)
+            return chain.from_iterable(default_partitions(part, topic.partitions) for part in parts)
         return [self._partition(each, topic) for each in publications]
 
     @property
@@ -342,6 +343,12 @@ def _redefined(topics: list[str]) -> RedefinitionError:
 
 def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
     """The first events, up to one more than the straight path takes, and the rest; None if there is no rest."""
+    if type(publications) is list and len(publications) <= STRAIGHT_MOST:
+        # The caller's list may change later.
+        known = list(publications)
+        if set(map(type, known)) <= {Publication} and sum(map(copy_format.size, known)) <= STRAIGHT_BYTES:
+            return known, None
+
     first: list[Publication] = []
     size = 0
     source = iter(publications)
@@ -351,6 +358,11 @@ def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], 
         if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
             return first, source
     return first, None
+
+
+def _parts(publications: list[Publication], events: int) -> Iterator[list[Publication]]:
+    """The publications, so many at a time."""
+    return (publications[start : start + events] for start in range(0, len(publications), events))
 
 
 def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:
@@ -381,8 +393,7 @@ def _blocks(publications: list[Publication], partitions: Iterable[int]) -> Itera
     left = iter(partitions)
 
     def encoded() -> Iterator[list[EncodedBlock]]:
-        for start in range(0, len(publications), _PART_EVENTS):
-            part = publications[start : start + _PART_EVENTS]
+        for part in _parts(publications, _PART_EVENTS):
             yield list(encode_blocks(part, list(islice(left, len(part)))))
 
     parts = encoded()

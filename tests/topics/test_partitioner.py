@@ -8,7 +8,7 @@ import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import PartitionOutOfRangeError
-from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
+from eventsql_orchestration.topics.partitioner import default_partition, default_partitions, partition_of_key
 
 # Computed apart from this package: sha256sum of the key, and its remainder by bc.
 VECTORS = [
@@ -40,6 +40,17 @@ def test_an_event_without_a_key_goes_to_any_partition() -> None:
 def test_a_topic_that_is_not_partitioned_has_no_partition_for_any_key() -> None:
     assert default_partition(Publication("t", b"", key="42"), NOT_PARTITIONED) == NOT_PARTITIONED
     assert default_partition(Publication("t", b""), NOT_PARTITIONED) == NOT_PARTITIONED
+
+
+@pytest.mark.parametrize("partitions", [NOT_PARTITIONED, 1, 3, 10, 32767])
+def test_many_events_have_the_partitions_that_each_has_alone(partitions: int) -> None:
+    publications = [Publication("t", b"", key=key) for key, _ in VECTORS]
+    alone = [default_partition(each, partitions) for each in publications]
+    assert default_partitions(publications, partitions) == alone
+
+
+def test_many_events_without_a_key_go_to_any_partition() -> None:
+    assert set(default_partitions([Publication("t", b"")] * 1_000, 4)) == {0, 1, 2, 3}
 
 
 def test_events_are_stored_in_the_partition_of_their_key(platform: EventSQL) -> None:
