@@ -149,8 +149,8 @@ class Captures:
     def drop(self, table: str, topic: str) -> None:
         """Stop capturing the changes of `table` to `topic`. The events stay.
 
-        Triggers that the deletion of a topic has left go too. Raises `CaptureError` if there is no such capture, and
-        `DatabaseBusyError` if transactions on the table do not end.
+        Removes triggers that stayed after their topic was deleted, too. Raises `CaptureError` if there is no such
+        capture, and `DatabaseBusyError` if transactions on the table do not end.
         """
         table = _qualified_name(table)
         self._locking(table, lambda: self._drop(table, topic))
@@ -254,7 +254,10 @@ class Captures:
                 if name not in described:
                     raise ValidationError(f"table {str(table)!r} has no column {name!r}")
                 if described[name][1]:
-                    raise ValidationError(f"column {name!r} of table {str(table)!r} is computed when it is read")
+                    raise ValidationError(
+                        f"column {name!r} of table {str(table)!r} is computed when it is read, and cannot be captured: "
+                        "leave it out"
+                    )
             return _Columns(list(names), [described[name][0] for name in names])
 
         if key is None and not table.primary_key:

@@ -350,7 +350,8 @@ class ClusterRetainer:
         """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
 
         A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
-        then. Closes the current segment when it holds its share. With `execute=False` nothing changes.
+        then. Closes the current segment when it holds an eighth of the events to keep. With `execute=False`, nothing
+        changes.
 
         Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
         continues.

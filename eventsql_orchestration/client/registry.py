@@ -134,8 +134,8 @@ class ClusterRegistry:
         """Let new events of a topic be stored in `rows` or in `blocks`; False if they are already.
 
         Publishers and consumers go on. The present events stay in their form, until retention drops them: the change
-        takes effect at the border of a segment, and nothing is rewritten. Processes of versions before this one read
-        the topic on, and fail when they write to its log. Programs that write to its table themselves, such as
+        takes effect at the border of a segment, and nothing is rewritten. Processes of versions before this one can
+        still read the topic, and fail when they write to its log. Programs that write to its table themselves, such as
         EventSQL's Java library, are refused.
 
         Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
@@ -185,9 +185,10 @@ class ClusterRegistry:
 
         `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
         letter topic. `start` ("earliest" by default) says where a new consumer begins: at the earliest event, after the
-        latest, at the first event from an offset on, or at the first that entered the log at a time or later, so long
-        ago for `Back`. A start outside of the log is moved to the nearest end of the log. With a `filter`, the
-        consumer's functions get the events that match; its offset moves past the others, which count as lag until then.
+        latest, at the first event from an offset on, at the first that entered the log at a time or later, or with
+        `Back` within that time before now. A start outside of the log is moved to the nearest end of the log. With a
+        `filter`, the consumer's functions get the events that match; its offset moves past the others, which count as
+        lag until then.
         A reader of a claim's range gets all of its events. A new consumer that is `held` gets no events until it is let
         go (shards/shard_state.py).
 
@@ -195,8 +196,8 @@ class ClusterRegistry:
         consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard
         lacks the consumer, it takes the settings that are not given from another shard.
 
-        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic that is not, or an unusable
-        start or filter; `RedefinitionError` if the consumer exists in the other form.
+        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic without partitions, and for
+        an unusable start or filter; `RedefinitionError` if the consumer exists in the other form.
         """
         if self._lone is not None:
             return self._lone.declare_consumer(consumer, **settings)

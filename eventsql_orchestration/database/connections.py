@@ -120,7 +120,7 @@ _Address: TypeAlias = tuple[str, str, int, str, str]
 
 
 class Home:
-    """Tells connections to the platform's database from connections to other databases.
+    """Finds out whether a connection leads to the platform's database.
 
     A connection with the host, port, name and user of the platform's connections is accepted at once. Another may lead
     to the same database by an alias, a socket or a pooler: the server is asked once for each connection.

@@ -100,12 +100,12 @@ class Database:
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self.engine = sqlalchemy.create_engine(
-            # The parts are arguments of connecting: an engine shows its URL.
+            # An engine shows its URL, so the parts of the database's URL are in `connect_args`.
             "postgresql+psycopg://",
             isolation_level="AUTOCOMMIT",
             pool_size=pool_size,
             max_overflow=max_overflow,
-            # `watch` rolls back, and only where there is a transaction.
+            # `watch` rolls back a connection that is in a transaction.
             pool_reset_on_return=None,
             # SQLAlchemy would look that type up on the session's search_path.
             use_native_hstore=False,
@@ -150,7 +150,7 @@ class Database:
     def urgent(self) -> Iterator[Connection]:
         """A connection in autocommit mode, to prolong a lease or held messages, which cannot wait until handlers end.
 
-        It is one outside the pool while handlers have all of the pool.
+        While handlers have all connections of the pool, it is a connection outside the pool.
         """
         if not self.exhausted:
             with self.connection() as connection:
@@ -192,10 +192,10 @@ class Database:
 
     @contextmanager
     def core(self, *, one_snapshot: bool = False) -> Iterator[sqlalchemy.Connection]:
-        """A transaction for SQLAlchemy Core in which the tables of `tables` are those of `schema`.
+        """A transaction for SQLAlchemy Core, in which the module `tables` describes the tables in this schema.
 
-        With `one_snapshot`, all its statements see the database as it was at the first of them. SQLAlchemy qualifies no
-        names of functions and operators, so only the system's own are found in it.
+        With `one_snapshot`, all its statements see the database as it was at the first of them. SQLAlchemy does not
+        qualify functions and operators, so the transaction's search_path has the system's own alone.
         """
         self.ensure_schema()
         engine = self.engine.execution_options(
@@ -240,7 +240,7 @@ class Database:
     def _pooled(self) -> Iterator[Connection]:
         with self._checked_out() as (connection, _):
             try:
-                # SQLAlchemy's own transactions leave it as they need it.
+                # SQLAlchemy's own transactions change these settings of the connection.
                 if not connection.autocommit:
                     connection.autocommit = True
                 if connection.isolation_level is not ISOLATION:
@@ -293,7 +293,8 @@ class Database:
         """Raise the driver's errors of the block as errors of this package.
 
         An error of a caller's own statement stays as it is, unless its meaning is known. If a caller's code runs in the
-        block, name the platform's `connection`: while it is open, a database that cannot be reached is another one.
+        block, pass the platform's `connection`. While that is open, the error that a database cannot be reached is
+        about another database, and stays as it is.
         """
         if connection is not None:
             check_kind("connection", connection, psycopg.Connection)
@@ -312,7 +313,7 @@ class Database:
 
     @checks_itself
     def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
-        """The error of this package for a driver's error of one of its statements, which `connection` has run."""
+        """The error of this package for a driver's error. A statement of this package on `connection` caused it."""
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             role = self._role or self.url.username
             if connection is not None and not connection.closed and connection.info.user != self.url.username:
@@ -415,7 +416,7 @@ class Database:
         """Close every pooled connection; a connection in use, when it is given back. The database can be used again."""
         self._closings += 1
         self.engine.dispose()
-        # For a connection that was taken meanwhile, from the pool that is no more.
+        # A second time, for a connection that was taken from the old pool meanwhile.
         self._closings += 1
 
     def leave_to_parent(self) -> None:

@@ -214,7 +214,7 @@ GRANTED_FUNCTIONS: Final = frozenset(
     for right in chain.from_iterable(table.values())
     if right.startswith("EXECUTE")
 )
-"""The functions that some kind of role may execute. REVOKE on another one would make its default rights explicit."""
+"""The functions that some kind of role may execute. A REVOKE on another one would store its default rights."""
 
 _DOES: Final[Mapping[str, str]] = {
     "reader": "reads it",

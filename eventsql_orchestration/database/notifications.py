@@ -133,7 +133,7 @@ class Listener:
             self._thread = self._ending = None
         if thread is not None and ending is not None:
             with closing(ending), suppress(OSError):
-                # Written, because a process that was forked keeps the other end open.
+                # A byte, because closing is not noticed while a forked process keeps this end open.
                 ending.send(b".")
                 thread.join(CLOSE_SECONDS)
             if thread.is_alive():
@@ -226,7 +226,7 @@ class Listener:
                 return False
             if ready and token in self._hear(connection):
                 return True
-            # Only now: if the machine stood still, the notification is here although the time is over.
+            # After the look: if the machine stood still, the notification may have arrived although the time is over.
             if left <= 0:
                 return False
 
@@ -242,8 +242,8 @@ class Listener:
 class Notifier:
     """Notifies other processes, outside of the transactions of publishers and transfers.
 
-    `notify` returns at once. A thread with its own connection sends the first notification right away, and later calls
-    within `NOTIFY_INTERVAL` as one at its end. While the database is away, each notification is kept once.
+    `notify` returns at once. A thread with its own connection sends the first notification right away. Further calls
+    within `NOTIFY_INTERVAL` become one notification at its end. While the database is away, each is kept once.
     """
 
     def __init__(self, database: Database) -> None:

@@ -88,12 +88,12 @@ def _read(file: str, room: str) -> tuple[dict[str, _Part], dict[str, str]]:
 
 
 def statement(file: str, name: str) -> str:
-    """The text of one statement, to be composed with other names than a topic's."""
+    """The text of one statement, for callers that compose its names themselves."""
     return _statements(file)[name]
 
 
 class Queries:
-    """The statements of one file, composed for one database schema and, where they ask for them, further names."""
+    """The statements of one file, composed for one database schema and for further names that they contain."""
 
     def __init__(self, file: str, schema: str, *, room: str = __package__) -> None:
         """`room` is the package that has the file, in its directory `sql`."""

@@ -38,7 +38,7 @@ _BYTEA: Final = 17
 """The OID of bytea, which psycopg gives as the bytes that the server sent."""
 
 _AS_SENT: Final = AdaptersMap()
-"""Not psycopg's own adapters: a program may have registered other loaders there."""
+"""Adapters of its own, because a program may have registered other loaders in psycopg's."""
 _AS_SENT.register_loader(_BYTEA, ByteaBinaryLoader)
 
 
@@ -83,7 +83,7 @@ class SingleStatement:
             return _result(connection)
 
         if self._name not in prepared:
-            # Noted first: after an interruption, the server may have the statement.
+            # Noted before it is prepared: after an interruption, the server may have the statement.
             prepared[self._name] = True
             self._prepare(connection)
         pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)

@@ -104,7 +104,7 @@ shard = Table(
     Column("eql_active", Boolean, nullable=False, server_default=text("false")),
 )
 
-# The shards from a generation on; the newest generation holds.
+# The shards of each generation. The newest generation is in force.
 shard_layout = Table(
     "shard_layout",
     metadata,
