@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
+import psutil
 from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi
 from eventsql_orchestration.errors import LocalAirflowError
-from eventsql_orchestration.orchestration.local_processes import HOST, free_port, kill_group
+from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
@@ -31,6 +32,32 @@ KILL_TIMEOUT: Final = 15.0
 
 START_TIMEOUT: Final = 180.0
 """Seconds until Airflow must have started; it takes 15 s on a calm machine."""
+
+
+def kill_session(leader: int) -> None:
+    """Kill the processes of a session, by the number of the process that began it, and what they have started.
+
+    Each task of Airflow leads a process group of its own, so the group of its scheduler is not all.
+    """
+    deadline = time.monotonic() + KILL_TIMEOUT
+    while members := [process for process in psutil.process_iter() if _is_of(leader, process)]:
+        for member in members:
+            with suppress(psutil.NoSuchProcess):
+                # Commands of tasks have sessions of their own.
+                for process in (*member.children(recursive=True), member):
+                    with suppress(psutil.NoSuchProcess):
+                        process.kill()
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.05)
+
+
+def _is_of(leader: int, process: psutil.Process) -> bool:
+    """Whether a process belongs to a session and has not ended."""
+    try:
+        return os.getsid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, PermissionError, psutil.Error):
+        return False
 
 
 def connection_of(urls: Sequence[str], db_schema: str) -> str:
@@ -162,7 +189,7 @@ class LocalAirflow:
     def kill(self, part: str) -> None:
         """Kill a part and the processes that it has started, at once."""
         process = self.parts.pop(part)
-        kill_group(process.pid)
+        kill_session(process.pid)
         process.wait(KILL_TIMEOUT)
 
     def stop(self) -> None:
@@ -181,7 +208,7 @@ class LocalAirflow:
         finally:
             for _, process in parts:
                 # Tasks may be left of a part that has ended.
-                kill_group(process.pid)
+                kill_session(process.pid)
                 process.wait(KILL_TIMEOUT)
             self.parts.clear()
 

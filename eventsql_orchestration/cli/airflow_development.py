@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -21,7 +20,7 @@ from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration.airflow.api import URL_FILE
 from eventsql_orchestration.airflow.backfills import UNDER_WAY
-from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
+from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
@@ -33,7 +32,8 @@ from eventsql_orchestration.cli.rounds import (
     find_java,
     interrupt,
     report,
-    spark_settings,
+    spark_environment,
+    spark_for_runs,
     transferring,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -41,7 +41,6 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, LocalAirflow
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, only_one, take_lock
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 SETUP: Final = "eventsql:setup"
@@ -53,12 +52,15 @@ VERIFICATION: Final = "eventsql:verification"
 class AirflowDevelopment:
     """A directory of DAGs under `eventsql dev --dags`."""
 
-    def __init__(self, context: CliContext, dags: Path, *, port: int, timeout: float, orders: int | None) -> None:
+    def __init__(
+        self, context: CliContext, dags: Path, *, port: int, timeout: float, orders: int | None, cold_spark: bool
+    ) -> None:
         self._context = context
         self._dags = dags
         self._port = port
         self._timeout = timeout
         self._orders = orders
+        self._cold_spark = cold_spark
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
@@ -68,17 +70,28 @@ class AirflowDevelopment:
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
-            only_one(home),
+            only_one(home, kill=kill_session),
             self._context.whole_system() as platform,
             lock_file(home / PROCESSES_LOCK) as lock,
             Progress(*columns, console=console) as progress,
         ):
             take_lock(lock, home)
-            find_java(self._context.settings.home)
+            warm = find_java(self._context.settings.home) and not self._cold_spark
+            environment = {
+                **spark_environment(platform),
+                # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
+                "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
+            }
             started, before = datetime.now(UTC), Counts.take(platform)
             # Airflow's tasks move no events.
-            with self._airflow(platform, home, lock) as airflow, transferring(platform, stop_seconds=5.0):
-                running = _Running(self._context, platform, airflow, progress, self._orders)
+            with (
+                spark_for_runs(home, environment, warm=warm) as (spark, keep_spark),
+                self._airflow(platform, home, lock, {**environment, **spark}) as airflow,
+                transferring(platform, stop_seconds=5.0),
+            ):
+                running = _Running(
+                    self._context, platform, airflow, progress, orders=self._orders, keep_spark=keep_spark
+                )
                 running.start(self._dags, self._timeout)
                 if not once:
                     progress.stop()
@@ -89,20 +102,13 @@ class AirflowDevelopment:
                 topics = account(before, Counts.take(platform), counts, alone=bool(running.tagged(SIMULATION)))
         report(failed, topics, faults)
 
-    def _airflow(self, platform: EventSQL, home: Path, lock: int) -> LocalAirflow:
+    def _airflow(self, platform: EventSQL, home: Path, lock: int, environment: Mapping[str, str]) -> LocalAirflow:
         urls = [shard.database.dsn for shard in platform.shards]
-        environment = {
-            # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
-            "PYSPARK_PYTHON": sys.executable,
-            # More sessions of Spark at once only slow one another down.
-            "AIRFLOW__CORE__PARALLELISM": "2",
-            SPARK_CONFIG_VARIABLE: os.environ.get(SPARK_CONFIG_VARIABLE) or str(spark_settings(home)),
-        }
         return LocalAirflow(
             home, self._dags, _metadata_database(urls[0]),
             connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
-            environment=environment, port=self._port, lock=lock,
+            # More tasks at once only slow one another down.
+            environment={**environment, "AIRFLOW__CORE__PARALLELISM": "2"}, port=self._port, lock=lock,
         )  # fmt: skip
 
 
@@ -127,13 +133,21 @@ class _Running:
     """The running system."""
 
     def __init__(
-        self, context: CliContext, platform: EventSQL, airflow: LocalAirflow, progress: Progress, orders: int | None
+        self,
+        context: CliContext,
+        platform: EventSQL,
+        airflow: LocalAirflow,
+        progress: Progress,
+        *,
+        orders: int | None,
+        keep_spark: Callable[[], None],
     ) -> None:
         self._context = context
         self._platform = platform
         self._airflow = airflow
         self._progress = progress
         self._orders = orders
+        self._keep_spark = keep_spark
 
     def start(self, dags: Path, timeout: float) -> None:
         """Start Airflow and run the DAGs that set up. Raises `LocalAirflowError`."""
@@ -180,12 +194,16 @@ class _Running:
             if self._wait(dag, run, deadline) == "failed":
                 raise RoundError(f"DAG {dag} failed: see its log in {self._airflow.home}")
         consume_all(
-            self._platform, self._progress, deadline, busy=lambda: self._consuming(begun), check=self._airflow.check,
+            self._platform, self._progress, deadline, busy=lambda: self._consuming(begun), check=self._check,
             log=self._airflow.home,
         )  # fmt: skip
         if not simulations:
             return []
         return [fault for dag in self.tagged(VERIFICATION) for fault in self._verify(dag, deadline)]
+
+    def _check(self) -> None:
+        self._airflow.check()
+        self._keep_spark()
 
     def simulate(self, dag: str) -> str:
         """Start a simulation; gives its run. Only one with a parameter `orders` takes their number."""
@@ -234,6 +252,7 @@ class _Running:
                 airflow.check()
                 try:
                     self._context.keep_embedded()
+                    self._keep_spark()
                     live.update(lag_table(without_backfills(self._platform.lag())))
                     if time.monotonic() >= due and all(airflow.api.state(*run) not in UNDER_WAY for run in runs):
                         runs = [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)]

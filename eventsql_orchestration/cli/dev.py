@@ -38,7 +38,7 @@ def dev(
     orders: Annotated[int | None, option(
         "Ride orders per round of the reference location's simulation  [default: 200].", type=click.IntRange(1, 100_000)
     )],
-    cold_spark: Annotated[bool, option("Start a Spark for each run of Dagster, instead of one for all.")],
+    cold_spark: Annotated[bool, option("Start a Spark for each run, instead of one for all.")],
 ) -> None:  # fmt: skip
     """Run a code location here, with a database, Dagster's webserver and daemon.
 
@@ -50,7 +50,7 @@ def dev(
     when this command ends; its data stays. Dagster's own tables are in schema dagster_dev of the database. Give each
     checkout its own database: two that share one end each other's runs. Ctrl-C ends everything within two seconds.
 
-    Where the packages of pyspark[connect] are installed, Dagster's runs share one Spark, which stays warm: their
+    Where the packages of pyspark[connect] are installed, runs and tasks share one Spark, which stays warm: their
     sessions are sessions of Spark Connect. EVENTSQL_SPARK_CONFIG names a file with other settings.
 
     With --once, it ends when every consumer that is not paused has consumed everything. A simulation of the location
@@ -66,7 +66,9 @@ def dev(
             raise click.UsageError("--dags is for Airflow, -f and -m are for Dagster: give one of them")
         if importlib.util.find_spec("airflow") is None:
             raise MissingExtraError("airflow", "Airflow")
-        lazy.AirflowDevelopment(context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders).run(once=once)
+        lazy.AirflowDevelopment(
+            context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
+        ).run(once=once)
         return
     lazy.Development(
         context, location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,

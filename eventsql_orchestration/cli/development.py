@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -28,6 +27,7 @@ from eventsql_orchestration.cli.rounds import (
     find_java,
     interrupt,
     report,
+    spark_environment,
     spark_for_runs,
     transferring,
 )
@@ -92,7 +92,7 @@ class Development:
             ExitStack() as stack,
         ):
             warm = find_java(home) and not self._cold_spark
-            environment = _environment(platform)
+            environment = spark_environment(platform)
             spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
             dagster = LocalDagster(
                 self._location, instance_home=write_instance(home, platform.database.dsn), port=self._port,
@@ -128,15 +128,6 @@ class Development:
         if self._orders is not None and not simulations:
             raise click.UsageError(f"--orders is for a location with a simulation, and {self._location} has none")
         return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
-
-
-def _environment(platform: EventSQL) -> dict[str, str]:
-    """Variables that are added to the environment of the processes."""
-    database = platform.database
-    database.ensure_schema()
-    return {
-        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable
-    }  # fmt: skip
 
 
 @dataclass(slots=True)

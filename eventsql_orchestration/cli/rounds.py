@@ -110,6 +110,15 @@ class WarmSpark:
             self._warming.wait()
 
 
+def spark_environment(platform: EventSQL) -> dict[str, str]:
+    """Variables that processes with Spark need to read this platform's topics."""
+    database = platform.database
+    database.ensure_schema()
+    return {
+        "EVENTSQL_DSN": database.dsn, "EVENTSQL_SCHEMA": database.schema, "PYSPARK_PYTHON": sys.executable
+    }  # fmt: skip
+
+
 @contextmanager
 def spark_for_runs(
     directory: Path, environment: Mapping[str, str], *, warm: bool

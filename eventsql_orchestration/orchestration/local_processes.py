@@ -60,9 +60,10 @@ def _port_locked(lock: int, port: int) -> bool:
 
 
 @contextlib.contextmanager
-def only_one(directory: Path) -> Iterator[None]:
+def only_one(directory: Path, *, kill: Callable[[int], None] | None = None) -> Iterator[None]:
     """Keep every other `eventsql dev` off a directory. First ends processes that a killed `eventsql dev` left.
 
+    `kill` gets the number of each of their groups, and kills what belongs to it; by default it is `kill_group`.
     Raises `LocalProcessError` if another one runs.
     """
     directory.mkdir(parents=True, exist_ok=True)
@@ -70,7 +71,7 @@ def only_one(directory: Path) -> Iterator[None]:
         if not try_lock(lock):
             raise LocalProcessError(f"another `eventsql dev` runs on {directory}: end it first")
         for name in (PROCESSES_LOCK, SPARK_LOCK):
-            _end_orphans(directory / name)
+            _end_orphans(directory / name, kill or kill_group)
         yield
 
 
@@ -92,14 +93,14 @@ def try_lock(descriptor: int) -> bool:
     return False
 
 
-def _end_orphans(path: Path, *, timeout: float = 10.0) -> None:
+def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10.0) -> None:
     with lock_file(path) as lock:
         if try_lock(lock):
             return
         # Processes of these groups inherited the lock, so they are alive, and no others have their numbers.
         groups = os.read(lock, 256).split()
         for group in groups:
-            kill_group(int(group))
+            kill(int(group))
         deadline = time.monotonic() + timeout
         while not try_lock(lock):
             if time.monotonic() >= deadline:

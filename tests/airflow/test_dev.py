@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from eventsql_orchestration.airflow.local import PARTS
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK
 from tests.conftest import is_setting
 
 DAGS = Path(__file__).parent / "round_dags"
@@ -38,22 +41,30 @@ class Ended:
     stderr: str
 
 
-def once(home: Path, dags: Path, *options: str, timeout: float) -> Ended:
-    """Run a round with everything that it starts in `home`."""
+@contextmanager
+def running(home: Path, dags: Path, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Run `eventsql dev --dags` with everything that it starts in `home`."""
     environment = {name: value for name, value in os.environ.items() if not is_setting(name)}
     program = str(Path(sys.executable).with_name("eventsql"))
-    command = [program, "--home", str(home), "dev", "--dags", str(dags), "--once", *options]
-    output, errors = home.with_name("stdout"), home.with_name("stderr")
-    with output.open("w") as stdout, errors.open("w") as stderr:
+    command = [program, "--home", str(home), "dev", "--dags", str(dags), *options]
+    with home.with_name("stdout").open("w") as stdout, home.with_name("stderr").open("w") as stderr:
         process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr)
         try:
-            process.wait(timeout)
+            yield process
         finally:
             # It ends what it has started.
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(60)
             process.kill()
+            process.wait(10)
+
+
+def once(home: Path, dags: Path, *options: str, timeout: float) -> Ended:
+    """Run a round."""
+    with running(home, dags, "--once", *options) as process:
+        process.wait(timeout)
+    output, errors = home.with_name("stdout"), home.with_name("stderr")
     return Ended(process.returncode, output.read_text(), errors.read_text())
 
 
@@ -89,3 +100,54 @@ def test_the_reference_location_has_an_exact_round(home: Path) -> None:
     ]  # fmt: skip
     assert {tuple(row[-2:]) for row in rows} == {("0", "exact")}
     assert left(home) == []
+
+
+STUCK = """
+import os, pathlib, time
+from airflow.sdk import DAG, task
+
+with DAG("stuck", schedule=None, tags=["eventsql:setup"]):
+
+    @task
+    def wait() -> None:
+        pathlib.Path({file!r}).write_text(str(os.getpid()))
+        time.sleep(600)
+
+    wait()
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_next_command_ends_what_a_killed_one_left(home: Path, tmp_path: Path) -> None:
+    """Airflow's parts, and a task in the middle, which leads a process group of its own."""
+    stuck = tmp_path / "stuck"
+    stuck.mkdir()
+    file = tmp_path / "task.pid"
+    (stuck / "stuck.py").write_text(STUCK.format(file=str(file)))
+    with running(home, stuck) as process:
+        wait_for(lambda: file.exists() and file.read_text() != "", "the task begins", timeout=300)
+        process.kill()
+        process.wait(10)
+    orphans = [psutil.Process(int(file.read_text())), *parts(home)]
+    # All but the triggerer, which begins after the setup, and the task.
+    assert len(orphans) == len(PARTS)
+
+    done = once(home, DAGS, "--orders", "5", timeout=400)
+    assert done.returncode == 0, done.stderr
+    _, alive = psutil.wait_procs(orphans, timeout=0)
+    assert alive == []
+    assert left(home) == []
+
+
+def parts(home: Path) -> list[psutil.Process]:
+    """The processes of an Airflow."""
+    numbers = (home / "airflow" / PROCESSES_LOCK).read_text().split()
+    return [psutil.Process(int(number)) for number in numbers]
+
+
+def wait_for(condition: Callable[[], bool], what: str, *, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)

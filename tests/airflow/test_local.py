@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
 import pytest
 from airflow.sdk import Connection
 from cryptography.fernet import Fernet
 
 from eventsql_orchestration.airflow.api import AirflowApi
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
+from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, kill_session
 from eventsql_orchestration.airflow.round_runs import run_counts
 from eventsql_orchestration.cli.airflow_development import _metadata_database
 from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, only_one, start_group
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,40 @@ def test_airflow_gets_a_database_beside_that_of_the_events_and_keeps_it(dsn: str
     made = _metadata_database(dsn)
     assert parse_dsn(made).database == f"{parse_dsn(dsn).database}_airflow"
     assert _metadata_database(dsn) == made
+
+
+PART = """
+import subprocess, sys
+task = subprocess.Popen([sys.executable, "-c", sys.argv[1]], process_group=0, pass_fds=[int(sys.argv[2])])
+task.wait(300)
+"""
+TASK = """
+import subprocess
+command = subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL)
+print(command.pid, flush=True)
+command.wait(300)
+"""
+
+
+def test_the_tasks_of_an_airflow_whose_owner_was_killed_are_ended(tmp_path: Path) -> None:
+    """A task leads a process group of its own, and its commands may lead a session."""
+    part = start_group(
+        tmp_path / PROCESSES_LOCK,
+        lambda lock: subprocess.Popen(
+            [sys.executable, "-c", PART, TASK, str(lock)], pass_fds=(lock,), stdout=subprocess.PIPE,
+            start_new_session=True,
+        ),
+    )  # fmt: skip
+    assert part.stdout is not None
+    try:
+        command = psutil.Process(int(part.stdout.readline()))
+        task = command.parent()
+        assert task is not None
+        assert os.getpgid(task.pid) == task.pid
+        with only_one(tmp_path, kill=kill_session):
+            _, left = psutil.wait_procs([command, task], timeout=10)
+        assert left == []
+    finally:
+        kill_session(part.pid)
+        part.stdout.close()
+        part.wait(10)

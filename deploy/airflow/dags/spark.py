@@ -24,7 +24,7 @@ from eventsql_orchestration.spark import spark_config
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-# A session takes some 20 s to start: events that come within 10 s go to one session instead of two.
+# A session of one's own takes some 20 s to start: events that come within 10 s go to one instead of two.
 MOST: Final = 100_000
 CLAIMS: Final[dict[str, Any]] = {"min_events": 5_000, "max_events": MOST, "max_wait": 10.0}
 LIMITS: Final = RunLimits(max_events=MOST, drain_events=10_000_000)
