@@ -15,6 +15,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
 from eventsql_orchestration.airflow.backfills import RESUME_OPTIONS, ReplayRequest
 from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.triggers import ClaimEvent
 from eventsql_orchestration.consuming.batch import is_asynchronous
@@ -67,6 +68,7 @@ class EventSQLConsumeOperator(BaseOperator):
 
     template_fields: Sequence[str] = ("topic", "consumer", "claims")
     ui_color = "#e8f7e4"
+    operator_extra_links = (TraceLink(),)
 
     def __init__(
         self,
@@ -128,6 +130,8 @@ class EventSQLConsumeOperator(BaseOperator):
             "dead_letters": [letter.event_id for letter in drained.dead_letters],
             **({} if request is None else {"backfill": read_key(request.window)[0]}),
         }
+        # Of this task's link.
+        self.published = next((each for each in reversed(drained.said) if each.get("ranges")), None)
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
                 context["outlet_events"][outlet].extra.update(published_to(outlet, drained.said), consumed=summary)

@@ -49,6 +49,7 @@ def get_provider_info() -> dict[str, Any]:
             }
         ],
         "task-decorators": [{"name": "eventsql_consume", "class-name": f"{PACKAGE}.consume.eventsql_consume"}],
+        "extra-links": [f"{PACKAGE}.links.TraceLink"],
         "queues": [f"{PACKAGE}.message_queue.EventSQLMessageQueueProvider"],
         "asset-uris": [{"schemes": ["eventsql"], "handler": f"{PACKAGE}.assets.sanitize_uri"}],
     }

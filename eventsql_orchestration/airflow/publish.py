@@ -10,6 +10,7 @@ from airflow.sdk import Asset, BaseOperator
 
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
 from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ValidationError
@@ -67,6 +68,7 @@ class EventSQLPublishOperator(BaseOperator):
 
     template_fields: Sequence[str] = ("topic", "events", "key", "headers", "batch")
     ui_color = "#e6f2ff"
+    operator_extra_links = (TraceLink(),)
 
     def __init__(
         self,
@@ -98,6 +100,8 @@ class EventSQLPublishOperator(BaseOperator):
         with EventSQLHook(self.eventsql_conn_id) as hook:
             summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
         self.log.info("%s", summary)
+        # Of this task's link.
+        self.published = summary
         for outlet in self.outlets:
             if isinstance(outlet, Asset) and topic_of(outlet) == self.topic:
                 context["outlet_events"][outlet].extra.update(summary)

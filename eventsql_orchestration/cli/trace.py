@@ -7,29 +7,22 @@ import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
-from urllib.parse import quote
 
 import click
-from rich.text import Text
-from rich.tree import Tree
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import (
-    counted,
     on_shard,
-    partition_name,
     picked,
     same,
     say,
     show,
-    timestamp,
     write_json,
 )
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.errors import EventSQLError
-from eventsql_orchestration.orchestration.owners import read_airflow_run
 from eventsql_orchestration.orchestration.trace.tracer import (
     AIRFLOW,
     DAGSTER,
@@ -40,7 +33,7 @@ from eventsql_orchestration.orchestration.trace.tracer import (
     Tracer,
     orchestrator_of,
 )
-from eventsql_orchestration.orchestration.webservers import without_credentials
+from eventsql_orchestration.orchestration.trace.tree import link_to, tree_of
 
 if TYPE_CHECKING:
     from eventsql_orchestration.orchestration.trace.runs import Runs
@@ -94,9 +87,7 @@ def trace(
     if as_json:
         write_json(_object(origin, urls))
     else:
-        tree = Tree(_events(origin))
-        _grow(tree, origin, urls)
-        show(tree)
+        show(tree_of(origin, urls))
 
 
 @contextlib.contextmanager
@@ -128,20 +119,6 @@ def _run_of(origin: TracedEvents) -> str | None:
     return origin.run_id if origin.run_id is not None or origin.original is None else _run_of(origin.original)
 
 
-def _link(run_id: str | None, urls: Mapping[str, str]) -> str | None:
-    if run_id is None or (url := urls.get(orchestrator_of(run_id))) is None:
-        return None
-    if orchestrator_of(run_id) == AIRFLOW:
-        dag, run = (quote(part, safe="") for part in read_airflow_run(run_id))
-        return f"{without_credentials(url)}/dags/{dag}/runs/{run}"
-    return f"{without_credentials(url)}/runs/{quote(run_id, safe='')}"
-
-
-def _plain(text: str) -> str:
-    """Text of a publisher or a run, without characters that control a terminal or break a line."""
-    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
-
-
 def _without(item: Any, field: str) -> dict[str, Any]:
     return {name: value for name, value in asdict(item).items() if name != field}
 
@@ -153,7 +130,7 @@ def _object(origin: TracedEvents, urls: Mapping[str, str]) -> dict[str, Any]:
         **picked(origin, {**same("topic", "events"), "first_offset": "first", "last_offset": "last"}),
         **picked(origin, same("run_id", "asset", "partition")),
         "run": None if run is None else _without(run, "inputs"),
-        "url": _link(origin.run_id, urls),
+        "url": link_to(origin.run_id, urls),
         "inputs": [_input_object(each, urls) for each in origin.inputs],
         "copy_of": None if origin.original is None else _object(origin.original, urls),
         "notes": list(origin.notes),
@@ -168,55 +145,3 @@ def _input_object(read: TracedInput, urls: Mapping[str, str]) -> dict[str, Any]:
         "origins_left_out": read.left_out,
         "notes": list(read.notes),
     }
-
-
-def _events(origin: TracedEvents) -> Text:
-    on = "" if origin.shard is None else f" on {origin.shard}"
-    if origin.events == 1:
-        return Text.assemble((origin.topic, "bold"), f" event {origin.first}{on}")
-    offsets = f" {counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}{on}"
-    return Text.assemble((origin.topic, "bold"), offsets)
-
-
-def _grow(tree: Tree, origin: TracedEvents, urls: Mapping[str, str]) -> None:
-    """Add to `tree`, which shows these events, where they come from."""
-    branch = tree
-    if origin.run_id is not None:
-        branch = tree.add(_run(origin, urls))
-    elif origin.original is None and not origin.notes:
-        tree.add("published by a service or a program, not by a run")
-    for note in origin.notes:
-        branch.add(Text(_plain(note), style="italic"))
-    if origin.original is not None:
-        copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
-        _grow(copied, origin.original, urls)
-    for read in origin.inputs:
-        below = branch.add(_range(read))
-        for note in read.notes:
-            below.add(Text(_plain(note), style="italic"))
-        for each in read.origins:
-            _grow(below.add(_events(each)), each, urls)
-        if read.left_out:
-            below.add(Text(f"{counted(read.left_out, 'publisher')} more: give a larger --width", style="italic"))
-
-
-def _run(origin: TracedEvents, urls: Mapping[str, str]) -> Text:
-    run, link = origin.run, _link(origin.run_id, urls)
-    style = "bold" if link is None else f"bold link {link}"
-    line = Text.assemble("run ", (_plain(origin.run_id or ""), style))
-    line.append("" if origin.asset is None else f", asset {_plain(origin.asset)}")
-    line.append("" if origin.partition is None else f" [{_plain(origin.partition)}]")
-    if run is not None:
-        line.append(f", {run.status}", style="green" if run.status == "SUCCESS" else "yellow")
-        line.append("" if run.ended is None else f", ended {timestamp(run.ended)}")
-    return line.append("" if link is None else f", {link}")
-
-
-def _range(read: TracedInput) -> Text:
-    given = read.range
-    offsets = "no event" if given.upto <= given.after else f"offsets {given.after + 1} to {given.upto}"
-    line = Text.assemble("read ", (_plain(given.topic), "bold"), f" {offsets}")
-    line.append("" if given.partition < 0 else f" of partition {partition_name(given.partition)}")
-    line.append("" if given.shard is None else f" on {_plain(given.shard)}")
-    line.append("" if given.consumer is None else f" as consumer {_plain(given.consumer)}")
-    return line.append("" if given.claim is None else f", claim {given.claim}")

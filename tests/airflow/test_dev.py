@@ -69,12 +69,14 @@ def once(home: Path, dags: Path, *options: str, timeout: float) -> Ended:
 
 
 def left(home: Path) -> list[str]:
-    """The processes that name a directory."""
-    return [
-        " ".join(process.info["cmdline"])
+    """The processes that name a directory. Those of Spark in Python end by themselves when their Spark has ended."""
+    found = [
+        process
         for process in psutil.process_iter(["cmdline", "environ"])
         if str(home) in str(process.info["environ"] or {}) and process.pid != os.getpid()
     ]
+    _, alive = psutil.wait_procs(found, timeout=20)
+    return [" ".join(process.info["cmdline"]) for process in alive]
 
 
 @pytest.mark.nightly

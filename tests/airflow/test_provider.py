@@ -36,6 +36,7 @@ def test_the_info_follows_airflows_schema_and_names_what_exists() -> None:
         info["task-decorators"][0]["class-name"],
         info["asset-uris"][0]["handler"],
         *info["queues"],
+        *info["extra-links"],
     ):
         module, _, attribute = name.rpartition(".")
         assert callable(getattr(importlib.import_module(module), attribute))

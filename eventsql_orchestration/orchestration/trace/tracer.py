@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any, Final
 
@@ -123,6 +123,13 @@ class Tracer:
                 f"topic {topic!r} holds no event with the offset {offset}: `eventsql tail {topic}` shows its events"
             )
         return self._trace_event(event, shard)
+
+    def inputs_of(self, run_id: str) -> tuple[TracedInput, ...]:
+        """The ranges of all claims that a run had, as far as claims are kept, with the publishers of their events."""
+        return tuple(
+            self._input(each, self.depth - 1)
+            for each in self._claims(run_id, datetime.min.replace(tzinfo=UTC), datetime.now(UTC))
+        )
 
     def _event(self, topic: str, offset: int, shard: str | None) -> Event | None:
         if offset < 1:

@@ -1,0 +1,41 @@
+"""The link of a task to the page that shows where the events of its run come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlencode
+
+from airflow.sdk import BaseOperatorLink
+from airflow.sdk.configuration import conf
+
+if TYPE_CHECKING:
+    from airflow.sdk import BaseOperator
+    from airflow.sdk.types import TaskInstanceKey
+
+PREFIX: Final = "/eventsql"
+"""The path of this package's pages in Airflow's API server."""
+
+
+class TraceLink(BaseOperatorLink):
+    """What `eventsql trace` shows of a run, as a page of Airflow.
+
+    It is about the last event that the task published; for a task that published nothing, about what its run has read.
+    """
+
+    name = "EventSQL trace"
+
+    def get_link(self, operator: BaseOperator, *, ti_key: TaskInstanceKey) -> str:
+        conn_id, published = getattr(operator, "eventsql_conn_id", ""), getattr(operator, "published", None)
+        return trace_url(ti_key.dag_id, ti_key.run_id, conn_id, published)
+
+
+def trace_url(dag_id: str, run_id: str, conn_id: str, published: Mapping[str, Any] | None = None) -> str:
+    """The URL of the page. `published` is a summary of `publish_output`."""
+    query: dict[str, Any] = {"run_id": run_id, "conn_id": conn_id}
+    if published and published.get("ranges"):
+        last = published["ranges"][-1]
+        query |= {"topic": published["topic"], "offset": last["last"]}
+        query |= {"shard": last["shard"]} if "shard" in last else {}
+    base = conf.get("api", "base_url", fallback="/").rstrip("/")
+    return f"{base}{PREFIX}/trace/{quote(dag_id, safe='')}?{urlencode(query)}"

@@ -1,0 +1,72 @@
+"""Pages in Airflow's API server: where the events of a run come from."""
+
+from __future__ import annotations
+
+import io
+from typing import Final
+
+from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity
+from airflow.api_fastapi.core_api.security import requires_access_dag
+from airflow.sdk.configuration import conf
+from fastapi import Depends, FastAPI
+from fastapi.responses import HTMLResponse
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.text import Text
+from rich.tree import Tree
+
+from eventsql_orchestration.airflow.hook import EventSQLHook
+from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.orchestration.owners import airflow_run
+from eventsql_orchestration.orchestration.trace.tracer import AIRFLOW, Tracer
+from eventsql_orchestration.orchestration.trace.tree import tree_of, tree_of_inputs
+
+app: Final = FastAPI(title="EventSQL", docs_url=None, redoc_url=None, openapi_url=None)
+
+WIDTH: Final = 200
+"""Characters of a line."""
+
+HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
+"""Names of topics and runs are text, whatever they hold."""
+
+BLACK: Final = (30, 41, 59)
+THEME: Final = TerminalTheme(
+    (255, 255, 255), BLACK,
+    [BLACK, (185, 28, 28), (21, 128, 61), (161, 98, 7), (29, 78, 216), (126, 34, 206), (14, 116, 144), (71, 85, 105)],
+)  # fmt: skip
+
+PAGE: Final = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>EventSQL trace</title>
+<style>body {{ margin: 2em; color: {foreground}; background: {background} }} pre {{ font-size: 14px }}
+{stylesheet}</style></head><body><pre>{code}</pre></body></html>"""
+
+
+# Airflow checks the rights on the DAG, and shows nothing without them.
+@app.get("/trace/{dag_id}", dependencies=[Depends(requires_access_dag("GET", DagAccessEntity.RUN))])
+def trace(
+    dag_id: str, *, run_id: str, conn_id: str, topic: str | None = None, offset: int = 0, shard: str | None = None
+) -> HTMLResponse:
+    """Where an event of a run comes from; without `topic`, where what the run has read comes from.
+
+    An event that the run has not published is not shown: another DAG may need other rights.
+    """
+    run, urls = airflow_run(dag_id, run_id), {AIRFLOW: conf.get("api", "base_url", fallback="/").rstrip("/")}
+    try:
+        with EventSQLHook(conn_id) as hook:
+            tracer = Tracer(hook.platform)
+            if topic is None:
+                inputs = tracer.inputs_of(run)
+                none = Text("no claim of this run is kept") if not inputs else None
+                return _page(none or tree_of_inputs(f"DAG {dag_id}, run {run_id}", inputs, urls))
+            origin = tracer.trace(topic, offset, shard=shard)
+    except EventSQLError as error:
+        return _page(Text(error.message), status=404)
+    if origin.run_id != run:
+        return _page(Text(f"run {run_id} of DAG {dag_id} has not published this event"), status=404)
+    return _page(tree_of(origin, urls))
+
+
+def _page(shown: Tree | Text, *, status: int = 200) -> HTMLResponse:
+    console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_terminal=True)
+    console.print(shown)
+    return HTMLResponse(console.export_html(theme=THEME, code_format=PAGE), status_code=status, headers=HEADERS)

@@ -1,0 +1,114 @@
+"""The link of a task, and the page that it opens in Airflow's API server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from airflow import plugins_manager
+from fastapi.routing import APIRoute
+
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLPublishOperator
+from eventsql_orchestration.airflow.links import PREFIX, TraceLink
+from eventsql_orchestration.airflow.pages import app
+from tests.airflow.conftest import context_of
+
+
+def get(path: str, **params: str | int) -> httpx.Response:
+    """The answer of the API server to a browser that is not logged in."""
+
+    async def answer() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://airflow") as browser:
+            return await browser.get(path, params=params or None)
+
+    return asyncio.run(answer())
+
+
+@pytest.fixture
+def permitted() -> Iterator[None]:
+    """Everybody has the rights on each DAG."""
+    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
+    (rights,) = route.dependant.dependencies
+    assert rights.call is not None
+    app.dependency_overrides[rights.call] = lambda: None
+    yield
+    app.dependency_overrides.clear()
+
+
+@pytest.fixture
+def rides(connected: EventSQL) -> EventSQL:
+    """A topic with events of a service, and one for a task's own."""
+    for name in ("rides", "bills"):
+        connected.registry.register_topic(Topic(name))
+    connected.registry.register_consumer(Consumer("rides", "billing"))
+    connected.publisher.publish_all(Publication("rides", b"%d" % number) for number in range(3))
+    connected.transfer.run_once()
+    return connected
+
+
+def link_of(operator: Any, context: Any) -> str:
+    """The path of a task's link below the pages, after the task has run."""
+    operator.execute(context)
+    key = SimpleNamespace(dag_id=context["ti"].dag_id, run_id=context["ti"].run_id)
+    link = TraceLink().get_link(operator, ti_key=key)  # type: ignore[arg-type]
+    assert urlsplit(link).path.startswith(f"{PREFIX}/trace/")
+    return link.removeprefix(PREFIX)
+
+
+def billing() -> EventSQLConsumeOperator:
+    return EventSQLConsumeOperator(
+        task_id="bill", topic="rides", consumer="billing", python_callable=lambda events, connection: None
+    )
+
+
+def test_the_link_of_a_task_that_publishes_opens_the_trace_of_its_last_event(rides: EventSQL, permitted: None) -> None:
+    publish = EventSQLPublishOperator(task_id="publish", topic="bills", events=["a", "<script>"], outlet=False)
+    page = get(link_of(publish, context_of("publish", run_id="manual__1+00:00")))
+    assert page.status_code == 200
+    assert "bills" in page.text
+    assert "event 2" in page.text
+    # Its run is a link to Airflow's page of it.
+    assert 'href="/dags/dag/runs/manual__1%2B00%3A00"' in page.text
+
+
+def test_the_link_of_a_task_that_consumes_opens_the_ranges_that_its_run_has_read(
+    rides: EventSQL, permitted: None
+) -> None:
+    page = get(link_of(billing(), context_of("bill")))
+    assert page.status_code == 200
+    assert "offsets 1 to 3" in page.text
+    assert "as consumer billing" in page.text
+    assert "published by a service or a program" in page.text
+
+
+def test_a_page_shows_nothing_of_what_another_run_did(rides: EventSQL, permitted: None) -> None:
+    link_of(billing(), context_of("bill", run_id="manual__1"))
+    page = get("/trace/dag", run_id="manual__2", conn_id="eventsql_default")
+    assert "no claim of this run is kept" in page.text
+    foreign: dict[str, Any] = {"run_id": "manual__2", "conn_id": "eventsql_default", "topic": "rides", "offset": 1}
+    page = get("/trace/dag", **foreign)
+    assert page.status_code == 404
+    assert "has not published this event" in page.text
+    page = get("/trace/dag", **{**foreign, "topic": "<b>none</b>"})
+    assert page.status_code == 404
+    assert "<b>none" not in page.text
+
+
+def test_a_page_is_for_those_who_are_logged_in(rides: EventSQL) -> None:
+    page = get("/trace/dag", run_id="manual__1", conn_id="eventsql_default")
+    assert page.status_code == 401
+
+
+def test_airflow_loads_the_plugin_and_only_its_server_loads_the_pages() -> None:
+    apps, _ = plugins_manager.get_fastapi_plugins()
+    assert [each["app"] for each in apps if each["url_prefix"] == PREFIX] == [app]
+    (plugin,) = (each for each in plugins_manager._get_plugins()[0] if each.name == "eventsql")
+    assert "fastapi_apps" not in vars(plugin)
+    assert "eventsql_orchestration.airflow.pages" in sys.modules
