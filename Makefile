@@ -150,6 +150,9 @@ airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, an
 bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a small run)
 	$(BIN)/eventsql bench all $(ARGS)
 
+kafka: setup ## Measure Kafka beside the package on this machine, where Maven is (ARGS=--events N --batch N --rounds N)
+	$(BIN)/python benchmarks/kafka/run.py $(ARGS)
+
 faults: setup ## Kill processes and the server under load, then look for lost and repeated events (ARGS=--events N --seed N)
 	$(BIN)/python -m tests.log.faults $(ARGS)
 
