@@ -4,7 +4,8 @@
 user gets, fsync among them. Publishers of every kind, transfers, consumers of every kind and a reader run as processes
 of their own. By how many events are acknowledged, the seed decides which of them is killed when, when a server stops in
 immediate mode or is killed (all of it, its postmaster or one session), and when the topic gets another number of
-partitions. With `--pooled`, the processes reach the server through a PgBouncer, which is killed too.
+partitions. With `--pooled`, the processes reach the server through a PgBouncer, which is killed too. With `--standby`,
+the server has a synchronous standby: the server is lost once, the standby is promoted, and the processes find it.
 
 With `--shards 2`, it begins with two shards, one on each of two servers; every shard that is added goes to the server
 with the fewer. The seed also decides when a shard is added, whether its operator is killed in the middle, and whether
@@ -41,9 +42,21 @@ from eventsql_orchestration.model import STORAGES, Storage
 from tests.fixtures import memory_disk
 from tests.log import playing, verdict
 from tests.log.numbered import TOPIC, Progress, replace
-from tests.log.plan import FORM, PARTITIONS, POOLER, SERVER, SHARD, Player, Settings, faults, players, publishers
+from tests.log.plan import (
+    FORM,
+    PARTITIONS,
+    POOLER,
+    PROMOTION,
+    SERVER,
+    SHARD,
+    Player,
+    Settings,
+    faults,
+    players,
+    publishers,
+)
 from tests.log.playing import followed, make_tables
-from tests.log.servers import WAYS
+from tests.log.servers import WAYS, Pair
 from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import PgBouncer, running
 
@@ -205,10 +218,12 @@ class Run:
     """One run from its tables to its verdict."""
 
     def __init__(
-        self, settings: Settings, servers: Sequence[EmbeddedPostgres], poolers: Sequence[PgBouncer], home: Path
-    ) -> None:
+        self, settings: Settings, servers: Sequence[EmbeddedPostgres], poolers: Sequence[PgBouncer], pair: Pair | None,
+        home: Path,
+    ) -> None:  # fmt: skip
         self._settings = settings
         self._servers = servers
+        self._pair = pair
         self._poolers = poolers
         self._home = home
         self._urls = home / "urls"
@@ -245,7 +260,10 @@ class Run:
         """A database for one more shard."""
         number = self.figures.shards % len(self._servers)
         self.figures.shards += 1
-        dsn = self._servers[number].create_database(f"faults_{self.figures.shards}")
+        name = f"faults_{self.figures.shards}"
+        dsn = self._servers[number].create_database(name)
+        if self._pair is not None:
+            return self._pair.url(name)
         return self._poolers[number].url(dsn) if self._poolers else dsn
 
     def _prepare(self, platform: EventSQL) -> None:
@@ -273,6 +291,9 @@ class Run:
                 pooler.stop()
                 pooler.start()
                 self.figures.kills[POOLER] += 1
+            elif fault.name == PROMOTION and self._pair is not None:
+                self._pair.promote()
+                self.figures.restarts[PROMOTION] += 1
             elif fault.name == PARTITIONS:
                 self._repartition(cast, platform)
             elif fault.name == FORM:
@@ -411,20 +432,22 @@ def run(settings: Settings, *, keep: bool = False) -> Figures:
     # The servers' account must get in.
     home.chmod(0o755)
     servers = [EmbeddedPostgres(home / f"postgres-{number}") for number in range(settings.shards)]
+    standby = EmbeddedPostgres(home / "standby")
     kept = False
     try:
         with ExitStack() as stack:
             dsns = [server.start().dsn for server in servers]
             # As many connections to the server as there are processes: a consumer holds one while it handles.
             poolers = [stack.enter_context(running(dsn, servers=20)) for dsn in dsns if settings.pooled]
-            figures = Run(settings, servers, poolers, home).play()
+            pair = Pair(servers[0], standby) if settings.standby else None
+            figures = Run(settings, servers, poolers, pair, home).play()
         if keep and figures.violations:
             kept = True
             figures.violations.append(f"look at the servers and the processes' words in {home}")
         return figures
     finally:
         if not kept:
-            for server in servers:
+            for server in (*servers, standby):
                 server.destroy()
             shutil.rmtree(home, ignore_errors=True)
 
@@ -445,6 +468,7 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--storage", choices=STORAGES, default="rows", help="the form of the log")
     parser.add_argument("--queue", action="store_true", help="consume the topic as a queue, and in no other way")
     parser.add_argument("--pooled", action="store_true", help="have a PgBouncer before each server")
+    parser.add_argument("--standby", action="store_true", help="lose the server once, and promote its standby")
     parser.add_argument("--keep", action="store_true", help="leave the servers as they are when there are violations")
     given = vars(parser.parse_args(arguments))
     keep = given.pop("keep")

@@ -20,6 +20,7 @@ PARTITIONS: Final = "partitions"
 SHARD: Final = "shard"
 FORM: Final = "form"
 POOLER: Final = "pooler"
+PROMOTION: Final = "promotion"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,8 @@ class Settings:
     `changes` are of the form of the topic's log.
 
     `shards` is how many there are from the beginning, each on a server of its own; `additions` are of further ones.
-    `pooled`: the processes reach each server through a PgBouncer, which dies as often as servers do.
+    `pooled`: the processes reach each server through a PgBouncer, which dies as often as servers do. `standby`: the
+    only server has a synchronous standby, which is promoted once the server is lost for good.
     """
 
     events: int
@@ -44,6 +46,7 @@ class Settings:
     deadline: float = 1_200.0
     storage: Storage = "rows"
     pooled: bool = False
+    standby: bool = False
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)
     """The consumer of each role."""
 
@@ -61,7 +64,7 @@ class Player:
 @dataclass(frozen=True, slots=True)
 class Fault:
     """What happens once so many events are acknowledged: the process of this name is killed, a server or its pooler
-    breaks, the topic is repartitioned or gets another form, or a shard is added.
+    breaks or is lost, the topic is repartitioned or gets another form, or a shard is added.
     """
 
     at: int
@@ -122,7 +125,7 @@ def faults(settings: Settings, names: Mapping[str, str]) -> list[Fault]:
         of_kind.setdefault(kind, []).append(name)
     kinds = itertools.islice(itertools.cycle(drawn.sample(sorted(of_kind), len(of_kind))), settings.kills)
     others = [SERVER] * settings.restarts + [PARTITIONS] * settings.repartitionings + [SHARD] * settings.additions
-    others += [FORM] * settings.changes
+    others += [FORM] * settings.changes + [PROMOTION] * settings.standby
     if settings.pooled:
         others += [POOLER] * settings.restarts
     targets = [*(drawn.choice(of_kind[kind]) for kind in kinds), *others]

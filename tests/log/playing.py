@@ -57,7 +57,7 @@ class Shards:
         return self._urls.read_text().split()
 
     def _dsn(self, url: str) -> str:
-        return f"{url}?application_name={quote(self._session)}" if self._session else url
+        return f"{url}{'&' if '?' in url else '?'}application_name={quote(self._session)}" if self._session else url
 
     def take_up(self) -> None:
         """Have the shards that have joined since."""

@@ -10,7 +10,7 @@ import pytest
 
 from tests.log import faults, plan, verdict
 from tests.log.plan import Settings
-from tests.log.verdict import AS_A_QUEUE
+from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import MISSING, PROGRAM
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=250.0)
@@ -38,6 +38,11 @@ AS_QUEUE = replace(IN_BLOCKS, events=2_000, restarts=4, consumers=AS_A_QUEUE)
             replace(SHARDED, events=2_000, consumers=AS_A_QUEUE), id="as a queue on shards", marks=pytest.mark.nightly
         ),
         pytest.param(
+            replace(IN_BLOCKS, restarts=0, changes=1, standby=True, consumers={**CONSUMERS, **AS_A_QUEUE}),
+            id="a standby that is promoted",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
             replace(AS_QUEUE, pooled=True),
             id="as a queue behind a pooler",
             marks=[pytest.mark.nightly, pytest.mark.skipif(PROGRAM is None, reason=MISSING)],
@@ -49,7 +54,7 @@ def test_nothing_is_lost_repeated_or_reordered_though_processes_are_killed_and_s
 ) -> None:
     figures = faults.run(settings)
     assert figures.violations == [], f"repeat it with --seed {settings.seed}"
-    assert figures.restarts.total() == settings.restarts
+    assert figures.restarts.total() == settings.restarts + settings.standby
     assert figures.changes == settings.changes
     assert len(figures.layouts) >= settings.repartitionings
     # One that has published everything is not killed any more.
