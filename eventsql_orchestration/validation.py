@@ -6,7 +6,7 @@ import json
 import operator
 import re
 import reprlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from types import NoneType, UnionType
@@ -144,6 +144,12 @@ def check_kind(what: str, value: object, kind: type | UnionType) -> None:
         kinds = get_args(kind) or (kind,)
         wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
         raise ValidationError(f"{what} must be {wanted}, not {type(value).__name__}")
+
+
+def check_several(what: str, values: object) -> None:
+    """Raise `ValidationError` unless `values` is iterable and no string."""
+    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+        raise ValidationError(f"{what} must be several values, as in a list, not {type(values).__name__}")
 
 
 def check_choice(what: str, value: object, choices: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from psycopg import sql
 from eventsql_orchestration.bench import roles, workload
 from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
 from eventsql_orchestration.bench.figure import Figure, rate
+from eventsql_orchestration.bench.processor import Meter, parent
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.errors import BenchmarkError
@@ -25,6 +26,7 @@ from eventsql_orchestration.queue import NewMessage, Queue
 _NAME: Final = "eventsql_bench_queue"
 _PGMQ: Final = "pgmq"
 _UNIT: Final = "messages/s"
+_MICROSECONDS: Final = 1e6
 _HELD: Final = 600
 """The visibility timeout of a benchmark in seconds: longer than any step."""
 
@@ -36,7 +38,8 @@ class QueueBenchmark(Benchmark):
     Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given: the file
     is run in a schema that the benchmark makes and drops, so no such schema may be there. With a backlog, or with
     another transaction open, the ratio to the steps without is a figure. Messages are those of the other benchmarks:
-    150 bytes of JSON.
+    150 bytes of JSON. The details of a rate have the processor time of a message in microseconds, of the clients and of
+    the server where it runs on this machine.
     """
 
     name = "queue"
@@ -61,7 +64,7 @@ class QueueBenchmark(Benchmark):
         if self.topic:
             return session.beside_raw_copy(lambda: self._consume_topic(session))
         text = _read(self.pgmq_sql) if self.pgmq_sql else None
-        figures: dict[str, list[float]] = {}
+        figures: dict[str, list[_Step]] = {}
         with ExitStack() as opened:
             queue = opened.enter_context(_own_queue(session, ordered=self.ordered))
             opened.enter_context(_pgmq(session, text))
@@ -75,7 +78,7 @@ class QueueBenchmark(Benchmark):
         return self._figures(figures)
 
     def _rounds(
-        self, session: Session, queue: Queue, figures: dict[str, list[float]], kinds: list[str], *, phase: str = ""
+        self, session: Session, queue: Queue, figures: dict[str, list[_Step]], kinds: list[str], *, phase: str = ""
     ) -> None:
         for _ in range(self.rounds):
             for step in ("send", "receive"):
@@ -114,7 +117,7 @@ class QueueBenchmark(Benchmark):
             queue.send_all([NewMessage(body, key=f"{done + place}") for place, body in enumerate(batch)])
             session.report("filling the queue", done, self.backlog)
 
-    def _step(self, session: Session, queue: str, kind: str, step: str) -> float:
+    def _step(self, session: Session, queue: str, kind: str, step: str) -> _Step:
         share = self.messages // self.connections
         with session.crew() as crew:
             started = [
@@ -124,29 +127,55 @@ class QueueBenchmark(Benchmark):
                 )
                 for number in range(self.connections)
             ]  # fmt: skip
+            server = parent(session.connection.info.backend_pid, program="postgres")
+            crew.ready()
+            meter = Meter(
+                {"clients": [each.process.pid for each in started], "server": [] if server is None else [server]}
+            )
             crew.go()
             outcomes = [crew.outcome(each, limit=600.0) for each in started]
+            processor = meter.taken()
         done = sum(outcome["messages"] for outcome in outcomes)
         elapsed = max(outcome["ended"] for outcome in outcomes) - min(outcome["started"] for outcome in outcomes)
-        return float(done / elapsed)
+        costs = {kind: seconds / done * _MICROSECONDS for kind, seconds in processor.items() if seconds}
+        return _Step(done / elapsed, costs)
 
-    def _figures(self, figures: dict[str, list[float]]) -> list[Figure]:
+    def _figures(self, figures: dict[str, list[_Step]]) -> list[Figure]:
         found: list[Figure] = []
         details = {"connections": self.connections, "batch": self.batch, "backlog": self.backlog}
-        for name, rates in figures.items():
-            median = sorted(rates)[len(rates) // 2]
-            found.append(Figure(f"queue_{name}", median, _UNIT, details={**details, "rounds": rates}))
+        for name, steps in figures.items():
+            middle = _middle(steps)
+            rates = [step.rate for step in steps]
+            found.append(
+                Figure(
+                    f"queue_{name}", middle.rate, _UNIT,
+                    details={**details, "rounds": rates, "processor_microseconds": middle.costs},
+                )
+            )  # fmt: skip
             if (theirs := figures.get(f"pgmq_{name}")) is not None:
                 # Of neighbouring steps: the machine's speed drifts.
-                ratios = sorted(own / other for own, other in zip(rates, theirs, strict=True))
+                ratios = sorted(own / other.rate for own, other in zip(rates, theirs, strict=True))
                 ratio = ratios[len(ratios) // 2]
                 found.append(Figure(f"queue_{name}_of_pgmq", ratio, "ratio", details={"rounds": ratios}))
         for step in ("send", "receive"):
             for phase, other, name in (("", "empty_", "of_empty"), ("held_", "", "held_of_free")):
                 if (ran := figures.get(f"{phase}{step}")) and (beside := figures.get(f"{other}{step}")):
-                    ratio = sorted(ran)[len(ran) // 2] / sorted(beside)[len(beside) // 2]
+                    ratio = _middle(ran).rate / _middle(beside).rate
                     found.append(Figure(f"queue_{step}_{name}", ratio, "ratio", details=details))
         return found
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Messages per second, and microseconds of processor time per message of each kind of process."""
+
+    rate: float
+    costs: dict[str, float]
+
+
+def _middle(steps: list[_Step]) -> _Step:
+    """The step of the median rate."""
+    return sorted(steps, key=lambda step: step.rate)[len(steps) // 2]
 
 
 def _read(path: str) -> str:

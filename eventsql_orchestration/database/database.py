@@ -269,6 +269,13 @@ class Database:
         with self._checked_out() as (connection, notes):
             return statement.fetch(connection, notes, values)
 
+    @checks_itself
+    def fetch_values(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[tuple[Any, ...]]:
+        """As `fetch`, with the columns as Python's values. See `SingleStatement.fetch_values`."""
+        self.ensure_schema()
+        with self._checked_out() as (connection, notes):
+            return statement.fetch_values(connection, notes, values)
+
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.
 

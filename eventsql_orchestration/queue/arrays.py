@@ -1,12 +1,14 @@
 """Arrays of messages in PostgreSQL's binary format.
 
 psycopg adapts each element of a list by itself. Measured for 100 messages: 0.6 ms of processor time, 0.05 ms with this.
+A `SingleStatement` takes such an array as it is, a psycopg cursor after `adapt_arrays`.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from itertools import chain, repeat
 from typing import Any, Final
 
@@ -14,13 +16,17 @@ import psycopg
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
+from eventsql_orchestration.database.binary import encode_time
 from eventsql_orchestration.errors import ValidationError
 
 _BIGINT: Final = 20
 _INTEGER: Final = 23
 _TEXT: Final = 25
 _BYTEA: Final = 17
-_HEAD: Final = struct.Struct(">iiiii").pack
+_FLOAT: Final = 701
+_TIME: Final = 1184
+_HEADER: Final = struct.Struct(">iiiii")
+_HEAD: Final = _HEADER.pack
 _length: Final = struct.Struct(">i").pack
 _NULL: Final = _length(-1)
 
@@ -39,6 +45,14 @@ class BigintArray(bytes):
 
 class IntegerArray(bytes):
     """An encoded `integer[]`."""
+
+
+class FloatArray(bytes):
+    """An encoded `double precision[]`."""
+
+
+class TimeArray(bytes):
+    """An encoded `timestamptz[]`."""
 
 
 class _BytesArrayDumper(Dumper):
@@ -61,6 +75,14 @@ class _IntegerArrayDumper(_BytesArrayDumper):
     oid = 1007
 
 
+class _FloatArrayDumper(_BytesArrayDumper):
+    oid = 1022
+
+
+class _TimeArrayDumper(_BytesArrayDumper):
+    oid = 1185
+
+
 def bytes_array(values: Iterable[bytes]) -> BytesArray:
     return BytesArray(_encoded(_BYTEA, values))
 
@@ -77,7 +99,21 @@ def integer_array(values: Sequence[int]) -> IntegerArray:
     return IntegerArray(_numbers(_INTEGER, "ii", 4, values))
 
 
-def _numbers(oid: int, element: str, size: int, values: Sequence[int]) -> bytes:
+def float_array(values: Sequence[float]) -> FloatArray:
+    return FloatArray(_numbers(_FLOAT, "id", 8, values))
+
+
+def time_array(values: Iterable[datetime | None]) -> TimeArray:
+    return TimeArray(_encoded(_TIME, (None if value is None else encode_time(value) for value in values)))
+
+
+def decode_bigints(array: bytes) -> list[int]:
+    """The elements of a `bigint[]` without NULL."""
+    # An empty array has a shorter header.
+    return [number for _, number in struct.iter_unpack(">iq", array[_HEADER.size :])]
+
+
+def _numbers(oid: int, element: str, size: int, values: Sequence[float]) -> bytes:
     flat = chain.from_iterable(zip(repeat(size), values, strict=False))
     try:
         return _HEAD(1, 0, oid, len(values), 1) + struct.pack(f">{element * len(values)}", *flat)
@@ -96,3 +132,5 @@ def adapt_arrays(cursor: psycopg.Cursor[Any]) -> None:
     cursor.adapters.register_dumper(TextArray, _TextArrayDumper)
     cursor.adapters.register_dumper(BigintArray, _BigintArrayDumper)
     cursor.adapters.register_dumper(IntegerArray, _IntegerArrayDumper)
+    cursor.adapters.register_dumper(FloatArray, _FloatArrayDumper)
+    cursor.adapters.register_dumper(TimeArray, _TimeArrayDumper)

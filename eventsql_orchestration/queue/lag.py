@@ -59,8 +59,11 @@ class QueueLagReader:
         return [QueueLag(*row) for row in rows]
 
 
-def queue_lags(database: Database) -> list[QueueLag]:
-    """The lag of every queue of a database, by name; empty if the role may not read queues."""
+def queue_lags(database: Database, *, required: bool = False) -> list[QueueLag]:
+    """The lag of every queue of a database, by name; empty if the role may not read queues.
+
+    With `required`, raises `PermissionDeniedError` instead.
+    """
     reader = QueueLagReader(database)
     with database.connection() as connection:
-        return reader.read(connection) if reader.is_allowed(connection) else []
+        return reader.read(connection) if required or reader.is_allowed(connection) else []

@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from typing import Final, Protocol, TypeAlias, runtime_checkable
 
-from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database
-from eventsql_orchestration.errors import DatabaseUnavailableError, ShardError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ShardError, ValidationError
 from eventsql_orchestration.queue.queue_table import QUEUE, QueueOptions, QueueTable
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
@@ -25,7 +25,15 @@ from eventsql_orchestration.queue.values import (
 )
 from eventsql_orchestration.queue.worker import Backoff, QueueWorkers, exponential
 from eventsql_orchestration.shards.shard import Shard
-from eventsql_orchestration.validation import NO_METADATA, Duration, check_name, check_seconds, check_whole
+from eventsql_orchestration.validation import (
+    NO_METADATA,
+    Duration,
+    check_kind,
+    check_name,
+    check_seconds,
+    check_several,
+    check_whole,
+)
 
 MAX_MESSAGES: Final = 10_000
 """The most messages of one receive or send. More would wait in memory for longer than their visibility timeout."""
@@ -171,6 +179,8 @@ class Queue:
     def _by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
         tables, grouped = {table.shard: table for table in self._all()}, dict[str | None, list[Message]]()
         for message in messages:
+            if type(message) is not Message:
+                check_kind("an item of messages", message, Message)
             grouped.setdefault(message.shard, []).append(message)
         return [(tables.get(shard) or self._of(held[0]), held) for shard, held in grouped.items()]
 
@@ -183,6 +193,7 @@ class Queue:
 
     # Sending
 
+    @checks_itself
     def send(
         self,
         body: bytes,
@@ -204,8 +215,11 @@ class Queue:
         database.
         """
         message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
+        if self._lone():
+            return self._all()[0].put([message], connection)[0]
         return self.send_all([message], connection=connection)[0]
 
+    @checks_itself
     def send_all(
         self, messages: Iterable[NewMessage | bytes], *, connection: CallersConnection | None = None
     ) -> list[int]:
@@ -214,7 +228,8 @@ class Queue:
         With `connection`, they are sent when the caller's transaction commits. Over several shards, the messages of
         each shard are one statement. Raises as `send`.
         """
-        given = [each if isinstance(each, NewMessage) else NewMessage(each) for each in messages]
+        check_several("messages", messages)
+        given = [each if isinstance(each, NewMessage) else _bare(each) for each in messages]
         if len(given) > MAX_MESSAGES:
             raise ValidationError(f"{len(given)} messages are too many for one call: send up to {MAX_MESSAGES}")
         tables = self._all()
@@ -264,6 +279,7 @@ class Queue:
 
     # Receiving
 
+    @checks_itself
     def receive(
         self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
     ) -> list[Message]:
@@ -333,6 +349,7 @@ class Queue:
 
     # Settling
 
+    @checks_itself
     def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
         """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
 
@@ -340,13 +357,16 @@ class Queue:
         `MessageNotFoundError` after that, or if it was acknowledged or released before. For an ordered queue, raises
         `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
         """
+        check_kind("message", message, Message)
         self._of(message).acknowledge([message], connection)
 
+    @checks_itself
     def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
         """Acknowledge messages together, all or none; over several shards, all of a shard or none.
 
         Raises as `acknowledge`; `ids` of the `MessageNotFoundError` are the messages that are not held any more.
         """
+        check_several("messages", messages)
         grouped = self._by_shard(messages)
         if not grouped and connection is not None:
             self._where(connection, [], self._all())
@@ -364,10 +384,21 @@ class Queue:
     def give_back(self, messages: Iterable[Message]) -> None:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
 
-        A message that is not held any more stays as it is.
+        A message that is not held any more stays as it is. Messages of the other shards are given back before a shard
+        that cannot be reached raises `DatabaseUnavailableError` or `ShardError`; its own come back after their timeout.
         """
-        for table, held in self._by_shard(messages):
-            table.give_back(held)
+        grouped: dict[str | None, list[Message]] = {}
+        for message in messages:
+            grouped.setdefault(message.shard, []).append(message)
+
+        failures: list[DatabaseError | ShardError] = []
+        for held in grouped.values():
+            try:
+                self._of(held[0]).give_back(held)
+            except (DatabaseError, ShardError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
 
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
@@ -472,6 +503,11 @@ def checked_options(name: str, given: QueueOptions) -> QueueOptions:
     if given.max_receives is not None and given.dead_letters is None:
         check_name("queue name with _dead", f"{name}_dead")
     return given
+
+
+def _bare(body: bytes) -> NewMessage:
+    check_kind("an item of messages", body, NewMessage | bytes)
+    return NewMessage(body)
 
 
 def _seconds(what: str, duration: Duration | None) -> float | None:

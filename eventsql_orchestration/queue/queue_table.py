@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import struct
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.binary import decode_jsonb
 from eventsql_orchestration.database.notifications import Listener, Notifier
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     MessageNotFoundError,
@@ -21,7 +26,16 @@ from eventsql_orchestration.errors import (
     RedefinitionError,
     ValidationError,
 )
-from eventsql_orchestration.queue.arrays import adapt_arrays, bigint_array, bytes_array, integer_array, text_array
+from eventsql_orchestration.queue.arrays import (
+    adapt_arrays,
+    bigint_array,
+    bytes_array,
+    decode_bigints,
+    float_array,
+    integer_array,
+    text_array,
+    time_array,
+)
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
     Message,
@@ -41,6 +55,12 @@ from eventsql_orchestration.validation import (
 
 QUEUE: Final = "queue"
 """The kind of a notification of new messages in a queue."""
+
+FROM_START_SECONDS: Final = 0.2, 5.0
+"""The least and the most seconds between two receives that look at all visible messages."""
+
+FROM_START_RATIO: Final = 20
+"""The time between two such receives, in times of what the first one took: they are at most 5 % of the work."""
 
 PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
@@ -83,6 +103,25 @@ class QueueOptions:
         return QueueOptions(**{name: getattr(found, name) if given is None else given for name, given in own.items()})
 
 
+_integer: Final = struct.Struct(">i").pack
+_double: Final = struct.Struct(">d").pack
+
+
+class _Statements(NamedTuple):
+    """The statements that are transactions by themselves. Each calls a function that keeps its own plans."""
+
+    put: SingleStatement
+    take: SingleStatement
+    take_in_order: SingleStatement
+    acknowledge: SingleStatement
+
+
+@cache
+def _statements(schema: str) -> _Statements:
+    queries = Queries("queue", schema)
+    return _Statements(*(SingleStatement(name, queries(name)) for name in _Statements._fields))
+
+
 class QueueTable:
     """One queue in one database. `QueueTable` creates the queue at its first use, with the options that were given.
 
@@ -109,6 +148,9 @@ class QueueTable:
         self._notifier = notifier
         self._elsewhere = elsewhere
         self._queries = Queries("queue", database.schema)
+        self._statements = _statements(database.schema)
+        self._onwards: bytes | None = None
+        self._from_start_at = 0.0
         self._id: int | None = None
         self._known: QueueDefinition | None = None
 
@@ -182,38 +224,58 @@ class QueueTable:
 
     def put(self, messages: Sequence[NewMessage], connection: CallersConnection | None) -> list[int]:
         """Write messages in one statement, and notify receivers unless the caller commits. Gives the ids in order."""
-        values = {"queue": self.id(), **_columns(messages)}
-        with self.database.joined(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
-            adapt_arrays(cursor)
-            row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
-        if row is None or row[0] is None:
+        columns = _columns(messages)
+        if connection is None:
+            encoded = self.database.fetch(self._statements.put, {"queue": _integer(self.id()), **columns})[0][0]
+            ids = None if encoded is None else decode_bigints(encoded)
+        else:
+            with self.database.callers(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+                adapt_arrays(cursor)
+                row = cursor.execute(self._queries("put"), {"queue": self.id(), **columns}, binary=True).fetchone()
+            ids = None if row is None else row[0]
+        if ids is None:
             raise QueueNotFoundError(f"queue {self._name!r} is not in {self.database} any more")
         if connection is None and self._notifier is not None:
             self._notifier.notify(QUEUE, self._name)
-        ids: list[int] = row[0]
         return ids
 
     # Receiving
 
     def take(self, most: int, seconds: float | None) -> list[Message]:
         """Receive messages, for the queue's own visibility timeout by default. Never waits."""
-        queue = self.id()
-        known = self.known()
+        queue, known = self.id(), self.known()
         values = {
-            "queue": queue,
-            "max_messages": most,
-            "visibility_timeout": known.visibility_timeout if seconds is None else seconds,
+            "queue": _integer(queue),
+            "max_messages": _integer(most),
+            "visibility_timeout": _double(known.visibility_timeout if seconds is None else seconds),
         }
-        statement = self._queries("take_in_order" if known.ordered else "take")
-        with self.database.connection() as connection:
-            rows = connection.execute(statement, values, binary=True).fetchall()
-        return [self._message(row) for row in rows]
+        if known.ordered:
+            rows = self.database.fetch_values(self._statements.take_in_order, values)
+        else:
+            rows = self._take_onwards(values)
+        shard = self.shard
+        return [
+            Message(
+                id_, body, key, _metadata(metadata), receives, receipt, priority, sent_at,
+                () if history is None else decode_jsonb(history), shard,
+            )
+            for id_, body, key, metadata, receives, receipt, priority, sent_at, history, _ in rows
+        ]  # fmt: skip
 
-    def _message(self, row: tuple[Any, ...]) -> Message:
-        id_, body, key, metadata, receives, receipt, priority, sent_at, history = row
-        return Message(
-            id_, body, key, _metadata(metadata), receives, receipt, priority, sent_at, history or (), self.shard
-        )  # fmt: skip
+    def _take_onwards(self, values: Mapping[str, bytes]) -> list[tuple[Any, ...]]:
+        """Receive messages from where the last receive found some, and now and then from the start.
+
+        A message is behind that place if its sender committed late, or if another receiver's transaction failed.
+        """
+        started = time.monotonic()
+        since = self._onwards if started < self._from_start_at else None
+        rows = self.database.fetch_values(self._statements.take, {**values, "since": since})
+        if since is None:
+            ended, (least, most) = time.monotonic(), FROM_START_SECONDS
+            self._from_start_at = ended + min(most, max(least, FROM_START_RATIO * (ended - started)))
+        if rows and rows[-1][-1] is not None:
+            self._onwards = rows[-1][-1]
+        return rows
 
     def due(self) -> float | None:
         """Seconds until the next hidden message becomes visible by time alone; None if there is none."""
@@ -226,17 +288,14 @@ class QueueTable:
     def acknowledge(self, messages: Collection[Message], connection: CallersConnection | None) -> None:
         """Delete held messages, or none of them. Raises `MessageNotFoundError`, `ValidationError`."""
         held = _held(messages)
-        with self.database.joined(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
-            adapt_arrays(cursor)
-            values = {
-                "queue": self.id(), "ids": bigint_array(held["ids"]), "receipts": integer_array(held["receipts"]),
-            }  # fmt: skip
-            try:
-                row = cursor.execute(self._queries("acknowledge"), values).fetchone()
-            except psycopg.errors.SerializationFailure:
-                # Under REPEATABLE READ: somebody has received or settled a message since the transaction began.
-                row = (held["ids"],)
-        missing: list[int] | None = None if row is None else row[0]
+        values = {"ids": bigint_array(held["ids"]), "receipts": integer_array(held["receipts"])}
+        missing: list[int] | None
+        if connection is None:
+            queue = _integer(self.id())
+            encoded = self.database.fetch(self._statements.acknowledge, {"queue": queue, **values})[0][0]
+            missing = None if encoded is None else decode_bigints(encoded)
+        else:
+            missing = self._acknowledge_within(connection, values, held["ids"])
         if missing is None:
             raise ValidationError(
                 f"queue {self._name!r} is ordered, and the connection's transaction is not READ COMMITTED, so it may "
@@ -244,6 +303,18 @@ class QueueTable:
             )
         if missing:
             raise self.not_found(missing)
+
+    def _acknowledge_within(
+        self, connection: CallersConnection, values: Mapping[str, bytes], ids: list[int]
+    ) -> list[int] | None:
+        with self.database.callers(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+            adapt_arrays(cursor)
+            try:
+                row = cursor.execute(self._queries("acknowledge"), {"queue": self.id(), **values}).fetchone()
+            except psycopg.errors.SerializationFailure:
+                # Under REPEATABLE READ: somebody has received or settled a message since the transaction began.
+                return ids
+        return None if row is None else row[0]
 
     def release(self, message: Message, delay: float, reason: str | None) -> None:
         values = {
@@ -372,10 +443,13 @@ def drop_expired_archives(database: Database) -> list[str]:
     return dropped
 
 
-def _columns(messages: Sequence[NewMessage]) -> dict[str, Any]:
-    """The columns of messages as arrays. A column with the default in every message is NULL."""
+def _columns(messages: Sequence[NewMessage]) -> dict[str, bytes | None]:
+    """The columns of messages as encoded arrays. A column with the default in every message is NULL."""
+    priorities = [message.priority for message in messages]
+    dues = [message.due for message in messages]
+    delays = [message.delay for message in messages]
     return {
-        "bodies": bytes_array(message.body for message in messages),
+        "bodies": bytes_array([message.body for message in messages]),
         "keys": _texts([message.key for message in messages]),
         "metadata": _texts(
             [
@@ -383,17 +457,15 @@ def _columns(messages: Sequence[NewMessage]) -> dict[str, Any]:
                 for message in messages
             ]
         ),
-        "priorities": [message.priority for message in messages]
-        if any(message.priority for message in messages)
-        else None,
-        "dues": [message.due for message in messages] if any(message.due for message in messages) else None,
-        "delays": [message.delay for message in messages] if any(message.delay for message in messages) else None,
+        "priorities": integer_array(priorities) if any(priorities) else None,
+        "dues": time_array(dues) if any(dues) else None,
+        "delays": float_array([check_seconds("delay", delay, zero=True) for delay in delays]) if any(delays) else None,
         "deduplication_ids": _texts([message.deduplication_id for message in messages]),
     }
 
 
-def _texts(values: Sequence[str | None]) -> object:
-    return None if all(value is None for value in values) else text_array(values)
+def _texts(values: Sequence[str | None]) -> bytes | None:
+    return text_array(values) if any(value is not None for value in values) else None
 
 
 def _held(messages: Collection[Message]) -> Mapping[str, list[int]]:

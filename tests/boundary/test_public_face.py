@@ -79,6 +79,7 @@ EXEMPT = {
     "Projection.create": "the user's",
     "Projections.follow": "the repository calls it, and the subscription",
     "Database.fetch": "only the platform calls it",
+    "Database.fetch_values": "only the platform calls it",
     "Database.meaning": "takes the errors of the driver alone",
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",

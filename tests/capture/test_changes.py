@@ -288,3 +288,33 @@ def test_a_transaction_with_an_older_definition_of_the_topic_must_begin_anew(
     orders.repartitioner.repartition("changes", 9)
     with pytest.raises(psycopg.errors.SerializationFailure):
         writer.execute("INSERT INTO orders VALUES (2, 'new', 1)")
+
+
+@pytest.mark.parametrize("partitions", [-1, 1, 7, 30_000])
+def test_a_statement_with_many_rows_writes_the_events_of_each_to_its_partition(
+    platform: EventSQL, session: Connection, partitions: int
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, amount numeric)")
+    platform.registry.register_topic(Topic("changes", partitions))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO orders SELECT n, 'new', n FROM generate_series(1, 2100) n")
+    session.execute("UPDATE orders SET status = 'paid' WHERE id = 17")
+    session.execute("UPDATE orders SET id = CASE WHEN id > 100 THEN -id ELSE id END, status = status || '!'")
+    session.execute("DELETE FROM orders WHERE id < -105")
+    found = events(session)
+    assert len(found) == 2_100 + 1 + (100 + 2 * 2_000) + 1_995
+    assert differences(session, "orders", "id::text") == []
+    wanted = [-1 if partitions < 0 else partition_of_key(each["key"], partitions) for each in found]
+    assert [each["partition"] for each in found] == wanted
+    assert [(each["op"], (each["after"] or {}).get("status")) for each in found if each["key"] == "17"] == [
+        ("c", "new"), ("u", "paid"), ("u", "paid!"),
+    ]  # fmt: skip
+
+
+def test_equal_keys_with_other_texts_are_other_keys(platform: EventSQL, session: Connection) -> None:
+    session.execute("CREATE TABLE orders (id numeric PRIMARY KEY, status text)")
+    platform.registry.register_topic(Topic("changes", 4))
+    platform.capture("orders", "changes")
+    session.execute("INSERT INTO orders VALUES (1.0, 'new')")
+    session.execute("UPDATE orders SET id = 1.00")
+    assert [(each["op"], each["key"]) for each in events(session)] == [("c", "1.0"), ("d", "1.0"), ("c", "1.00")]

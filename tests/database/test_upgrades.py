@@ -300,3 +300,17 @@ def test_the_schema_of_a_java_database_lacks_nothing_of_a_new_one(
         return {(kind, table.rpartition(".")[2], name) for kind, table, name, _ in found if kind in kinds}
 
     assert names(catalog(direct_dsn)) <= names(catalog(dsn, "public"))
+
+
+def test_rights_on_receiving_that_were_given_by_hand_outlive_its_new_function(old: str) -> None:
+    upgrade(old, "0035")
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute("REVOKE EXECUTE ON FUNCTION eventsql.take_messages FROM PUBLIC")
+        connection.execute("GRANT EXECUTE ON FUNCTION eventsql.take_messages TO pg_monitor")
+        upgrade(old, "0036")
+        function = "eventsql.take_messages(integer, integer, double precision, timestamptz)"
+        rights = "SELECT has_function_privilege(%s, %s, 'EXECUTE')"
+        found = [
+            connection.execute(rights, [role, function]).fetchone() for role in ("pg_monitor", "pg_read_all_stats")
+        ]
+        assert found == [(True,), (False,)]

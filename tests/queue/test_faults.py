@@ -121,11 +121,9 @@ def _sent(number: int) -> tuple[int, int, int]:
     return batch, place % 2, place
 
 
-@pytest.mark.parametrize("ordered", [False, True])
-def test_killed_senders_and_workers_lose_and_double_nothing(
-    database: Database, tmp_path: Path, *, ordered: bool
-) -> None:
-    _run(database, tmp_path, ordered=ordered, messages=60, breaks=3)
+def test_killed_senders_and_workers_lose_and_double_nothing(database: Database, tmp_path: Path) -> None:
+    """A sample, in order: processes that start and die take seconds each on a busy machine."""
+    _run(database, tmp_path, ordered=True, messages=30, breaks=2)
 
 
 @pytest.mark.nightly

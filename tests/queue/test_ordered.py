@@ -22,10 +22,7 @@ def bodies(messages: list[Message]) -> list[bytes]:
 def expire(database: Database) -> None:
     """Let every visibility timeout end, and every delay."""
     with database.connection() as connection:
-        connection.execute(
-            "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 s' "
-            "WHERE eql_visible_at < 'infinity'"
-        )
+        connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now() WHERE eql_visible_at < 'infinity'")
 
 
 def numbers(queue: Queue) -> tuple[int, int, int, int]:

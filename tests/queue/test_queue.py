@@ -57,7 +57,7 @@ def receive_within(connection: Connection, queue: Queue, max_messages: int) -> s
     """What a receiver takes whose transaction is still open."""
     statement = Queries("queue", "eventsql")("take")
     (row,) = connection.execute("SELECT eql_id FROM eventsql.queue WHERE eql_name = %s", [queue.name])
-    values = {"queue": row[0], "max_messages": max_messages, "visibility_timeout": 30.0}
+    values = {"queue": row[0], "max_messages": max_messages, "visibility_timeout": 30.0, "since": None}
     return {row[0] for row in connection.execute(statement, values)}
 
 

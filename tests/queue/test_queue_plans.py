@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import time
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
-from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.binary import decode_time
 from eventsql_orchestration.queue import NewMessage, Queue
 from tests.plans import plans
 
@@ -52,7 +56,7 @@ def test_a_session_that_planned_on_an_empty_table_reads_little_of_a_full_one(
     number = queue._table(None).id()
     with database.transaction() as connection:
         take = QUERIES("take_in_order" if ordered else "take")
-        values = {"queue": number, "max_messages": 10, "visibility_timeout": 30.0}
+        values = {"queue": number, "max_messages": 10, "visibility_timeout": 30.0, "since": None}
         rows = connection.execute(take, values).fetchall()
         assert len(rows) == 10
         held = {"ids": [row[0] for row in rows], "receipts": [row[5] for row in rows]}
@@ -60,6 +64,59 @@ def test_a_session_that_planned_on_an_empty_table_reads_little_of_a_full_one(
         scans, read, fetched = connection.execute(READ, ["queue_message"]).fetchone() or (0, 0, 0)
         assert (scans, read) == (0, 0)
         assert fetched <= 150
+
+
+def test_a_receive_reads_no_messages_that_were_acknowledged_while_a_snapshot_is_open(
+    database: Database, session: Connection
+) -> None:
+    queue = Queue(database, "commands")
+    start = datetime.now(UTC) - timedelta(hours=1)
+    queue.send_all([NewMessage(b"x", due=start + timedelta(seconds=number)) for number in range(2_000)])
+    session.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
+    session.execute("SELECT count(*) FROM eventsql.queue_message")
+    for _ in range(15):
+        queue.acknowledge_all(queue.receive(max_messages=100))
+    table = queue._table(None)
+    values = {"queue": table.id(), "max_messages": 100, "visibility_timeout": 30.0}
+    read = "SELECT pg_stat_get_xact_tuples_returned('eventsql.queue_message_visible'::regclass)"
+    entries = []
+    for since in (decode_time(table._onwards), None):
+        with database.connection() as connection, connection.transaction(force_rollback=True):
+            # What the session has not reported yet counts too.
+            (before,) = connection.execute(read).fetchone() or (0,)
+            assert len(connection.execute(QUERIES("take"), {**values, "since": since}).fetchall()) == 100
+            (after,) = connection.execute(read).fetchone() or (0,)
+            entries.append(after - before)
+    onwards, from_start = entries
+    assert from_start >= 1_500
+    assert onwards <= 350
+
+
+def test_a_message_behind_the_last_receive_is_received_when_no_other_is_left_and_from_time_to_time(
+    database: Database, session: Connection
+) -> None:
+    queue = Queue(database, "commands")
+    table = queue._table(None)
+    queue.send_all([b"x"] * 20)
+    assert len(queue.receive(max_messages=10)) == 10
+
+    def send_late() -> int:
+        """Send a message as a sender that has not committed for an hour."""
+        late = queue.send(b"late")
+        earlier = "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_id = %s"
+        session.execute(earlier, [late])
+        return late
+
+    late = send_late()
+    table._from_start_at = time.monotonic() + 3_600
+    assert [message.body for message in queue.receive(max_messages=10)] == [b"x"] * 10
+    assert [message.id for message in queue.receive(max_messages=10)] == [late]
+
+    queue.send_all([b"x"] * 10)
+    assert len(queue.receive(max_messages=5)) == 5
+    late = send_late()
+    table._from_start_at = 0.0
+    assert late in {message.id for message in queue.receive(max_messages=3)}
 
 
 @pytest.mark.parametrize("statement", ["release"])

@@ -8,6 +8,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.monitoring.queues import read_queues
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.queue import Message, NewMessage, Queue
@@ -70,6 +71,12 @@ def test_a_reader_sees_how_many_messages_wait_and_others_do_not(queues: dict[str
     assert found["pictures"] == 2
     assert queue_lags(as_("sender").database) == []
     assert queue_lags(as_("reader_orders").database) == []
+
+
+def test_dagster_does_not_take_missing_rights_for_a_missing_queue(queues: dict[str, Queue], as_: As) -> None:
+    assert read_queues(as_("reader"), ["pictures"])["pictures"].lags
+    with pytest.raises(PermissionDeniedError):
+        read_queues(as_("sender"), ["pictures"])
 
 
 SENDER = (

@@ -8,7 +8,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError
+from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError, ShardError
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition
 from tests.shards.conftest import Databases, Open, Until
 
@@ -86,3 +86,17 @@ def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventS
         gone.down = None
         go_on.set()
         until(lambda: workers.handled >= 3)
+
+
+def test_messages_are_given_back_on_the_other_shards_while_one_is_down(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    for shard in platform.shards:
+        Queue(shard, "jobs").send(b"x")
+    held = sorted(queue.receive(max_messages=3), key=lambda message: message.shard or "")
+    first = next(shard for shard in platform.shards if shard.name == held[0].shard)
+    first.down = DatabaseUnavailableError("gone")
+    with pytest.raises(ShardError):
+        queue.give_back(held)
+    first.down = None
+    assert {message.shard for message in queue.receive(max_messages=3)} == {each.shard for each in held[1:]}

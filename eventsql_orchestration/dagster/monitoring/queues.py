@@ -245,12 +245,16 @@ def _queue_of(spec: dg.AssetSpec) -> str:
 
 
 def read_queues(platform: EventSQL, names: Sequence[str]) -> dict[str, QueueState]:
-    """The states of queues over all shards. Raises `DatabaseUnavailableError` if the only database is down."""
+    """The states of queues over all shards.
+
+    Raises `DatabaseUnavailableError` if the only database is down, `PermissionDeniedError` if this role may not read
+    queues.
+    """
     found: dict[str, list[QueueLag]] = {name: [] for name in names}
     down: list[str] = []
     for shard in shards_of(platform):
         try:
-            lags = queue_lags(shard.database)
+            lags = queue_lags(shard.database, required=True)
         except DatabaseUnavailableError:
             if len(platform.shards) == 1:
                 raise

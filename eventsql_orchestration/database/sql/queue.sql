@@ -27,12 +27,12 @@ SELECT {schema}.put_messages(
     %(dues)s::timestamptz[], %(delays)s::float8[], %(deduplication_ids)s::text[]
 );
 
--- take -- Receives messages of a queue without order.
-SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history
-FROM {schema}.take_messages(%(queue)s, %(max_messages)s, %(visibility_timeout)s);
+-- take -- Receives messages of a queue without order. `since`: the column `onwards` of an earlier receive.
+SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history, onwards
+FROM {schema}.take_messages(%(queue)s, %(max_messages)s, %(visibility_timeout)s, %(since)s::timestamptz);
 
 -- take_in_order -- Receives the first message of each key.
-SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history
+SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history, NULL::bytea
 FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s);
 
 -- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
