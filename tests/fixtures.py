@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from psycopg.pq import Trace
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.storage import log_form
 from tests import worker
 
 PATIENCE = 120.0
@@ -197,6 +199,8 @@ def said_by() -> Iterator[SaidBy]:
 
         def listen(source: Database | Connection) -> Said:
             said = Said(file)
+            # On a busy machine, a form may be looked up again in the middle of what is counted.
+            log_form._known.update({log: (math.inf, form) for log, (_, form) in log_form._known.items()})
             with source.connection() if isinstance(source, Database) else nullcontext(source) as connection:
                 heard.append(connection)
                 said.listen(connection)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from eventsql_orchestration import Event, EventSQL
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.model import BLOCKS
 from eventsql_orchestration.topics import registry
 
@@ -24,9 +25,26 @@ def ids_in(platform: EventSQL, topic: str, partition: int) -> list[int]:
     return [event.id for event in platform.reader.read(topic, partition=partition)]
 
 
+def reading() -> str:
+    """The first word of the statements that read a log."""
+    return "WITH" if in_blocks() else "SELECT"
+
+
 def none_is(column: str, value: str) -> str:
     """An SQL condition on a row of a log: none of its events has this `key` or `value`."""
     return f"'{value}' <> ALL (eql_{column}s)" if in_blocks() else f"eql_{column} <> '{value}'"
+
+
+def change_value(connection: Connection, topic: str, offset: int, value: bytes) -> None:
+    """Change the value of a stored event, in a log without gaps."""
+    if in_blocks():
+        connection.execute(
+            f"UPDATE eventsql.{topic}_block SET eql_values[%(offset)s - (eql_id - eql_events)] = %(value)s "
+            "WHERE eql_id >= %(offset)s AND eql_id - eql_events < %(offset)s",
+            {"offset": offset, "value": value},
+        )
+    else:
+        connection.execute(f"UPDATE eventsql.{topic}_event SET eql_value = %s WHERE eql_id = %s", [value, offset])
 
 
 def check_order(events: Sequence[Event], expected: Sequence[str], *, staged: bool = False) -> None:

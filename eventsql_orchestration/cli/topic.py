@@ -349,17 +349,22 @@ def compact(
     """Merge the small blocks in the log of TOPIC: a plan and, with --execute, the compaction.
 
     A topic that is published to one event at a time has small blocks. Offsets, times and contents of events stay, and
-    publishers and consumers go on. The newest 20,000 offsets may stay as they are. `eventsql transfer` does it once a
-    minute, and Dagster's housekeeping once an hour.
+    publishers and consumers go on. The newest 20,000 offsets may stay as they are. A segment whose table is much larger
+    than its blocks is written anew, which gives the space back to the disk. `eventsql transfer` does it once a minute,
+    and Dagster's housekeeping once an hour.
     """
     with context.platform() as platform:
         done = platform.compactor.execute(topic) if execute else platform.compactor.plan(topic)
     if as_json:
         write_json({**asdict(done), "executed": execute})
     else:
-        show_fields(
-            picked(done, {"small blocks": "blocks", **same("events"), **({"merged into": "into"} if execute else {})})
-        )
+        executed = {"merged into": "into", "bytes given back": "freed"} if execute else {}
+        show_fields(picked(done, {"small blocks": "blocks", **same("events"), **executed}))
+        for each in done.unmerged:
+            say(
+                f"not merged: partition {each.partition}, offsets {each.after + 1} to {each.upto}, because a block is "
+                "broken: run `eventsql doctor`"
+            )
     if not execute:
         say("a plan, nothing is merged: run it again with --execute")
 

@@ -152,6 +152,12 @@ class ClusterCompactor:
         Publishers, transfers and consumers go on. The newest 20,000 offsets of a log may stay as they are. If it is
         interrupted, call it again. Retention compacts all topics, too, some seconds at a time.
 
+        A segment whose table is much larger than its blocks is written anew, so that the disk has the space again. If
+        it is the newest segment, new events get offsets of the next one. Others may wait for half a second, again and
+        again for 10 seconds. While a transaction reads the log for longer, the segment stays as it is.
+
+        Blocks around a broken one are left as they are: `unmerged` of the result names them.
+
         All shards must be up. Raises `TopicNotFoundError`, `RegistryError` for a topic in rows, and `DatabaseBusyError`
         if an erasure or a retention is in the way for 30 seconds.
         """
@@ -161,7 +167,11 @@ class ClusterCompactor:
         first, *others = found.values()
         for each in others:
             into = None if first.into is None or each.into is None else first.into + each.into
-            first = replace(first, blocks=first.blocks + each.blocks, events=first.events + each.events, into=into)
+            freed = None if first.freed is None or each.freed is None else first.freed + each.freed
+            first = replace(
+                first, blocks=first.blocks + each.blocks, events=first.events + each.events, into=into, freed=freed,
+                unmerged=first.unmerged + each.unmerged,
+            )  # fmt: skip
         return first
 
 

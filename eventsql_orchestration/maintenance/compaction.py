@@ -3,25 +3,30 @@
 A log is compacted in windows of up to 20,000 ids, each in a transaction of its own. A window is merged once it lies
 behind the newest event, and no program changes blocks there any more: only an erasure does, and retention drops them.
 Each transaction keeps both away. If it is interrupted, its window stays as it was.
+
+Merged blocks leave their space to the segment. A closed segment gets no further events: if it takes much more space
+than its blocks need, a copy takes its place, and the disk has the space again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, field
+from functools import partial
+from operator import add
+from typing import Final, NamedTuple
 
 import psycopg
+from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.roles import act_as_owner
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
-    DatabaseError,
     EventSQLError,
     PermissionDeniedError,
     RegistryError,
@@ -43,21 +48,51 @@ RUN_SECONDS: Final = 10.0
 RETRY_SECONDS: Final = 30.0
 """Seconds that a window waits for an erasure or for retention."""
 
+LOCK_SECONDS: Final = 5
+"""How long a compaction waits for the writer of a topic."""
+
 VACUUMED_BLOCKS: Final = 10_000
 """The number of merged blocks of a segment after which their space is freed for new blocks."""
+
+SPARE_BYTES: Final = 16 << 20
+"""A segment may take so many bytes, and a fifth of all its bytes, more than its blocks need. Beyond that, it is
+rewritten: a fresh segment takes about 4 % more than its blocks need."""
+
+SPARE_SHARE: Final = 0.2
+
+WAIT_SECONDS: Final = 0.5
+"""The longest that one attempt to exchange a rewritten segment makes others wait, for each lock. It is shorter than the
+server's `deadlock_timeout`, so that the attempt gives way, and not a reader that waits for it."""
+
+EXCHANGE_SECONDS: Final = 10.0
+"""Seconds for which the exchange is tried, before the copy is thrown away and left to a later run."""
+
+_DAMAGED: Final = (psycopg.IntegrityError, psycopg.DataError, psycopg.errors.DataCorrupted)
+"""What the server says of a block that is not whole."""
+
+
+class Unmerged(NamedTuple):
+    """Small blocks of one partition between two offsets that are not merged, because one of them is broken."""
+
+    partition: int
+    after: int
+    upto: int
 
 
 @dataclass(frozen=True, slots=True)
 class Compaction:
     """The small blocks of a topic's log that were merged, or would be: the numbers of blocks and of their events.
 
-    `into` is the number of blocks that took their place; None for a plan.
+    `into` is the number of blocks that took their place, and `freed` the number of bytes that the disk has again; None
+    for a plan. `unmerged` are blocks that were left as they were, because one of them is broken.
     """
 
     topic: str
     blocks: int
     events: int
     into: int | None
+    freed: int | None = None
+    unmerged: tuple[Unmerged, ...] = ()
 
 
 @checked
@@ -69,14 +104,17 @@ class Compactor:
         self._registry = registry
         # By topic: the offset up to which the log needs no further look.
         self._done: dict[str, int] = {}
+        # By topic: the segments that were looked at since, and take no more space than they need.
+        self._packed: dict[str, set[str]] = {}
 
     def plan(self, topic: str) -> Compaction:
         """See `ClusterCompactor.plan`."""
         log = _Log(self._database, self._in_blocks(topic))
         blocks = events = 0
         with self._database.errors(), self._database.dedicated() as connection:
-            for _, _, window in log.windows(connection, after=0):
-                blocks, events = blocks + window.blocks, events + window.events
+            for segment in log.segments(connection):
+                for _, window in log.windows(connection, segment, after=0):
+                    blocks, events = blocks + window.blocks, events + window.events
         return Compaction(topic, blocks, events, None)
 
     def execute(self, topic: str) -> Compaction:
@@ -109,23 +147,58 @@ class Compactor:
         return found
 
     def _compact(self, topic: Topic, *, after: int, seconds: float | None = None) -> Compaction:
-        log = _Log(self._database, topic)
-        started = time.monotonic()
-        blocks = events = into = 0
-        merged_blocks: Counter[str] = Counter()
+        """Merge small blocks after an offset, for some seconds, or all of them: then the log may be rolled for it."""
+        log, done = _Log(self._database, topic), _Done(None if seconds is None else time.monotonic() + seconds)
         with self._database.errors(), self._database.dedicated() as connection:
-            for segment, position, window in log.windows(connection, after=after):
-                if window.partitions:
-                    merged = log.merge(connection, position, window)
-                    blocks, events, into = blocks + merged.blocks, events + merged.events, into + merged.into
-                    merged_blocks[segment.table] += merged.blocks
-                    if merged_blocks[segment.table] >= VACUUMED_BLOCKS:
-                        log.vacuum(connection, segment)
-                        merged_blocks[segment.table] = 0
-                self._done[topic.name] = window.upto or position
-                if seconds is not None and time.monotonic() - started > seconds:
+            existing, newest = log.segments(connection), log.newest(connection)
+            if newest < after:
+                # The topic was deleted and made anew.
+                after = 0
+                self._packed.pop(topic.name, None)
+            for segment in existing:
+                if not self._compact_segment(log, connection, segment, after=after, done=done):
                     break
-        return Compaction(topic.name, blocks, events, into)
+                if seconds is None and segment is existing[-1] and log.roll(connection, segment):
+                    self._compact_segment(log, connection, segment, after=self._done.get(log.topic, after), done=done)
+        return Compaction(topic.name, done.blocks, done.events, done.into, done.freed, tuple(done.unmerged))
+
+    def _compact_segment(self, log: _Log, connection: Connection, segment: Segment, *, after: int, done: _Done) -> bool:
+        """Merge small blocks of a segment, and rewrite it if that frees much space. False if the time is over."""
+        since_vacuum = 0
+        packed = self._packed.setdefault(log.topic, set())
+        if segment.end <= after and segment.table in packed:
+            return True
+        for position, window in log.windows(connection, segment, after=after):
+            if window.partitions:
+                merged = log.merge(connection, position, window, done.unmerged)
+                done.blocks, done.events = done.blocks + merged.blocks, done.events + merged.events
+                done.into += merged.into
+                since_vacuum += merged.blocks
+                packed.discard(segment.table)
+                if since_vacuum >= VACUUMED_BLOCKS:
+                    log.vacuum(connection, segment)
+                    since_vacuum = 0
+            self._done[log.topic] = window.upto or position
+            if done.until is not None and time.monotonic() > done.until:
+                return False
+        if segment.table not in packed and log.is_closed(connection, segment):
+            freed = log.give_back(connection, segment)
+            done.freed += freed or 0
+            if freed is not None:
+                packed.add(segment.table)
+        return True
+
+
+@dataclass(slots=True)
+class _Done:
+    """What a compaction has done so far, and the end of its time by `time.monotonic`; None without an end."""
+
+    until: float | None
+    blocks: int = 0
+    events: int = 0
+    into: int = 0
+    freed: int = 0
+    unmerged: list[Unmerged] = field(default_factory=list)
 
 
 class _Log:
@@ -133,58 +206,173 @@ class _Log:
 
     def __init__(self, database: Database, topic: Topic) -> None:
         database.ensure_schema()
+        self.topic = topic.name
+        self._database = database
         self._schema = database.schema
-        self._topic = topic.name
         self._compactor = LogCompactor(database.schema, topic.name)
 
-    def windows(self, connection: Connection, *, after: int) -> Iterator[tuple[Segment, int, Window]]:
-        """The windows that may be merged: their segments, and the offsets after which they begin."""
-        newest = self._compactor.newest(connection)
-        if newest < after:
-            # The topic was deleted and made anew.
-            after = 0
-        for segment in segments.segments(connection, self._schema, self._topic) or ():
-            last = min(segment.end - 1, newest)
-            position = max(after, segment.start - 1, 0)
-            if segment.detaching or not segment.in_blocks:
-                continue
-            while position < last:
-                window = self._compactor.window(connection, after=position, upto=last)
-                if window.upto is None or window.upto == last < segment.end - 1:
-                    # The last window is not full yet: more events will come into it.
-                    break
-                yield segment, position, window
-                position = window.upto
+    def newest(self, connection: Connection) -> int:
+        """The last id of the log; 0 if it is empty."""
+        return self._compactor.newest(connection)
 
-    def merge(self, connection: Connection, after: int, window: Window) -> Merged:
-        """Merge the blocks of a window, in a transaction that keeps retention and erasures away."""
+    def segments(self, connection: Connection) -> list[Segment]:
+        """The segments with blocks that may be merged or rewritten, up to the newest event."""
+        newest = self.newest(connection)
+        return [
+            each
+            for each in segments.segments(connection, self._schema, self.topic) or ()
+            if each.in_blocks and not each.detaching and each.start <= newest
+        ]
+
+    def windows(self, connection: Connection, segment: Segment, *, after: int) -> Iterator[tuple[int, Window]]:
+        """The windows of a segment that may be merged, and the offsets after which they begin."""
+        newest = self.newest(connection)
+        last = min(segment.end - 1, newest)
+        position = max(after, segment.start - 1, 0)
+        closed = last < newest or self.is_closed(connection, segment)
+        while position < last:
+            window = self._compactor.window(connection, after=position, upto=last)
+            if window.upto is None or (window.upto == last and not closed):
+                # The last window is not full yet: more events will come into it.
+                break
+            yield position, window
+            position = window.upto
+
+    def is_closed(self, connection: Connection, segment: Segment) -> bool:
+        """Whether a segment gets no further events."""
+        if segments.newest_id(connection, self._schema, self.topic) < segment.end - 1:
+            return False
+        # A writer that has drawn ids of the segment holds the topic until they are committed.
+        with connection.transaction():
+            self._hold(connection)
+        return True
+
+    def roll(self, connection: Connection, segment: Segment) -> bool:
+        """Close the newest segment if it is worth to be rewritten: new events get ids of the next one."""
+        if not self._is_spacious(connection, segment):
+            return False
+        with connection.transaction():
+            self._hold(connection)
+            newest = segments.newest_id(connection, self._schema, self.topic)
+            if not segment.start <= newest < segment.end - 1:
+                return False
+            segments.roll(connection, self._schema, self.topic, segment)
+            segments.ensure_ahead(connection, self._schema, self.topic)
+        return True
+
+    def _hold(self, connection: Connection) -> None:
+        """Become the one writer of the topic, in the caller's transaction."""
+        connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+        connection.execute(Queries("log", self._schema)("await_topic"), {"topic": self.topic})
+
+    def _is_spacious(self, connection: Connection, segment: Segment) -> bool:
+        try:
+            space = self._compactor.space(connection, segment)
+        except psycopg.errors.UndefinedTable:
+            # A retention has dropped it.
+            return False
+        return space.taken - space.needed > SPARE_BYTES + space.taken * SPARE_SHARE
+
+    def merge(self, connection: Connection, after: int, window: Window, unmerged: list[Unmerged]) -> Merged:
+        """Merge the blocks of a window, and append the partitions with broken blocks to `unmerged`."""
         assert window.upto is not None
-        retry = Backoff(RETRY_SECONDS)
-        while True:
-            with self._whole(), connection.transaction():
-                if try_retain(connection, self._schema, self._topic) and try_change(
-                    connection, self._schema, self._topic
-                ):
-                    merged = self._compactor.merge(
-                        connection, after=after, upto=window.upto, partitions=window.partitions
-                    )
-                    if merged.events != merged.kept:
-                        raise psycopg.errors.DataException("a block does not have the number of events in its row")
-                    return merged
-            if not retry.lasts():
-                raise DatabaseBusyError(f"an erasure or a retention of topic {self._topic!r} is under way: try again")
+        try:
+            return self._merge(connection, after, window.upto, window.partitions)
+        except _DAMAGED:
+            # One partition after the other: the others are merged.
+            found = Merged(0, 0, 0, 0)
+        for partition in window.partitions:
+            try:
+                merged = self._merge(connection, after, window.upto, [partition])
+            except _DAMAGED as error:
+                logger.warning(
+                    "topic %r keeps the small blocks of partition %d with the offsets %d to %d, because one of them is "
+                    "broken: run `eventsql doctor` (%s)", self.topic, partition, after + 1, window.upto, error,
+                )  # fmt: skip
+                unmerged.append(Unmerged(partition, after, window.upto))
+            else:
+                found = Merged(*map(add, found, merged))
+        return found
+
+    def _merge(self, connection: Connection, after: int, upto: int, partitions: list[int]) -> Merged:
+        with self._undisturbed(connection):
+            merged = self._compactor.merge(connection, after=after, upto=upto, partitions=partitions)
+            if merged.events != merged.kept:
+                raise psycopg.errors.DataException("a block does not have the number of events in its row")
+            return merged
 
     @contextmanager
-    def _whole(self) -> Iterator[None]:
-        """Translate the server's error about a damaged block, which lacks events."""
-        try:
-            yield
-        except (psycopg.IntegrityError, psycopg.DataError) as error:
-            raise DatabaseError(
-                f"a block of topic {self._topic!r} is broken, and the blocks around it are not merged: run "
-                f"`eventsql doctor` ({error})"
-            ) from error
+    def _undisturbed(self, connection: Connection) -> Iterator[None]:
+        """A transaction that keeps retention and erasures away."""
+        retry = Backoff(RETRY_SECONDS)
+        while True:
+            with connection.transaction():
+                locked = all(lock(connection, self._schema, self.topic) for lock in (try_retain, try_change))
+                if locked:
+                    yield
+                    return
+            if not retry.lasts():
+                raise DatabaseBusyError(f"an erasure or a retention of topic {self.topic!r} is under way: try again")
 
     def vacuum(self, connection: Connection, segment: Segment) -> None:
         """Free the space of merged blocks. If other transactions are in the way, the server does it later."""
         self._compactor.vacuum(connection, segment.table)
+
+    def give_back(self, connection: Connection, segment: Segment) -> int | None:
+        """Rewrite a closed segment if it takes much more space than it needs. Gives how many bytes the disk has again.
+
+        None where others are in the way: a later run tries again.
+        """
+        if not self._is_spacious(connection, segment) or not self._may_be_exchanged(connection, segment):
+            return 0
+        with self._database.dedicated() as source, self._undisturbed(connection):
+            connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
+            connection.execute("SET LOCAL statement_timeout TO 0")
+            present = segments.segments(connection, self._schema, self.topic) or ()
+            if (segment.table, segment.log) not in {(each.table, each.log) for each in present}:
+                # A retention has dropped it, or a change of the form has given its log another name.
+                return None
+            self._compactor.vacuum(source, segment.table)
+            bounds = self._compactor.bounds(source, segment)
+            has_roles = act_as_owner(connection, self._schema)
+            if bounds is None or not self._attempt(connection, segment, self._compactor.probe):
+                return None
+
+            new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
+            if not has_roles:
+                segments.pass_on_owner(connection, self._schema, old, new)
+            segments.pass_on_rights(connection, self._schema, old, new)
+            exchange = partial(self._compactor.replace, new=new, bounds=bounds)
+            if not self._attempt(connection, segment, exchange, seconds=EXCHANGE_SECONDS):
+                connection.execute(sql.SQL("DROP TABLE {}").format(new))
+                return None
+            return segment.bytes - self._compactor.space(connection, segment).taken
+
+    def _may_be_exchanged(self, connection: Connection, segment: Segment) -> bool:
+        """Whether nothing of others depends on the table of a segment."""
+        found = segments.dependents(connection, self._schema, self.topic, segments.table(self._schema, segment))
+        if found or self._compactor.is_published(connection):
+            logger.info("segment %r keeps its free space, because %s", segment.table, found or "it may be replicated")
+            return False
+        return True
+
+    def _attempt(
+        self,
+        connection: Connection,
+        segment: Segment,
+        step: Callable[[Connection, Segment], None],
+        seconds: float = 0.0,
+    ) -> bool:
+        """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. False where others are in its way."""
+        connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
+        retry = Backoff(seconds)
+        while True:
+            try:
+                with connection.transaction():
+                    step(connection, segment)
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+                if not retry.lasts():
+                    logger.debug("segment %r keeps its free space for now: transactions read it", segment.table)
+                    return False
+            else:
+                return True

@@ -56,15 +56,16 @@ def simplify(connection: Connection, schema: str, topic: str, partitions: int) -
     store = sql.Identifier(schema, log_form.store(topic, form, blocks=blocks))
     if fetch_one(connection, queries("holds_events", table=other)) == (True,):
         return False
-    views = [sql.Identifier(schema, each(topic)) for each in ((block_table,) if blocks else (block_table, event_table))]
-    if any(segments.dependents(connection, schema, topic, each) for each in views):
+    dropped = sql.Identifier(schema, block_table(topic) if blocks else event_table(topic))
+    if segments.dependents(connection, schema, topic, dropped):
         return False
 
     segments.pass_on_rights(connection, schema, view, store)
     forms = LogQueries("forms", schema)
     steps = ["create_view", "drop_view_of_blocks", "drop_rows"]
     if not blocks:
-        steps = ["drop_view", "drop_view_of_blocks", "drop_blocks"]
+        # Other programs read the view of the blocks until they look up the form again.
+        steps = ["drop_view", "leave_view_of_blocks", "drop_blocks"]
     for step in steps:
         connection.execute(forms(step, topic=topic, form=form))
     connection.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(store, sql.Identifier(name)))
@@ -78,6 +79,8 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
     driver, name = driver_connection(connection), topic.name
     stored = sql.Identifier(schema, block_table(name) if form.blocks else event_table(name))
     kept, added = (block_store(name), row_store(name)) if form.blocks else (row_store(name), block_store(name))
+    if not form.blocks:
+        log_table.drop_left_view(driver, schema, name)
     for table in (kept, added) if form.blocks else (kept, added, block_table(name)):
         log_table.check_free(driver, schema, table)
     segments.check_dependents(driver, schema, name, stored, "another form")

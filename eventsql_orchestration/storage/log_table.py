@@ -136,8 +136,25 @@ def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_e
         for step in steps:
             driver.execute(queries(step, topic=topic, form=form))
     else:
+        drop_left_view(driver, schema, topic)
         connection.execute(DropTable(event_log(topic, partitioned=False), if_exists=if_exists))
     log_form.forget(driver, schema, topic)
+
+
+def drop_left_view(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Drop the view of blocks that a log in rows has kept from the time when it was in both forms.
+
+    Raises `RegistryError` where an object of others depends on the view.
+    """
+    queries = LogQueries("forms", schema)
+    if fetch_first(connection, queries("has_view_of_blocks", topic=topic)) != (True,):
+        return
+    try:
+        connection.execute(queries("drop_view_of_blocks", topic=topic))
+    except psycopg.errors.DependentObjectsStillExist as error:
+        raise RegistryError(
+            f"an object depends on the view of topic {topic!r}: drop the object first ({error})"
+        ) from error
 
 
 def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:

@@ -18,7 +18,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Queries, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.storage.log_form import written, written_table
+from eventsql_orchestration.storage.log_form import stored_table, written, written_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 logger = logging.getLogger(__name__)
@@ -73,12 +73,17 @@ class SequenceState:
         finding = f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events be lost"
         return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} {SETTINGS}")
 
-    def behind(self, highest: int) -> SequenceError | None:
-        """The error for a sequence that gives out ids below `highest`, the largest id in its table."""
+    def behind(self, highest: int, *, relation: str | None = None, after: int = 0) -> SequenceError | None:
+        """The error for a sequence that gives out ids below `highest`, the largest id in its table or in `relation`.
+
+        New ids have to be above `after`, too.
+        """
         if self.last is None or self.last >= highest:
             return None
-        remedy = f"SELECT pg_catalog.setval('{self}', greatest({highest}, last_value)) FROM {self}"  # noqa: S608 - to be read
-        finding = f"sequence {self} is at {self.last}, and {self.table} has id {highest}: new ids would be smaller"
+        value = max(highest, after)
+        remedy = f"SELECT pg_catalog.setval('{self}', greatest({value}, last_value)) FROM {self}"  # noqa: S608 - to be read
+        has = f"{relation or self.table} has id {highest}"
+        finding = f"sequence {self} is at {self.last}, and {has}: new ids would be smaller"
         return SequenceError(finding, sequence=str(self), remedy=remedy)
 
     def nearly_used_up(self) -> SequenceError | None:
@@ -120,12 +125,14 @@ class Ids:
         check_log(connection, self._schema, topic)
         if last < highest:
             (state,) = states(connection, self._schema, [written_table(connection, self._schema, topic)])
+            after = _end_of_other_form(connection, self._schema, topic)
             try:
                 # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
-                connection.execute(self._queries("advance"), {"sequence": sequence, "value": highest})
+                connection.execute(self._queries("advance"), {"sequence": sequence, "value": max(highest, after)})
             except psycopg.errors.InsufficientPrivilege as error:
                 # A role that transfers draws ids and sets no sequence.
-                raise state.behind(highest) or error from error
+                raise state.behind(highest, after=after) or error from error
+            highest = max(highest, after)
             logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
         self._last[topic] = max(last, highest)
         return bool(zoned)
@@ -196,11 +203,23 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
     return 0 if row is None or row[0] is None else int(row[0])
 
 
+def _end_of_other_form(connection: Connection, schema: str, topic: str) -> int:
+    """The last id of the segments of a log that are not in the form of its new events; 0 without one."""
+    written = written_table(connection, schema, topic)
+    found = fetch_all(connection, LogQueries("segments", schema)("segments", topic=topic))
+    return max((end - 1 for _, _, end, _, _, log in found if log != written), default=0)
+
+
 def faults(connection: Connection, schema: str, topics: Iterable[str]) -> list[SequenceError]:
     """The faults of the sequences of the platform's tables and of the logs of `topics`."""
-    names = [*tables.NAMES, *(written_table(connection, schema, topic) for topic in topics)]
+    logs = {written_table(connection, schema, topic): topic for topic in topics}
     found: list[SequenceError] = []
-    for state in states(connection, schema, names):
-        highest = _highest(connection, schema, state.table)
-        found += filter(None, (state.error(), state.behind(highest), state.nearly_used_up()))
+    for state in states(connection, schema, [*tables.NAMES, *logs]):
+        relation, after = state.table, 0
+        if (topic := logs.get(state.table)) is not None:
+            # A log in both forms has ids in the table without the sequence, too.
+            relation = stored_table(connection, schema, topic)
+            after = _end_of_other_form(connection, schema, topic)
+        behind = state.behind(_highest(connection, schema, relation), relation=relation, after=after)
+        found += filter(None, (state.error(), behind, state.nearly_used_up()))
     return found

@@ -33,6 +33,7 @@ from eventsql_orchestration.topics.offsets import Earliest
 from tests.cli.conftest import Start
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import await_
+from tests.forms import change_value
 
 Run = Callable[..., Result]
 
@@ -245,7 +246,7 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
     assert (taken.exit_code, "--resume may" in taken.stderr) == (1, True)
 
     with ledger.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.orders_event SET eql_value = 'mended' WHERE eql_id = %s", (poison,))
+        change_value(connection, "orders", poison, b"mended")
     planned = run("backfill", "orders", "fragile", "--resume", "may", *MODULE, "--json")
     assert (planned.exit_code, json.loads(planned.stdout)["executed"]) == (0, False)
     assert ledger.effects() == ids, "without --execute nothing runs"

@@ -24,6 +24,7 @@ from eventsql_orchestration.shards.shard import Shard
 from tests.cli.conftest import PROGRAM, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
+from tests.forms import in_blocks
 
 Run = Callable[..., Result]
 
@@ -91,7 +92,16 @@ def test_statistics_of_topics(run: Run, rides: EventSQL) -> None:
     rides.publisher.publish(Publication("rides", b"later", partition=0))
     with rides.database.connection() as connection:
         connection.execute(
-            "UPDATE eventsql.rides_event SET eql_created_at = now() - interval '30 minutes' WHERE eql_id <= 2"
+            """
+            UPDATE eventsql.rides_block
+            SET eql_created_at = CASE WHEN eql_id - eql_events < 2 THEN now() - interval '30 minutes' ELSE now() END,
+                eql_entered = ARRAY(
+                    SELECT CASE WHEN id <= 2 THEN now() - interval '30 minutes' ELSE now() END
+                    FROM generate_series(eql_id - eql_events + 1, eql_id) id
+                )
+            """
+            if in_blocks()
+            else "UPDATE eventsql.rides_event SET eql_created_at = now() - interval '30 minutes' WHERE eql_id <= 2"
         )
     [found] = json.loads(run("topic", "stats", "rides", "--json").stdout)
     assert (found["topic"], found["first"], found["end"], found["buffered"]) == ("rides", 1, 5, 1)

@@ -30,7 +30,10 @@ AS_QUEUE = replace(IN_BLOCKS, events=2_000, restarts=4, consumers=AS_A_QUEUE)
         pytest.param(SHARDED, id="shards that are added"),
         pytest.param(IN_BLOCKS, id="blocks, and changes of the form"),
         pytest.param(
-            replace(SMALL, storage="blocks", changes=5), id="more changes of the form", marks=pytest.mark.nightly
+            replace(SMALL, storage="blocks", changes=9), id="more changes of the form", marks=pytest.mark.nightly
+        ),
+        pytest.param(
+            replace(SMALL, seed=20261123, changes=8), id="changes of the form from rows", marks=pytest.mark.nightly
         ),
         pytest.param(replace(SMALL, storage="blocks"), id="more in blocks", marks=pytest.mark.nightly),
         pytest.param(AS_QUEUE, id="as a queue", marks=pytest.mark.nightly),

@@ -33,7 +33,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import NOT_PARTITIONED, STORAGES, Retention, Storage
 from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
-from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage import log_form, segments
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 from tests.plans import custom_plan, numbered
@@ -594,6 +594,8 @@ def test_dead_letters_are_found_by_their_ids(platform: EventSQL, watch: Watch) -
 
 
 def test_a_batch_takes_the_same_few_statements_however_large_it_is(platform: EventSQL, said_by: SaidBy) -> None:
+    with platform.database.connection() as connection:
+        log_form.form_now(connection, "eventsql", "orders")
     for events in (10, 5_000):
         with undone(platform), EventSQL(platform.database.dsn, transfer=False) as process:
             said = said_by(process.database)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, LiteralString
+
 import psycopg
 import pytest
 
@@ -10,7 +12,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.storage import compacting, copy_out, log_form, log_table, reading
+from eventsql_orchestration.storage import compacting, copy_out, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from tests.fixtures import Sessions
 
@@ -177,14 +179,26 @@ def test_consuming_in_sql_finds_the_same_before_and_after(single: EventSQL, sess
     assert find() == before
 
 
-def test_a_damaged_block_is_not_merged_away(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", storage="blocks"))
-    publish_singly(platform, 40, partitions=-1)
+def test_a_broken_block_keeps_its_partition_in_its_window_and_nothing_else(
+    platform: EventSQL, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.registry.register_topic(Topic("orders", PARTITIONS, storage="blocks"))
+    publish_singly(platform, 100)
     session.execute("ALTER TABLE eventsql.orders_block DROP CONSTRAINT eql_whole_values")
     session.execute("UPDATE eventsql.orders_block SET eql_values = '{a,b}' WHERE eql_id = 5")
-    with pytest.raises(DatabaseError):
-        platform.compactor.execute("orders")
-    assert blocks(session) == 40
+    partition = 4 * 7 % PARTITIONS
+    before = content(platform.reader.read("orders", after=5))
+    done = platform.compactor.execute("orders")
+    (left,) = done.unmerged
+    assert left == compaction.Unmerged(partition, 0, 30)
+    assert done.blocks == done.events == 90 - 10
+    assert f"partition {partition}" in caplog.text
+    kept = session.execute(
+        "SELECT array_agg(eql_id ORDER BY eql_id) FROM eventsql.orders_block WHERE eql_id <= 30 AND eql_events = 1"
+    )
+    ids = [each for each in range(1, 31) if (each - 1) * 7 % PARTITIONS == partition]
+    assert kept.fetchone() == (ids,)
+    assert content(platform.reader.read("orders", after=5)) == before
 
 
 def test_a_change_of_the_form_between_two_windows_is_noticed(platform: EventSQL, session: Connection) -> None:
@@ -209,3 +223,138 @@ def test_a_topic_in_rows_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="rows"))
     with pytest.raises(RegistryError):
         platform.compactor.plan("orders")
+
+
+# Giving space back
+
+
+@pytest.fixture
+def spacious(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments are rewritten for any space."""
+    monkeypatch.setattr(compaction, "SPARE_BYTES", -1)
+    monkeypatch.setattr(compaction, "SPARE_SHARE", 0.0)
+
+
+def one(session: Connection, query: LiteralString, value: object) -> tuple[Any, ...]:
+    row = session.execute(query, [value]).fetchone()
+    assert row is not None
+    return row
+
+
+def table_of(session: Connection) -> int:
+    """The table of the first segment."""
+    first = (segments.segments(session, SCHEMA, "orders") or [])[0]
+    (table,) = one(session, "SELECT %s::regclass::oid", segments.table(SCHEMA, first).as_string(session))
+    return int(table)
+
+
+def size(session: Connection) -> int:
+    """The bytes of the first segment."""
+    (size,) = one(session, "SELECT pg_total_relation_size(%s)", table_of(session))
+    return int(size)
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_rewritten_segment_is_smaller_and_has_the_same_events(single: EventSQL, session: Connection) -> None:
+    before, was = content(single.reader.read("orders")), size(session)
+    done = single.compactor.execute("orders")
+    assert done.freed is not None
+    assert size(session) == was - done.freed < was
+    assert content(single.reader.read("orders")) == before
+    assert log_table.broken_blocks(session, SCHEMA, "orders") == []
+    # The log was rolled, so that its newest blocks are merged too.
+    assert done.blocks > 90
+    publish_singly(single, 10, first=100, partitions=single.registry.topic("orders").partitions)
+    assert len(single.reader.read("orders")) == 110
+    assert single.reader.read("orders")[-1].id > segments.SEGMENT_EVENTS
+    second = single.compactor.execute("orders")
+    assert content(single.reader.read("orders"))[:100] == before
+    assert second.unmerged == ()
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_transaction_that_reads_the_log_keeps_its_segment(
+    single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(compaction, "EXCHANGE_SECONDS", 0.0)
+    before = content(single.reader.read("orders"))
+    reader = sessions()
+    reader.execute("SELECT count(*) FROM eventsql.orders_event")
+    done = single.compactor.execute("orders")
+    assert (done.blocks > 90, done.freed) == (True, 0)
+    reader.rollback()
+    assert (single.compactor.execute("orders").freed or 0) > 0
+    assert content(single.reader.read("orders")) == before
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_snapshot_older_than_events_keeps_their_segment(
+    platform: EventSQL, sessions: Sessions, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    publish_singly(platform, 50, partitions=-1)
+    old = sessions()
+    old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    old.execute("SELECT pg_current_snapshot()")
+    publish_singly(platform, 50, first=50, partitions=-1)
+    assert platform.compactor.execute("orders").freed == 0
+    assert old.execute("SELECT count(*) FROM eventsql.orders_event").fetchone() == (50,)
+    old.rollback()
+    assert (platform.compactor.execute("orders").freed or 0) > 0
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_snapshot_older_than_the_rewriting_sees_each_event(
+    single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(single.reader.read("orders"))
+    done = single.compactor.execute("orders")
+    assert done.into is not None
+    old, vacuum = sessions(), compacting.LogCompactor.vacuum
+    old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+
+    def vacuumed(self: compacting.LogCompactor, connection: Connection, segment: str) -> None:
+        vacuum(self, connection, segment)
+        old.execute("SELECT pg_current_snapshot()")
+
+    monkeypatch.setattr(compacting.LogCompactor, "vacuum", vacuumed)
+    monkeypatch.setattr(compaction, "SPARE_BYTES", -(1 << 30))
+    was = table_of(session)
+    single.shards[0].compactor._packed.clear()
+    single.compactor.execute("orders")
+    assert table_of(session) != was
+    assert old.execute("SELECT count(*) FROM eventsql.orders_event").fetchone() == (len(before),)
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_rewriting_that_fails_leaves_the_segment_as_it_was(
+    single: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, replace = content(single.reader.read("orders")), compacting.LogCompactor.replace
+
+    def die(self: compacting.LogCompactor, connection: Connection, *args: Any, **names: Any) -> None:
+        replace(self, connection, *args, **names)
+        session.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
+        connection.execute("SELECT")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compacting.LogCompactor, "replace", die)
+        with pytest.raises(DatabaseError):
+            single.compactor.execute("orders")
+    assert content(single.reader.read("orders")) == before
+    tables = session.execute(
+        "SELECT count(*) FROM pg_class WHERE relname LIKE 'orders%rewrite%' AND relkind = 'r'"
+    ).fetchone()
+    assert tables == (0,)
+    assert (single.compactor.execute("orders").freed or 0) > 0
+    assert content(single.reader.read("orders")) == before
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_segment_that_a_view_of_others_reads_is_not_rewritten(single: EventSQL, session: Connection) -> None:
+    (name,) = one(session, "SELECT %s::regclass::text", table_of(session))
+    session.execute(f"CREATE VIEW eventsql.mine AS SELECT eql_id FROM {name}")
+    was = table_of(session)
+    assert single.compactor.execute("orders").freed == 0
+    assert table_of(session) == was

@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, Vali
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
 from eventsql_orchestration.publishing import log_writer
-from eventsql_orchestration.storage import compacting, log_form, segments
+from eventsql_orchestration.storage import compacting, log_form, segments, sequences
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -126,6 +126,35 @@ def test_a_log_without_events_changes_as_a_whole(platform: EventSQL, session: Co
     check_whole(list(platform.reader.read("orders")), 10)
 
 
+def test_a_reader_that_has_not_noticed_that_a_log_has_one_form_again_goes_on(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    publish(platform, 0, 90)
+    platform.registry.set_storage("orders", OTHER[storage])
+    for first in range(90, 390, 60):
+        publish(platform, first, 60)
+    both = log_form.form_now(session, "eventsql", "orders")
+    assert both.both
+    platform.registry.set_retention("orders", Retention(events=100))
+    platform.retention.run_once(["orders"])
+    found = list(platform.reader.read("orders"))
+    name = "both, new blocks" if both.writes_blocks else "both, new rows"
+    for read in (platform.reader.read, lambda topic: platform.reader.read(topic, partition=1)):
+        expected = list(read("orders"))
+        log_form.learn(session, "eventsql", "orders", name)
+        assert list(read("orders")) == expected
+        log_form.learn(session, "eventsql", "orders", name)
+        assert platform.reader.count("orders") == len(found)
+    log_form.forget(session, "eventsql", "orders")
+    # The view of blocks that a log in rows keeps is in the way of nothing.
+    platform.registry.set_storage("orders", storage)
+    publish(platform, 390, 10)
+    assert platform.reader.count("orders") == len(found) + 10
+    platform.registry.unregister_topic("orders", force=True)
+    left = session.execute("SELECT relname FROM pg_class WHERE relname ~ '^orders_(event|block|rows|array)'").fetchall()
+    assert left == []
+
+
 def test_retention_drops_segments_of_both_forms_and_leaves_one(
     platform: EventSQL, session: Connection, storage: Storage
 ) -> None:
@@ -156,6 +185,22 @@ def test_retention_leaves_both_forms_while_events_are_erased(
         assert dropped.segments >= 1
     assert log_form.form_now(session, "eventsql", "orders").both
     assert platform.reader.count("orders") == 90
+
+
+def test_a_sequence_that_stands_behind_events_of_the_former_form_is_found(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    publish(platform, 0, 90)
+    platform.registry.set_storage("orders", OTHER[storage])
+    assert sequences.faults(session, "eventsql", ["orders"]) == []
+    table = log_form.written_table(session, "eventsql", "orders")
+    session.execute("SELECT setval(pg_get_serial_sequence(%s, 'eql_id'), 5)", [f"eventsql.{table}"])
+    (fault,) = sequences.faults(session, "eventsql", ["orders"])
+    assert "is at 5, and orders_block has id 90" in str(fault)
+    assert "greatest(99," in str(fault), "new ids begin in a segment of the new form"
+    publish(platform, 90, 10)
+    assert sequences.faults(session, "eventsql", ["orders"]) == []
+    check_whole(list(platform.reader.read("orders")), 100)
 
 
 def test_an_erasure_finds_the_events_of_both_forms(platform: EventSQL, storage: Storage) -> None:

@@ -44,7 +44,7 @@ VALUES: dict[str, Any] = {
 def filled(server: EmbeddedPostgres) -> Iterator[EventSQL]:
     """A log of many events in partitions of very different sizes, many consumers and claims."""
     with EventSQL(server.create_database("plans"), transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders", 10))
+        platform.registry.register_topic(Topic("orders", 10, storage="rows"))
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
         with platform.database.connection() as connection:
             connection.execute(

@@ -27,6 +27,7 @@ from eventsql_orchestration.topics.offsets import (
     resolve,
     starting_at,
 )
+from tests.forms import in_blocks, stored
 from tests.plans import custom_plan
 
 if TYPE_CHECKING:
@@ -44,10 +45,13 @@ def _topic(platform: EventSQL) -> None:
 def log(database: Database, events: Iterable[tuple[int, int, datetime]]) -> None:
     """Let the log hold these events alone: id, partition and time of entering it."""
     with database.transaction() as connection, connection.cursor() as cursor:
-        cursor.execute("DELETE FROM eventsql.orders_event")
+        cursor.execute(f"DELETE FROM eventsql.{stored('orders')}")
         cursor.executemany(
-            "INSERT INTO eventsql.orders_event (eql_id, eql_partition, eql_value, eql_buffered_at, eql_created_at, "
-            "eql_metadata) VALUES (%s, %s, '', %s, %s, '{}')",
+            "INSERT INTO eventsql.orders_block (eql_id, eql_partition, eql_events, eql_values, eql_buffered_at, "
+            "eql_created_at) VALUES (%s, %s, 1, '{\"\"}', %s, %s)"
+            if in_blocks()
+            else "INSERT INTO eventsql.orders_event (eql_id, eql_partition, eql_value, eql_metadata, eql_buffered_at, "
+            "eql_created_at) VALUES (%s, %s, '', '{}', %s, %s)",
             [(event, partition, at, at) for event, partition, at in events],
         )
 
@@ -210,16 +214,18 @@ def test_a_position_is_found_on_a_connection_with_rows_of_the_callers_own(databa
         "nth_before_partition",
     ],
 )
-def test_the_statements_go_by_the_indexes_on_ids(database: Database, statement: str) -> None:
+def test_the_statements_go_by_the_indexes_on_ids(platform: EventSQL, database: Database, statement: str) -> None:
+    # tests/log/test_plans_at_scale.py has those of blocks.
+    platform.registry.register_topic(Topic("rows", 3, storage="rows"))
     with database.connection() as connection:
         connection.execute(
-            "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
+            "INSERT INTO eventsql.rows_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
             "SELECT n % 3, 'x', now(), '{}' FROM generate_series(1, 20000) n"
         )
-        connection.execute("VACUUM ANALYZE eventsql.orders_event")
+        connection.execute("VACUUM ANALYZE eventsql.rows_event")
         text = custom_plan(
             connection,
-            LogQueries("read", "eventsql")(statement, topic="orders"),
+            LogQueries("read", "eventsql")(statement, topic="rows"),
             {
                 "time": NOON,
                 "partition": 1,

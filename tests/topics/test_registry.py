@@ -38,6 +38,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.topics.offsets import Place, Start
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Spawn, UntilBlocked
@@ -62,10 +63,14 @@ def nothing(_events: Sequence[Event], _connection: Connection) -> None:
     pass
 
 
+PLATFORM = {"spark_staged_event"}
+"""Tables of the platform with names like those of logs."""
+
+
 def tables(platform: EventSQL) -> set[str]:
     with platform.database.connection() as connection:
-        rows = connection.execute("SELECT tablename FROM pg_tables WHERE tablename LIKE '%\\_event'")
-        return {name for (name,) in rows} - {"spark_staged_event"}
+        rows = connection.execute("SELECT tablename FROM pg_tables WHERE tablename ~ '_(event|block)$'")
+        return {name for (name,) in rows} - PLATFORM
 
 
 # Topics
@@ -75,7 +80,7 @@ def test_topics_are_listed_by_name(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("payments")).register_topic(Topic("orders", 3))
     assert platform.registry.topics() == [Topic("orders", 3), Topic("payments")]
     assert platform.registry.topic("orders").created_at is not None
-    assert tables(platform) == {"orders_event", "payments_event"}
+    assert tables(platform) == {stored("orders"), stored("payments")}
 
 
 def test_registering_a_topic_again_changes_nothing(platform: EventSQL) -> None:
@@ -118,7 +123,7 @@ def test_a_name_that_a_table_of_the_platform_has_taken_is_refused(platform: Even
 def test_an_event_table_that_is_missing_is_made_when_its_topic_is_registered(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
     with platform.database.connection() as connection:
-        connection.execute("DROP TABLE eventsql.orders_event")
+        connection.execute(f"DROP TABLE eventsql.{stored('orders')} CASCADE")
     platform.registry.register_topic(Topic("orders", 3))
     fill(platform, "orders")
     assert platform.reader.count("orders") == 3

@@ -98,3 +98,20 @@ SELECT (SELECT count(*) FROM gone), (SELECT coalesce(sum(eql_events), 0) FROM go
 
 -- vacuum -- Free the space of merged blocks in a segment.
 VACUUM {schema}.{table};
+
+-- space -- The bytes that a segment takes, and about how many its blocks need.
+SELECT pg_total_relation_size('{schema}.{table}'), (
+    SELECT coalesce(sum(
+        400 + pg_column_size(eql_values) + coalesce(pg_column_size(eql_keys), 0) + coalesce(pg_column_size(eql_metadata), 0)
+        + coalesce(pg_column_size(eql_times), 0) + coalesce(pg_column_size(eql_places), 0)
+        + coalesce(pg_column_size(eql_entered), 0)
+    ), 0)::bigint
+    FROM {schema}.{table}
+);
+
+-- is_published -- Whether a subscriber might get rows of the tables of a schema.
+SELECT EXISTS (SELECT FROM pg_publication_tables WHERE schemaname = %(schema)s);
+
+-- seen_by_all -- Whether every transaction sees all blocks of a segment, as VACUUM has found; and its bounds.
+SELECT relallvisible >= relpages, pg_get_expr(relpartbound, oid)
+FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;

@@ -123,16 +123,29 @@ SELECT eql_id, eql_partition, eql_key, eql_value, eql_buffered_at::timestamptz, 
        eql_metadata::json
 FROM {schema}.{row_store};
 
--- create_view_of_blocks -- The blocks of a log in both forms: a row is a block of one event.
+-- part rows_as_blocks -- The rows of a log as blocks of one event.
+SELECT eql_id, eql_partition, 1 AS eql_events, eql_buffered_at::timestamptz AS eql_buffered_at,
+       eql_created_at::timestamptz AS eql_created_at, NULL::timestamptz[] AS eql_times,
+       CASE WHEN eql_key IS NOT NULL THEN ARRAY[eql_key] END AS eql_keys, ARRAY[eql_metadata::json] AS eql_metadata,
+       ARRAY[eql_value] AS eql_values, NULL::integer AS eql_span, NULL::smallint[] AS eql_places,
+       NULL::timestamptz[] AS eql_entered
+FROM {schema}.{row_store}
+
+-- create_view_of_blocks -- The blocks of a log in both forms.
 CREATE VIEW {schema}.{block_table} AS
 SELECT eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_metadata, eql_values,
        eql_span, eql_places, eql_entered
 FROM {schema}.{block_store}
 UNION ALL
-SELECT eql_id, eql_partition, 1, eql_buffered_at::timestamptz, eql_created_at::timestamptz, NULL::timestamptz[],
-       CASE WHEN eql_key IS NOT NULL THEN ARRAY[eql_key] END, ARRAY[eql_metadata::json], ARRAY[eql_value],
-       NULL::integer, NULL::smallint[], NULL::timestamptz[]
-FROM {schema}.{row_store};
+{rows_as_blocks};
+
+-- leave_view_of_blocks -- Let the view of the blocks of a log in both forms show its rows alone, for programs that have not
+-- noticed yet that the log has no blocks any more.
+CREATE OR REPLACE VIEW {schema}.{block_table} AS
+{rows_as_blocks};
+
+-- has_view_of_blocks -- Whether there is a view of the blocks of a log.
+SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass('{schema}.{block_table}') AND relkind = 'v');
 
 -- refuse_rows -- Tell programs that know no blocks, such as EventSQL's Java library, that they cannot write to the log.
 CREATE TRIGGER eql_refuse_rows INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.{event_table}
