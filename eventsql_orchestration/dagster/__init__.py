@@ -46,6 +46,7 @@ from eventsql_orchestration.dagster.monitoring.queues import (
 )
 from eventsql_orchestration.dagster.monitoring.subscriptions import build_subscription_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import TopicSample
+from eventsql_orchestration.dagster.monitoring.view_check import build_view_check
 from eventsql_orchestration.dagster.queues.assets import (
     WorkConfig,
     WorkerDefinition,
@@ -105,6 +106,7 @@ __all__ = [
     "build_register_job",
     "build_subscription_sensor",
     "build_transfer_schedule",
+    "build_view_check",
     "consumer_asset",
     "lineage",
     "projection_asset",

@@ -79,6 +79,11 @@ def projection_asset(
     )  # fmt: skip
 
 
+def view_key(definition: Definition) -> dg.AssetKey:
+    """The key of a view's asset."""
+    return dg.AssetKey(["view", definition.name])
+
+
 def view_asset(
     definition: Definition, *, deps: Upstream, description: str | None = None, owners: Sequence[str] = (),
     group_name: str | None = VIEW_GROUP, metadata: Mapping[str, Any] | None = None,
@@ -91,7 +96,7 @@ def view_asset(
     """
     retention = "for ever" if definition.retention is None else str(definition.retention)
     return dg.AssetSpec(
-        dg.AssetKey(["view", definition.name]), deps=list(deps),
+        view_key(definition), deps=list(deps),
         description=description or f"{definition.kind.capitalize()} {definition.name}.",
         metadata={
             "table": definition.table, "retention": retention, "period": str(definition.period),

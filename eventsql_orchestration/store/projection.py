@@ -383,7 +383,8 @@ class Projections:
     def _keep_rights(self, connection: Connection, each: _Checked, table: str) -> None:
         """Grant the rights on a live table on the rebuilt one, too."""
         of = {"in_schema": each.schema, "table": table}
-        lost = [what for (what,) in fetch_all(connection, self._queries("lost"), {**of, "shadow": each.shadow})]
+        other = {**of, "shadow": each.shadow, "shadow_table": table}
+        lost = [what for (what,) in fetch_all(connection, self._queries("lost"), other)]
         if lost:
             raise ProjectionError(
                 f"the swap would lose {', '.join(lost)} of table {table!r} of projection {each.name!r}: let `create` "

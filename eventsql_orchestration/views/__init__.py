@@ -1,7 +1,9 @@
 """Views: read models of events in tables that are partitioned by time: timelines, rollups, searchable logs."""
 
 from eventsql_orchestration.views.catalog import Retained, Views
+from eventsql_orchestration.views.comparison import ViewComparison
 from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
 from eventsql_orchestration.views.logs import LogsView
@@ -10,5 +12,6 @@ from eventsql_orchestration.views.timelines import TimelineEntry, TimelineView
 
 __all__ = [
     "Definition", "LogEntry", "LogFollower", "LogLine", "Logs", "LogsView", "Measure", "Retained", "Rollup",
-    "RollupBucket", "RollupEntry", "RollupView", "Timeline", "TimelineEntry", "TimelineView", "Views",
+    "RollupBucket", "RollupEntry", "RollupView", "Timeline", "TimelineEntry", "TimelineView", "ViewComparison",
+    "ViewFeed", "ViewFill", "ViewFilling", "Views",
 ]  # fmt: skip

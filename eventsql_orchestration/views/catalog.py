@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 from psycopg import sql
@@ -16,17 +16,25 @@ from eventsql_orchestration.database import Connection, Database, Queries, roles
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
-from eventsql_orchestration.views.definitions import (
-    Definition,
-    Logs,
-    Rollup,
-    Timeline,
-    define,
-    start_of,
-    start_of_partition,
-)
+from eventsql_orchestration.validation import check_kind, check_whole
+from eventsql_orchestration.views.comparison import ViewComparison
+from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline, start_of, start_of_partition
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill
 from eventsql_orchestration.views.logs import LogsView
+from eventsql_orchestration.views.rebuilding import (
+    AnyView,
+    Rebuilding,
+    drop_rebuilds,
+)
 from eventsql_orchestration.views.rollups import RollupView
+from eventsql_orchestration.views.tables import (
+    adding_columns,
+    differences,
+    seconds_of,
+    statements_of,
+    stored_definition,
+    words_index,
+)
 from eventsql_orchestration.views.timelines import TimelineView
 
 LOCK_SECONDS: Final = 1.0
@@ -68,9 +76,12 @@ class Views:
         """The writer and reader of declared logs."""
         return LogsView(self._database, definition)
 
-    def open(self, name: str) -> TimelineView | RollupView | LogsView:
+    def open(self, name: str) -> AnyView:
         """The writer and reader of the view of this name. Raises `ViewNotFoundError`."""
-        definition = self.definition(name)
+        return self.opened(self.definition(name))
+
+    def opened(self, definition: Definition) -> AnyView:
+        """The writer and reader of a declared view."""
         if isinstance(definition, Timeline):
             return self.timeline(definition)
         return self.rollup(definition) if isinstance(definition, Rollup) else self.logs(definition)
@@ -102,7 +113,7 @@ class Views:
     def definitions(self) -> list[Definition]:
         """The definitions of all views, by name."""
         with self._database.connection() as connection:
-            return [_definition(row) for row in fetch_all(connection, self._queries("views"), {"name": None})]
+            return [stored_definition(row) for row in fetch_all(connection, self._queries("views"), {"name": None})]
 
     def definition(self, name: str) -> Definition:
         """The definition of a view. Raises `ViewNotFoundError`."""
@@ -117,6 +128,45 @@ class Views:
             view = self._existing(connection, name)
             connection.execute(sql.SQL("DROP TABLE {}").format(self._table(view.table)))
             connection.execute(self._queries("forget_view"), {"name": name})
+            drop_rebuilds(connection, self._database.schema, name)
+
+    # Rebuilding
+
+    def rebuild(
+        self, feed: ViewFeed, *, fill: ViewFill | None = None, batch: int = 5_000, partial: bool = False,
+        tries: int = 30, on_progress: Callable[[int], object] = lambda _events: None,
+    ) -> int:  # fmt: skip
+        """Compute a view anew from the events that its consumer has consumed, beside the live table, and switch.
+
+        The consumer goes on meanwhile. Handlers and readers wait only for the switch, which applies the events since
+        the last batch. The new table has the rights of the live one, and new ids, all larger than those before. An
+        interrupted rebuild leaves the view as it is, and the next one begins anew; so does one that another process
+        begins meanwhile, and the former fails. The switch waits a second for transactions that use the view, and is
+        tried `tries` times.
+
+        With `fill`, the events so far are written in bulk, and `feed.apply` gets only later ones, `batch` at a time.
+        `on_progress` gets the number of events applied, without those of the fill. Gives that number.
+
+        Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not be what the events say: see
+        docs/views.md. `partial` allows a topic with a retention: what follows from dropped events is lost then.
+        Raises `DatabaseBusyError` if the view was in use at each try.
+        """
+        check_whole("tries", tries, least=1)
+        return self._rebuilding(feed, batch).run(fill, partial=partial, tries=tries, on_progress=on_progress)
+
+    def compare(
+        self, feed: ViewFeed, *, fill: ViewFill | None = None, batch: int = 5_000, partial: bool = False
+    ) -> ViewComparison:
+        """Compare a view with a rebuild of it, in one snapshot; the rebuild is dropped again.
+
+        Entries that are older than the retention are left out, and so are slots of rollups and ids. Takes the time and
+        the room of a rebuild. The arguments and errors are those of `rebuild`.
+        """
+        return self._rebuilding(feed, batch).compare(fill, partial=partial)
+
+    def _rebuilding(self, feed: ViewFeed, batch: int) -> Rebuilding:
+        check_kind("feed", feed, ViewFeed)
+        return Rebuilding(self._database, feed, self.opened, check_whole("batch", batch, least=1))
 
     # Partitions
 
@@ -178,7 +228,7 @@ class Views:
 
     def _find(self, connection: Connection, name: str) -> Definition | None:
         row = fetch_first(connection, self._queries("views"), {"name": name})
-        return None if row is None else _definition(row)
+        return None if row is None else stored_definition(row)
 
     def _existing(self, connection: Connection, name: str) -> Definition:
         held = self._find(connection, name)
@@ -190,11 +240,11 @@ class Views:
         return sql.Identifier(self._database.schema, name)
 
     def _create(self, connection: Connection, view: Definition) -> None:
-        for statement in _tables(view, self._table(view.table)):
+        for statement in statements_of(view, self._table(view.table)):
             self._alter(connection, view, statement)
         values = {
             "name": view.name, "kind": view.kind, "definition": Jsonb(view.described()),
-            "retention": _seconds(view.retention), "period": round(view.period.total_seconds()),
+            "retention": seconds_of(view.retention), "period": round(view.period.total_seconds()),
         }  # fmt: skip
         connection.execute(self._queries("add_view"), values)
         self._make_periods(connection, view, fetch_one(connection, self._queries("clock"))[0])
@@ -205,7 +255,7 @@ class Views:
         connection.execute(self._queries("make_view_periods"), {"view": view.name, "starts": starts})
 
     def _change(self, connection: Connection, held: Definition, wanted: Definition) -> None:
-        differing = _differences(held, wanted)
+        differing = differences(held, wanted)
         if differing:
             raise ViewConflictError(
                 f"{held.kind} {held.name!r} exists with {', '.join(differing)}: declare the new form under another "
@@ -214,12 +264,16 @@ class Views:
         table = self._table(wanted.table)
         if isinstance(wanted, Rollup) and isinstance(held, Rollup):
             for name in wanted.values[len(held.values) :]:
-                self._alter(connection, wanted, _adding_columns(table, name))
+                self._alter(connection, wanted, adding_columns(table, name))
         if isinstance(wanted, Logs) and isinstance(held, Logs) and wanted.language != held.language:
-            # `_differences` lets a language only be added.
+            # `differences` lets a language only be added.
             assert wanted.language is not None, "a language is not taken away"
-            self._alter(connection, wanted, _words_index(table, wanted.language))
-        values = {"name": wanted.name, "definition": Jsonb(wanted.described()), "retention": _seconds(wanted.retention)}
+            self._alter(connection, wanted, words_index(table, wanted.language))
+        values = {
+            "name": wanted.name,
+            "definition": Jsonb(wanted.described()),
+            "retention": seconds_of(wanted.retention),
+        }
         connection.execute(self._queries("change_view"), values)
 
     def _alter(self, connection: Connection, view: Definition, statement: sql.Composed) -> None:
@@ -232,77 +286,3 @@ class Views:
         except psycopg.errors.UndefinedObject as error:
             language = getattr(view, "language", None)
             raise ValidationError(f"this server has no text search configuration {language!r}") from error
-
-
-def _definition(row: tuple[Any, ...]) -> Definition:
-    name, kind, described, retention, period = row
-    kept = None if retention is None else timedelta(seconds=retention)
-    return define(kind, name, described, retention=kept, period=timedelta(seconds=period))
-
-
-def _seconds(length: timedelta | None) -> int | None:
-    return None if length is None else round(length.total_seconds())
-
-
-def _differences(held: Definition, wanted: Definition) -> Iterable[str]:
-    """The parts of a view that a declaration cannot change, as texts."""
-    if type(held) is not type(wanted):
-        return [f"kind {held.kind}"]
-    different = []
-    for name in (field.name for field in fields(held)):
-        before, now = getattr(held, name), getattr(wanted, name)
-        grows = name == "values" and now[: len(before)] == before
-        if before != now and not (name == "retention" or grows or (name == "language" and before is None)):
-            different.append(f"{name} {before}")
-    return different
-
-
-def _tables(view: Definition, table: sql.Identifier) -> Iterable[sql.Composed]:
-    """The statements that make the table of a view and its indexes."""
-    if isinstance(view, Rollup):
-        dimensions = [sql.Identifier(name) for name in view.dimensions]
-        columns = [
-            sql.SQL("eql_tenant text NOT NULL, eql_bucket timestamptz NOT NULL"),
-            *(sql.SQL("{} text NOT NULL").format(name) for name in dimensions),
-            sql.SQL("eql_slot smallint NOT NULL, eql_count bigint NOT NULL"),
-            *(column for name in view.values for column in _value_columns(name)),
-        ]
-        key = [sql.SQL("eql_tenant"), sql.SQL("eql_bucket"), *dimensions, sql.SQL("eql_slot")]
-        yield sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
-            table, sql.SQL(", ").join(columns), sql.SQL(", ").join(key)
-        )
-        return
-    if isinstance(view, Timeline):
-        yield sql.SQL(
-            "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
-            "eql_data jsonb NOT NULL, eql_occurred_at timestamptz NOT NULL) PARTITION BY RANGE (eql_occurred_at)"
-        ).format(table)
-        yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_id)").format(table)
-        return
-    yield sql.SQL(
-        "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
-        "eql_level text NOT NULL, eql_line text NOT NULL, eql_attributes jsonb NOT NULL, "
-        "eql_written_at timestamptz NOT NULL) PARTITION BY RANGE (eql_written_at)"
-    ).format(table)
-    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_written_at, eql_id)").format(table)
-    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_written_at, eql_id)").format(table)
-    # For `LogsView.follow`.
-    yield sql.SQL("CREATE INDEX ON {} (eql_id)").format(table)
-    if view.language is not None:
-        yield _words_index(table, view.language)
-
-
-def _value_columns(name: str) -> list[sql.Composed]:
-    return [sql.SQL("{} numeric").format(sql.Identifier(f"{what}_{name}")) for what in ("sum", "min", "max")]
-
-
-def _adding_columns(table: sql.Identifier, name: str) -> sql.Composed:
-    columns = sql.SQL(", ADD COLUMN ").join(_value_columns(name))
-    return sql.SQL("ALTER TABLE {} ADD COLUMN {}").format(table, columns)
-
-
-def _words_index(table: sql.Identifier, language: str) -> sql.Composed:
-    """The index of the words of each line: the expression is that of `LogsView.search`."""
-    configuration = sql.Literal(f"pg_catalog.{language}")
-    index = sql.SQL("CREATE INDEX ON {} USING gin (to_tsvector({}::regconfig, eql_line))")
-    return index.format(table, configuration)

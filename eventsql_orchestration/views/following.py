@@ -11,6 +11,7 @@ from psycopg.rows import class_row
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.views.log_values import LogLine
 from eventsql_orchestration.views.partitions import ViewTable
 
@@ -44,19 +45,22 @@ class LogFollower:
         self._pending: _Pending | None = None
         self._given: set[int] = set()
         with table.reading() as connection:
-            newest = self._newest(connection)
+            newest, self._relation = self._newest(connection)
             self._settled = max(0, newest - LOOKBACK) if self._writers(connection) else newest
         self.poll()
 
     def poll(self) -> list[LogLine]:
         """The lines that were committed since the last call, in the order of their ids; empty without any.
 
-        Raises database errors, and `ViewNotFoundError` if the logs were dropped.
+        Raises database errors, `ViewNotFoundError` if the logs were dropped, and `ViewConflictError` if they were
+        rebuilt.
         """
         with self._table.reading() as connection:
             # In this order: ids up to `newest` belong to transactions that are among `writers` or have ended, and then
             # their lines are in the snapshot of the query.
-            newest = self._newest(connection)
+            newest, relation = self._newest(connection)
+            if relation != self._relation:
+                raise ViewConflictError("the logs were rebuilt, and their lines have other ids: follow them anew")
             writers = self._writers(connection)
             with connection.cursor(row_factory=class_row(LogLine)) as cursor:
                 values = {**self._values, "after_id": self._settled}
@@ -80,9 +84,11 @@ class LogFollower:
                 self._settled, self._pending = pending.newest, _Pending(newest, writers)
         self._given = {given for given in self._given if given > self._settled}
 
-    def _newest(self, connection: Connection) -> int:
-        (newest,) = fetch_one(connection, self._table.query("newest_line"), prepare=False)
-        return int(newest)
+    def _newest(self, connection: Connection) -> tuple[int, int]:
+        """The newest id, and the table that has it."""
+        values = {"relation": self._table.name.as_string(connection)}
+        newest, relation = fetch_one(connection, self._table.query("newest_line"), values, prepare=False)
+        return newest, relation
 
     def _writers(self, connection: Connection) -> set[str]:
         relation = self._table.name.as_string(connection)

@@ -14,6 +14,7 @@ from eventsql_orchestration.dagster import (
     EventSQLResource,
     build_projection_check,
     build_subscription_sensor,
+    build_view_check,
     projection_asset,
     store_asset,
     subscription_asset,
@@ -29,6 +30,7 @@ from eventsql_orchestration.store import Change, Projection, Projections, Record
 from eventsql_orchestration.views import Rollup
 from tests.dagster.test_documents import DAGSTER, examples
 from tests.fixtures import Sessions
+from tests.views.test_rebuilding import Counts, World
 
 MAILER = subscription_asset("mailer")
 MOVES = Rollup("moves", timedelta(minutes=1), ("place",))
@@ -121,6 +123,32 @@ def test_a_projection_is_checked_against_a_replay(platform: EventSQL, dsn: str) 
     assert not missing.passed
     assert missing.metadata["status"].value == "1"
     projections.rebuild("statuses")
+    assert checked().passed
+
+
+def test_a_view_is_checked_against_a_recomputation(platform: EventSQL, dsn: str) -> None:
+    world = World(platform)
+    world.publish(1, 2, 3)
+    world.consume()
+    check = build_view_check(Counts())
+    location = dg.Definitions(
+        assets=[view_asset(Counts.view, deps=[])],
+        asset_checks=[check],
+        resources={"eventsql": EventSQLResource(dsn=dsn)},
+    )
+    whole = location.resolve_implicit_global_asset_job_def()
+    job = whole.get_subset(asset_check_selection=set(check.check_keys))
+
+    def checked() -> dg.AssetCheckEvaluation:
+        (evaluation,) = job.execute_in_process().get_asset_check_evaluations()
+        return evaluation
+
+    assert checked().passed
+    world.spoil()
+    spoilt = checked()
+    assert not spoilt.passed
+    assert spoilt.metadata["Missing"].value == spoilt.metadata["Surplus"].value == 3
+    world.views.rebuild(Counts())
     assert checked().passed
 
 

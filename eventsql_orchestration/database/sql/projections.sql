@@ -89,7 +89,7 @@ WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
       SELECT FROM belongings made
       JOIN pg_class s ON s.oid = made.oid
       JOIN pg_namespace m ON m.oid = s.relnamespace
-      WHERE m.nspname = %(shadow)s AND s.relname = %(table)s AND made.what = held.what
+      WHERE m.nspname = %(shadow)s AND s.relname = %(shadow_table)s AND made.what = held.what
   )
 ORDER BY held.what;
 

@@ -1,11 +1,15 @@
 -- lock_views -- Let one transaction at a time declare or drop views.
 LOCK {schema}.view_definition IN SHARE ROW EXCLUSIVE MODE;
 
--- views -- The views, or the view of one name: name, kind, definition, retention, seconds of a period.
+-- views -- The views without those of rebuilds, or the view of one name: name, kind, definition, retention, seconds of a
+-- period.
 SELECT eql_name, eql_kind, eql_definition, eql_retention_seconds, eql_period_seconds
 FROM {schema}.view_definition
-WHERE eql_name = %(name)s::text OR %(name)s::text IS NULL
+WHERE eql_name = %(name)s::text OR (%(name)s::text IS NULL AND (eql_definition -> 'rebuilds') IS NULL)
 ORDER BY eql_name;
+
+-- rebuilds -- The views that rebuilds of a view have made.
+SELECT eql_name FROM {schema}.view_definition WHERE (eql_definition ->> 'rebuilds') = %(name)s::text ORDER BY eql_name;
 
 -- add_view -- A declared view, whose table was made.
 INSERT INTO {schema}.view_definition (eql_name, eql_kind, eql_definition, eql_retention_seconds, eql_period_seconds)
@@ -53,8 +57,8 @@ FROM unnest(
 ) WITH ORDINALITY AS written (resource, level, line, attributes, written_at, position)
 ORDER BY written.position;
 
--- newest_line -- The largest id of a log's lines; 0 without one.
-SELECT coalesce(max(eql_id), 0) FROM {schema}.{table};
+-- newest_line -- The largest id of a log's lines, 0 without one, and the log's table.
+SELECT coalesce(max(eql_id), 0), %(relation)s::regclass::oid FROM {schema}.{table};
 
 -- log_writers -- The open transactions that may have written to a log.
 SELECT DISTINCT l.virtualtransaction
@@ -64,3 +68,20 @@ WHERE l.locktype = 'relation'
   AND l.relation = %(relation)s::regclass
   AND l.mode = 'RowExclusiveLock'
   AND l.granted;
+
+-- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter, and
+-- whether events behind the offset were handed out.
+SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
+    SELECT FROM {schema}.consumer_cursor k
+    WHERE k.eql_topic = c.eql_topic AND k.eql_consumer = c.eql_name AND k.eql_partition = c.eql_partition
+      AND k.eql_offset > coalesce(c.eql_last_event_id, 0)
+)
+FROM {schema}.consumer c
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+ORDER BY c.eql_partition;
+
+-- last_id -- The last id that a view's sequence gave.
+SELECT last_value FROM {schema}.{table};
+
+-- go_on_behind -- Have a view's sequence give ids behind one id and behind all of its table.
+SELECT setval(%(sequence)s::regclass, greatest((SELECT coalesce(max(eql_id), 1) FROM {schema}.{table}), %(after)s::bigint));

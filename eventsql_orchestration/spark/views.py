@@ -1,0 +1,192 @@
+"""Rebuilding views in bulk, with PySpark."""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from functools import reduce
+from typing import TYPE_CHECKING, Final
+
+from pyspark.sql import functions as f
+
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
+from eventsql_orchestration.errors import ViewConflictError
+from eventsql_orchestration.spark import FORMAT
+from eventsql_orchestration.spark.copying import copy_frame
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.views import Logs, Rollup, Timeline, ViewFeed, ViewFilling
+from eventsql_orchestration.views.definitions import EPOCH, start_of
+from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
+from eventsql_orchestration.views.partitions import NO_TENANT
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame, SparkSession
+
+_SECOND: Final = timedelta(seconds=1)
+
+_WHOLE: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
+"""Spark's types of whole numbers."""
+
+
+class SparkViewFeed(ViewFeed):
+    """A feed that PySpark can compute from all events at once, for rebuilds in bulk.
+
+    `frame` has to give the entries that `apply` writes for the same events::
+
+        class Moves(SparkViewFeed):
+            ...
+
+            def frame(self, events: DataFrame) -> DataFrame:
+                return events.selectExpr("timestamp AS at", "CAST(value AS STRING) AS place")
+    """
+
+    @abstractmethod
+    def frame(self, events: DataFrame) -> DataFrame:
+        """A row for each entry that follows from `events`, which has the columns of a read with `includeHeaders`.
+
+        Its columns are, by the kind of the view:
+
+        - of a timeline: `offset`, `resource`, `data` (JSON as text), `occurred_at`;
+        - of a rollup: `at`, and its dimensions and values; values are whole numbers or decimals;
+        - of logs: `offset`, `resource`, `line`, `written_at`, and `level` and `attributes` (JSON as text), which may
+          be left out.
+
+        `tenant` may be one more column of each. Entries are in the order of `offset`, the events' offset; if an event
+        makes several entries, those of one offset are in the order of the column `number`, where there is one.
+        """
+
+
+class SparkViewFill:
+    """Fills the new table of a view with what `SparkViewFeed.frame` gives: `rebuild(feed, fill=SparkViewFill(spark))`.
+
+    The tasks connect to the database of the views by the URL that this process has for it.
+    """
+
+    def __init__(self, spark: SparkSession) -> None:
+        self._spark = spark
+
+    def __call__(self, filling: ViewFilling) -> None:
+        """Raises `ViewConflictError` for a feed without a fitting frame, and errors of Spark and the database."""
+        feed, view = filling.feed, filling.definition
+        if not isinstance(feed, SparkViewFeed):
+            raise ViewConflictError(
+                f"the feed of view {feed.view.name!r} has no frame for PySpark: derive it from SparkViewFeed, or leave "
+                "out fill"
+            )
+        source = Source.of([filling.database.dsn], filling.database.schema)
+        entries = _columns(view, feed.frame(_events(self._spark, source, filling)), filling.oldest)
+        time_of = _TIMES[type(view)]
+        filling.make_periods(_periods(view, entries, time_of))
+        rows = _buckets(view, entries) if isinstance(view, Rollup) else _numbered(entries, filling.after_id)
+        copy_frame(rows, source, source.schema, view.table, filling.ledger)
+
+
+_TIMES: Final = {Timeline: "eql_occurred_at", Rollup: "eql_bucket", Logs: "eql_written_at"}
+"""The column of the time by which entries are kept, and their partitions chosen."""
+
+
+def _events(spark: SparkSession, source: Source, filling: ViewFilling) -> DataFrame:
+    """The events that the feed's consumer has consumed."""
+    topic, offsets = filling.feed.topic, filling.offsets
+    options = {
+        "dsn": source.dsn, "schema": source.schema, "subscribe": topic, "includeHeaders": "true",
+        "endingOffsets": json.dumps({topic: max(offsets.values(), default=0) + 1}),
+    }  # fmt: skip
+    events = spark.read.format(FORMAT).options(**options).load()
+    own = f.col("headers")[REDRIVEN_CONSUMER]
+    conditions = [own.isNull() | (own != filling.feed.consumer)]
+    conditions += [
+        (f.col("partition") != partition) | (f.col("offset") <= offset)
+        for partition, offset in offsets.items()
+        if partition >= 0
+    ]
+    conditions += _conditions(filling.filter)
+    return events.where(reduce(lambda one, other: one & other, conditions))
+
+
+def _conditions(chosen: EventFilter | None) -> list[Column]:
+    """A consumer's filter as conditions on events. An event for which one of them is null is left out."""
+    if chosen is None:
+        return []
+    conditions = [f.col("headers")[name] == text for name, text in chosen.metadata.items()]
+    if chosen.keys is not None:
+        conditions.append(f.col("key").isin(*chosen.keys))
+    if chosen.key_prefix is not None:
+        conditions.append(f.col("key").startswith(chosen.key_prefix))
+    return conditions
+
+
+def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetime | None) -> DataFrame:
+    """The entries after `oldest` with the columns of the view's table, beside `number`. Raises `ViewConflictError`."""
+    if isinstance(view, Rollup):
+        wanted = ["at", *view.dimensions, *view.values]
+        given = {"eql_bucket": _floored(f.col("at"), view.grain), **{name: f.col(name) for name in wanted[1:]}}
+    else:
+        wanted = (
+            ["offset", "resource", "data", "occurred_at"]
+            if isinstance(view, Timeline)
+            else ["offset", "resource", "line", "written_at"]
+        )
+        given = {"offset": f.col("offset"), **{f"eql_{name}": f.col(name) for name in wanted[1:]}}
+    if isinstance(view, Logs):
+        for name, default in (("level", DEFAULT_LEVEL), ("attributes", "{}")):
+            given[f"eql_{name}"] = f.col(name) if name in entries.columns else f.lit(default)
+    types = {field.name: field.dataType.simpleString() for field in entries.schema.fields}
+    time_of = "at" if isinstance(view, Rollup) else wanted[-1]
+    if missing := [name for name in wanted if name not in types]:
+        raise ViewConflictError(
+            f"the frame of {view.kind} lacks {', '.join(missing)}: its columns are {', '.join(types)}"
+        )
+    if types[time_of] != "timestamp":
+        raise ViewConflictError(f"column {time_of!r} of the frame is of type {types[time_of]}: make it a timestamp")
+    for name in view.values if isinstance(view, Rollup) else ():
+        if types[name] not in _WHOLE and not types[name].startswith("decimal"):
+            raise ViewConflictError(
+                f"value {name!r} of the frame is of type {types[name]}, whose sums are rounded: make it a whole number "
+                "or a decimal"
+            )
+    given["eql_tenant"] = f.col("tenant") if "tenant" in types else f.lit(NO_TENANT)
+    if not isinstance(view, Rollup) and "number" in types:
+        given["number"] = f.col("number")
+    kept = entries if oldest is None else entries.where(f.col(time_of) > f.lit(oldest))
+    return kept.select(*(column.alias(name) for name, column in given.items()))
+
+
+def _floored(time: Column, step: timedelta) -> Column:
+    """The last multiple of `step` since 1970 that is not after a time, without rounding."""
+    micros = f.unix_micros(time)
+    return f.timestamp_micros(micros - f.pmod(micros, f.lit(step // timedelta(microseconds=1)).cast("bigint")))
+
+
+def _periods(view: Timeline | Rollup | Logs, entries: DataFrame, time_of: str) -> Sequence[datetime]:
+    """The starts of the partitions that entries need."""
+    starts = entries.select(f.unix_seconds(_floored(f.col(time_of), view.period))).distinct().collect()
+    # A time that is missing is refused by the table.
+    return [start_of(view, EPOCH + seconds * _SECOND) for (seconds,) in starts if seconds is not None]
+
+
+def _buckets(view: Rollup, entries: DataFrame) -> DataFrame:
+    """The rows of a rollup's table."""
+    measures = [f.count("*").alias("eql_count")]
+    for name in view.values:
+        # A sum of decimals has 10 digits more, and one of bigints would have none.
+        whole = entries.schema[name].dataType.simpleString() in _WHOLE
+        exact = f.col(name).cast("decimal(38,0)") if whole else f.col(name)
+        total = f.when(f.sum(exact).isNull(), f.raise_error(f.lit(f"value {name} is null, or its sum is too large")))
+        measures += [
+            total.otherwise(f.sum(exact)).alias(f"sum_{name}"), f.min(exact).alias(f"min_{name}"),
+            f.max(exact).alias(f"max_{name}"),
+        ]  # fmt: skip
+    rows = entries.groupBy("eql_tenant", "eql_bucket", *view.dimensions).agg(*measures)
+    return rows.withColumn("eql_slot", f.lit(0))
+
+
+def _numbered(entries: DataFrame, after_id: int) -> DataFrame:
+    """Entries with ids in the order of their offsets."""
+    order = [name for name in ("offset", "number") if name in entries.columns]
+    return (
+        entries.orderBy(*order).withColumn("eql_id", f.monotonically_increasing_id() + f.lit(after_id + 1)).drop(*order)
+    )

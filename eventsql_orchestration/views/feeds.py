@@ -1,0 +1,81 @@
+"""How views follow from the events of topics, for handlers and for rebuilds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, ClassVar, TypeAlias
+
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.model import Event
+from eventsql_orchestration.views.definitions import Definition
+from eventsql_orchestration.views.partitions import MAX_PERIODS
+
+
+def make_periods(connection: Connection, schema: str, view: Definition, starts: Iterable[datetime]) -> None:
+    """Make the partitions of a view that begin at these times, where they are missing."""
+    wanted = sorted(set(starts))
+    for first in range(0, len(wanted), MAX_PERIODS):
+        values = {"view": view.name, "starts": wanted[first : first + MAX_PERIODS]}
+        connection.execute(Queries("views", schema)("make_view_periods"), values)
+
+
+class ViewFeed(ABC):
+    """How a view follows from the events of a topic: the consumer's handler calls `apply`, and so does a rebuild::
+
+    class Moves(ViewFeed):
+        view = Rollup("moves", timedelta(minutes=1), ("place",))
+        topic = "parcel_moved"
+        consumer = "views"
+
+        def apply(self, events, view, connection):
+            entries = [RollupEntry(event.buffered_at, {"place": event.value.decode()}) for event in events]
+            view.add(connection, entries, slot=events[0].partition)
+    """
+
+    view: ClassVar[Definition]
+    topic: ClassVar[str]
+    consumer: ClassVar[str]
+
+    @abstractmethod
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+        """Write what follows from events to `view`, a `TimelineView`, `RollupView` or `LogsView`.
+
+        The events are in order, and of one partition if the consumer is partitioned. Write with `connection`, and
+        nothing but the view: a rebuild applies all events again, to another table.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ViewFilling:
+    """The task of a fill: write to a view what follows from a topic's events up to the consumer's offsets.
+
+    The view is `definition`, empty and in the schema of `database`. Entries at `oldest` or before are left out, and ids
+    are larger than `after_id`. A partition without an offset in `offsets` is read up to the largest of them; the offset
+    of the partition -1 is that of all. Events that `filter` does not take are left out, and so are those that were
+    redriven for the feed's consumer.
+
+    Each transaction that writes to the view first adds a row to the table `ledger`: the name of the view's table, and a
+    number of its own. If the row is there, it writes nothing.
+    """
+
+    feed: ViewFeed
+    database: Database
+    definition: Definition
+    ledger: str
+    offsets: Mapping[int, int]
+    filter: EventFilter | None
+    oldest: datetime | None
+    after_id: int
+
+    def make_periods(self, starts: Iterable[datetime]) -> None:
+        """Make the partitions that begin at these times."""
+        with self.database.transaction() as connection:
+            make_periods(connection, self.database.schema, self.definition, starts)
+
+
+ViewFill: TypeAlias = Callable[[ViewFilling], object]
+"""Writes what follows from events in bulk. `spark.views.SparkViewFill` is one."""

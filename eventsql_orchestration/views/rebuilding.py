@@ -1,0 +1,430 @@
+"""Rebuilding views: computing them anew from the events of a topic, beside the live table, and switching."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import attrgetter
+from typing import Final, TypeAlias
+from uuid import uuid4
+
+import psycopg
+from psycopg import sql
+from psycopg.types.json import Jsonb
+
+from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
+from eventsql_orchestration.database import Connection, Database, Queries, roles
+from eventsql_orchestration.database.migrations import SYSTEM_PATH
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    DatabaseBusyError,
+    ViewConflictError,
+    ViewNotFoundError,
+)
+from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.views.comparison import ViewComparison, comparison
+from eventsql_orchestration.views.definitions import Definition, Rollup, start_of_partition
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling, make_periods
+from eventsql_orchestration.views.logs import LogsView
+from eventsql_orchestration.views.rollups import RollupView
+from eventsql_orchestration.views.tables import differences, seconds_of, statements_of, stored_definition
+from eventsql_orchestration.views.timelines import TimelineView
+
+AnyView: TypeAlias = TimelineView | RollupView | LogsView
+
+LOCK_SECONDS: Final = 1.0
+"""How long one try of a switch waits for transactions that use the view, and makes later ones wait."""
+
+_EXAMPLES: Final = 10
+"""The most entries of each kind that a comparison shows."""
+
+_MAKE_LEDGER: Final = sql.SQL(
+    "CREATE TABLE {} (eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offsets:
+    """How far the partitions of a topic are consumed; the default of no offset is the beginning."""
+
+    by_partition: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def least(self) -> int:
+        return min(self.by_partition.values(), default=0)
+
+    @property
+    def most(self) -> int:
+        return max(self.by_partition.values(), default=0)
+
+    def of(self, partition: int) -> int:
+        # All events of partitions that the topic no longer has come before those of its present ones.
+        return self.by_partition.get(partition, self.most)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shadow:
+    """The new table of a rebuild, which is a view of its own until it replaces `held`."""
+
+    held: Definition
+    definition: Definition
+    ledger: str
+
+
+def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
+    """Drop what rebuilds of a view have made. The caller's transaction has locked the views, as their owner."""
+    queries = Queries("views", schema)
+    for (shadow,) in fetch_all(connection, queries("rebuilds"), {"name": name}):
+        # In the order in which parts of a fill take them.
+        for table in (_ledger_of(shadow), f"view_{shadow}"):
+            connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
+        connection.execute(queries("forget_view"), {"name": shadow})
+
+
+def _ledger_of(shadow: str) -> str:
+    return f"view_{shadow}_filled"
+
+
+class Rebuilding:
+    """One rebuild of a view, or a comparison with one."""
+
+    def __init__(
+        self, database: Database, feed: ViewFeed, open_view: Callable[[Definition], AnyView], batch: int
+    ) -> None:
+        self._database = database
+        self._schema = database.schema
+        self._feed = feed
+        self._open = open_view
+        self._batch = batch
+        self._queries = Queries("views", database.schema)
+        self._log = LogReader(database.schema)
+        self._filter: EventFilter | None = None
+        self._whole = self._repartitioned = False
+        self._name = getattr(feed.view, "name", "")
+        check_name("consumer of a feed", feed.consumer)
+
+    def run(self, fill: ViewFill | None, *, partial: bool, tries: int, on_progress: Callable[[int], object]) -> int:
+        """See `Views.rebuild`."""
+        applied = 0
+        with self._shadow(partial=partial) as shadow:
+            done = self._fill(shadow, fill)
+            for attempt in range(tries):
+                if attempt:
+                    # The transactions that waited behind the last try go first.
+                    time.sleep(LOCK_SECONDS)
+                with self._database.connection() as connection:
+                    upto = self._offsets(connection, done)
+                for events in self._between(done, upto):
+                    with self._database.transaction() as connection:
+                        applied += self._apply(shadow, events, connection)
+                    on_progress(applied)
+                done = upto
+                if (rest := self._switch(shadow, done)) is not None:
+                    on_progress(applied + rest)
+                    return applied + rest
+        raise DatabaseBusyError(
+            f"view {self._name!r} was not switched: at each of {tries} tries, transactions used it for longer than "
+            f"{LOCK_SECONDS:g} s; end them, and rebuild anew"
+        )
+
+    def compare(self, fill: ViewFill | None, *, partial: bool) -> ViewComparison:
+        """See `Views.compare`."""
+        with self._shadow(partial=partial) as shadow:
+            done = self._fill(shadow, fill)
+            with self._database.connection() as connection:
+                upto = self._offsets(connection)
+            for events in self._between(done, upto):
+                with self._database.transaction() as connection:
+                    self._apply(shadow, events, connection)
+
+            with self._database.connection() as connection, connection.transaction(force_rollback=True):
+                connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+                self._apply_rest(shadow, upto, connection)
+                (now,) = fetch_one(connection, self._queries("clock"))
+                retention = shadow.held.retention
+                values = {"oldest": None if retention is None else now - retention, "most": _EXAMPLES}
+                statement = comparison(shadow.held, self._schema, shadow.definition.table)
+                row = connection.execute(statement, values, prepare=False).fetchone()
+                assert row is not None, "the statement gives a row"
+        missing, surplus, examples = row
+        return ViewComparison(shadow.held.name, missing, surplus, tuple(examples))
+
+    # The new table
+
+    @contextmanager
+    def _shadow(self, *, partial: bool) -> Iterator[_Shadow]:
+        """A new table, which is dropped if it does not replace the live one."""
+        shadow = self._begin(partial=partial)
+        try:
+            yield shadow
+        except ViewNotFoundError as error:
+            raise self._lost() from error
+        finally:
+            with self._database.transaction() as connection:
+                roles.act_as_owner(connection, self._schema)
+                connection.execute(self._queries("lock_views"))
+                found = fetch_first(connection, self._queries("views"), {"name": shadow.definition.name})
+                if found is not None:
+                    drop_rebuilds(connection, self._schema, shadow.held.name)
+
+    def _begin(self, *, partial: bool) -> _Shadow:
+        topic = Registry(self._database).topic(self._feed.topic)
+        if topic.retention is not None and not partial:
+            raise ViewConflictError(
+                f"view {self._name!r} is not rebuilt: topic {topic.name!r} has a retention, so entries that follow "
+                "from dropped events would be lost; give partial=True if that is right"
+            )
+        self._repartitioned = topic.layout > 1
+        with self._database.transaction() as connection:
+            self._offsets(connection)
+            roles.act_as_owner(connection, self._schema)
+            connection.execute(SYSTEM_PATH)
+            connection.execute(self._queries("lock_views"))
+            held = self._held(connection)
+            drop_rebuilds(connection, self._schema, held.name)
+
+            name = f"rebuild_{uuid4().hex[:24]}"
+            shadow = _Shadow(held, replace(held, name=name), _ledger_of(name))
+            for statement in statements_of(shadow.definition, self._table(shadow.definition.table)):
+                connection.execute(statement)
+            values = {
+                "name": name, "kind": held.kind, "definition": Jsonb(held.described() | {"rebuilds": held.name}),
+                "retention": seconds_of(held.retention), "period": round(held.period.total_seconds()),
+            }  # fmt: skip
+            connection.execute(self._queries("add_view"), values)
+            connection.execute(_MAKE_LEDGER.format(self._table(shadow.ledger)))
+            self._go_on_behind(connection, shadow)
+        return shadow
+
+    def _held(self, connection: Connection) -> Definition:
+        """The view's definition in the database. Raises `ViewNotFoundError` and `ViewConflictError`."""
+        row = fetch_first(connection, self._queries("views"), {"name": self._name})
+        if row is None:
+            raise ViewNotFoundError(f"view {self._name!r} does not exist: `Views.declare` makes it")
+        held = stored_definition(row)
+        if different := differences(held, self._feed.view):
+            raise ViewConflictError(
+                f"view {held.name!r} exists with {', '.join(different)}: a rebuild computes its entries anew, and "
+                "changes no form"
+            )
+        return held
+
+    def _fill(self, shadow: _Shadow, fill: ViewFill | None) -> _Offsets:
+        """Write what follows from the events so far, and give their offsets; none of them without a fill."""
+        done = _Offsets()
+        if fill is not None:
+            with self._database.connection() as connection:
+                done = self._offsets(connection)
+                after_id = self._last_id(connection, shadow.held)
+                (now,) = fetch_one(connection, self._queries("clock"))
+            oldest = None if shadow.held.retention is None else now - shadow.held.retention
+            fill(
+                ViewFilling(
+                    self._feed, self._database, shadow.definition, shadow.ledger, done.by_partition, self._filter,
+                    oldest, after_id,
+                )
+            )  # fmt: skip
+        with self._database.transaction() as connection:
+            roles.act_as_owner(connection, self._schema)
+            # It waits for parts that are still written, and later ones fail.
+            try:
+                connection.execute(sql.SQL("DROP TABLE {}").format(self._table(shadow.ledger)))
+            except psycopg.errors.UndefinedTable as error:
+                raise self._lost() from error
+            self._go_on_behind(connection, shadow)
+        return done
+
+    def _go_on_behind(self, connection: Connection, shadow: _Shadow) -> None:
+        """Have the new table's ids go on behind those of the live one, and behind its own."""
+        if isinstance(shadow.held, Rollup):
+            return
+        table = shadow.definition.table
+        values = {
+            "sequence": self._table(_sequence(table)).as_string(connection),
+            "after": self._last_id(connection, shadow.held),
+        }
+        connection.execute(self._queries("go_on_behind", table=table), values)
+
+    def _last_id(self, connection: Connection, view: Definition) -> int:
+        if isinstance(view, Rollup):
+            return 0
+        (last,) = fetch_one(connection, self._queries("last_id", table=_sequence(view.table)))
+        return int(last)
+
+    def _lost(self) -> ViewConflictError:
+        return ViewConflictError(
+            f"another process has begun to rebuild view {self._name!r}, or has dropped it: nothing was switched by "
+            "this one"
+        )
+
+    # Events
+
+    def _offsets(self, connection: Connection, since: _Offsets | None = None) -> _Offsets:
+        """How far the consumer has consumed. Raises `ViewConflictError` if the view follows from other events, too."""
+        feed = self._feed
+        values = {"topic": feed.topic, "consumer": feed.consumer}
+        rows = fetch_all(connection, self._queries("consumer_offsets"), values, prepare=False)
+        if not rows:
+            raise ConsumerNotFoundError(f"topic {feed.topic!r} has no consumer {feed.consumer!r}")
+        found = _Offsets({partition: offset for partition, offset, *_ in rows})
+        before = since if since is not None and since.by_partition else found
+        chosen = EventFilter.from_json(rows[0][3])
+        for what, wrong in (
+            ("follows a change of the topic's partitions", any(row[2] is not None for row in rows)),
+            ("is consumed as a queue, out of order", any(row[4] for row in rows)),
+            ("got other partitions meanwhile", found.by_partition.keys() != before.by_partition.keys()),
+            ("got another filter meanwhile", since is not None and before is since and chosen != self._filter),
+            ("was moved back meanwhile", any(found.of(each) < offset for each, offset in before.by_partition.items())),
+        ):
+            if wrong:
+                raise ViewConflictError(
+                    f"view {self._name!r} was not rebuilt: consumer {feed.consumer!r} {what}; rebuild once it has "
+                    "consumed in order"
+                )
+        self._filter = chosen
+        self._whole = NOT_PARTITIONED in found.by_partition
+        return found
+
+    def _between(self, done: _Offsets, upto: _Offsets, connection: Connection | None = None) -> Iterator[list[Event]]:
+        """The events that were consumed between two places, in batches."""
+        after = done.least
+        while after < upto.most:
+            with self._reading(connection) as reading:
+                read = self._log.read(reading, self._feed.topic, after=after, upto=upto.most, limit=self._batch)
+            if not read:
+                return
+            after = read[-1].id
+            new = [each for each in read if done.of(each.partition) < each.id <= upto.of(each.partition)]
+            if events := [each for each in new if self._takes(each)]:
+                yield events
+
+    @contextmanager
+    def _reading(self, connection: Connection | None) -> Iterator[Connection]:
+        if connection is not None:
+            yield connection
+            return
+        with self._database.connection() as own:
+            yield own
+
+    def _takes(self, event: Event) -> bool:
+        """Whether the event counts. A redriven event stands for one that comes before it, and was counted there."""
+        if self._filter is not None and not self._filter.matches(event):
+            return False
+        return event.metadata.get(REDRIVEN_CONSUMER) != self._feed.consumer
+
+    def _apply(self, shadow: _Shadow, events: Sequence[Event], connection: Connection) -> int:
+        view = self._open(shadow.definition)
+        for group in self._groups(events):
+            self._feed.apply(group, view, connection)
+        return len(events)
+
+    def _groups(self, events: Sequence[Event]) -> Iterable[Sequence[Event]]:
+        """Events as the consumer's handler gets them."""
+        if self._whole:
+            return [events]
+        if self._repartitioned:
+            # Events of a key come first from one partition, and then from another.
+            return [list(group) for _, group in groupby(events, attrgetter("partition"))]
+        by_partition: dict[int, list[Event]] = {}
+        for event in events:
+            by_partition.setdefault(event.partition, []).append(event)
+        return by_partition.values()
+
+    # The switch
+
+    def _apply_rest(self, shadow: _Shadow, done: _Offsets, connection: Connection) -> int:
+        """Apply the events that were consumed since `done`, in the caller's transaction."""
+        upto = self._offsets(connection, done)
+        return sum(self._apply(shadow, events, connection) for events in self._between(done, upto, connection))
+
+    def _switch(self, shadow: _Shadow, done: _Offsets) -> int | None:
+        """Put the new table in the place of the live one.
+
+        Gives the number of events that were applied, or None if the view is in use.
+        """
+        with self._database.connection() as connection:
+            try:
+                with connection.transaction():
+                    # What commits before the lock is there has to be seen behind it.
+                    connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
+                    roles.act_as_owner(connection, self._schema)
+                    connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+                    connection.execute(self._queries("lock_views"))
+                    if fetch_first(connection, self._queries("views"), {"name": shadow.definition.name}) is None:
+                        raise self._lost()
+                    if self._held(connection) != shadow.held:
+                        raise ViewConflictError(f"view {self._name!r} was declared anew meanwhile: rebuild it again")
+                    live = self._table(shadow.held.table)
+                    connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(live))
+
+                    # A handler commits its entries and its offset at once, and nobody has entries without a commit now.
+                    applied = self._apply_rest(shadow, done, connection)
+                    self._replace(connection, shadow)
+                    return applied
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+                return None
+
+    def _replace(self, connection: Connection, shadow: _Shadow) -> None:
+        held, table = shadow.held, shadow.definition.table
+        # A handler that waits for the lock has found its partition in the live table.
+        starts = [start_of_partition(each) for each in self._partitions(connection, held.table)]
+        make_periods(connection, self._schema, shadow.definition, starts)
+        self._keep_rights(connection, held.table, table, "TABLE")
+        if not isinstance(held, Rollup):
+            self._keep_rights(connection, _sequence(held.table), _sequence(table), "SEQUENCE")
+        try:
+            connection.execute(sql.SQL("DROP TABLE {}").format(self._table(held.table)))
+        except psycopg.errors.DependentObjectsStillExist as error:
+            raise ViewConflictError(
+                f"the table of view {held.name!r} has what the switch would lose ({error.diag.message_detail}): drop "
+                "it, rebuild, and make it anew"
+            ) from error
+
+        renamed = [(each, f"{held.table}{each[len(table) :]}") for each in self._partitions(connection, table)]
+        for before, after in [*renamed, (table, held.table)]:
+            self._rename(connection, "TABLE", before, after)
+        if not isinstance(held, Rollup):
+            self._rename(connection, "SEQUENCE", _sequence(table), _sequence(held.table))
+        connection.execute(self._queries("forget_view"), {"name": shadow.definition.name})
+
+    def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
+        """Grant the rights on a live relation on the new one. Raises `ViewConflictError` for what would be lost."""
+        queries = Queries("projections", self._schema)
+        of = {"in_schema": self._schema, "table": live, "shadow": self._schema, "shadow_table": new}
+        if lost := [what for (what,) in fetch_all(connection, queries("lost"), of)]:
+            raise ViewConflictError(
+                f"the table of view {self._name!r} has what the switch would lose ({', '.join(lost)}): drop it, "
+                "rebuild, and make it anew"
+            )
+        for role, privilege, may_grant in fetch_all(connection, queries("grants"), of):
+            connection.execute(
+                sql.SQL("GRANT {} ON {} {} TO {}{}").format(
+                    sql.SQL(privilege), sql.SQL(kind), self._table(new),
+                    sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
+                    sql.SQL(" WITH GRANT OPTION" if may_grant else ""),
+                )
+            )  # fmt: skip
+
+    def _partitions(self, connection: Connection, table: str) -> list[str]:
+        values = {"table": self._table(table).as_string(connection)}
+        return [name for (name,) in fetch_all(connection, self._queries("view_partitions"), values)]
+
+    def _rename(self, connection: Connection, kind: str, before: str, after: str) -> None:
+        statement = sql.SQL("ALTER {} {} RENAME TO {}")
+        connection.execute(statement.format(sql.SQL(kind), self._table(before), sql.Identifier(after)))
+
+    def _table(self, name: str) -> sql.Identifier:
+        return sql.Identifier(self._schema, name)
+
+
+def _sequence(table: str) -> str:
+    """The sequence of the ids of a timeline's or a log's table."""
+    return f"{table}_eql_id_seq"

@@ -1,0 +1,89 @@
+"""The tables of views: the statements that make them, and definitions as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from datetime import timedelta
+from typing import Any
+
+from psycopg import sql
+
+from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline, define
+
+
+def stored_definition(row: tuple[Any, ...]) -> Definition:
+    """A row of the statement `views`."""
+    name, kind, described, retention, period = row
+    kept = None if retention is None else timedelta(seconds=retention)
+    return define(kind, name, described, retention=kept, period=timedelta(seconds=period))
+
+
+def seconds_of(length: timedelta | None) -> int | None:
+    """A retention as it is stored."""
+    return None if length is None else round(length.total_seconds())
+
+
+def differences(held: Definition, wanted: Definition) -> Sequence[str]:
+    """The parts of a view that a declaration cannot change, as texts."""
+    if type(held) is not type(wanted):
+        return [f"kind {held.kind}"]
+    different = []
+    for name in (field.name for field in fields(held)):
+        before, now = getattr(held, name), getattr(wanted, name)
+        grows = name == "values" and now[: len(before)] == before
+        if before != now and not (name == "retention" or grows or (name == "language" and before is None)):
+            different.append(f"{name} {before}")
+    return different
+
+
+def statements_of(view: Definition, table: sql.Identifier) -> Iterable[sql.Composed]:
+    """The statements that make the table of a view and its indexes."""
+    if isinstance(view, Rollup):
+        dimensions = [sql.Identifier(name) for name in view.dimensions]
+        columns = [
+            sql.SQL("eql_tenant text NOT NULL, eql_bucket timestamptz NOT NULL"),
+            *(sql.SQL("{} text NOT NULL").format(name) for name in dimensions),
+            sql.SQL("eql_slot smallint NOT NULL, eql_count bigint NOT NULL"),
+            *(column for name in view.values for column in _value_columns(name)),
+        ]
+        key = [sql.SQL("eql_tenant"), sql.SQL("eql_bucket"), *dimensions, sql.SQL("eql_slot")]
+        yield sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
+            table, sql.SQL(", ").join(columns), sql.SQL(", ").join(key)
+        )
+        return
+    if isinstance(view, Timeline):
+        yield sql.SQL(
+            "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
+            "eql_data jsonb NOT NULL, eql_occurred_at timestamptz NOT NULL) PARTITION BY RANGE (eql_occurred_at)"
+        ).format(table)
+        yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_id)").format(table)
+        return
+    yield sql.SQL(
+        "CREATE TABLE {} (eql_id bigserial, eql_tenant text NOT NULL, eql_resource text NOT NULL, "
+        "eql_level text NOT NULL, eql_line text NOT NULL, eql_attributes jsonb NOT NULL, "
+        "eql_written_at timestamptz NOT NULL) PARTITION BY RANGE (eql_written_at)"
+    ).format(table)
+    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_resource, eql_written_at, eql_id)").format(table)
+    yield sql.SQL("CREATE INDEX ON {} (eql_tenant, eql_written_at, eql_id)").format(table)
+    # For `LogsView.follow`.
+    yield sql.SQL("CREATE INDEX ON {} (eql_id)").format(table)
+    if view.language is not None:
+        yield words_index(table, view.language)
+
+
+def _value_columns(name: str) -> list[sql.Composed]:
+    return [sql.SQL("{} numeric").format(sql.Identifier(f"{what}_{name}")) for what in ("sum", "min", "max")]
+
+
+def adding_columns(table: sql.Identifier, name: str) -> sql.Composed:
+    """The statement that adds the columns of a rollup's value."""
+    columns = sql.SQL(", ADD COLUMN ").join(_value_columns(name))
+    return sql.SQL("ALTER TABLE {} ADD COLUMN {}").format(table, columns)
+
+
+def words_index(table: sql.Identifier, language: str) -> sql.Composed:
+    """The index of the words of each line: the expression is that of `LogsView.search`."""
+    configuration = sql.Literal(f"pg_catalog.{language}")
+    index = sql.SQL("CREATE INDEX ON {} USING gin (to_tsvector({}::regconfig, eql_line))")
+    return index.format(table, configuration)

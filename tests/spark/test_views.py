@@ -1,0 +1,154 @@
+"""PySpark rebuilds views, and what their consumer does meanwhile is in them once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from psycopg.errors import UndefinedTable
+from pyspark.sql import DataFrame, SparkSession
+
+from eventsql_orchestration import Connection, Consumer, Event, EventFilter, EventSQL, Publication
+from eventsql_orchestration.errors import ViewConflictError
+from eventsql_orchestration.spark.copying import TableCopy
+from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill
+from eventsql_orchestration.views import LogEntry, ViewComparison, ViewFilling
+from tests.views.conftest import DAY, MINUTE, NOON
+from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, read
+
+AT = "timestamp_seconds(1732104000 + 60 * CAST(CAST(value AS STRING) AS INT))"
+"""NOON and so many minutes."""
+
+
+class BulkSteps(Steps, SparkViewFeed):
+    def frame(self, events: DataFrame) -> DataFrame:
+        data = "concat('{\"minutes\": ', CAST(value AS STRING), '}') AS data"
+        return events.selectExpr("offset", "key AS resource", data, f"{AT} AS occurred_at")
+
+
+class BulkCounts(Counts, SparkViewFeed):
+    def frame(self, events: DataFrame) -> DataFrame:
+        return events.selectExpr(f"{AT} AS at", "key AS resource", "CAST(CAST(value AS STRING) AS INT) AS minutes")
+
+
+class BulkLines(Lines, SparkViewFeed):
+    """Two lines for each event."""
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+        view.write(
+            connection,
+            [
+                LogEntry(event.key or "", f"line {at} {number}", NOON + at * MINUTE, attributes={"n": number})
+                for event, at in read(events)
+                for number in (1, 2)
+            ],
+        )
+
+    def frame(self, events: DataFrame) -> DataFrame:
+        return events.selectExpr(
+            "offset", "explode(array(1, 2)) AS number", "key AS resource", "CAST(value AS STRING) AS at",
+            f"{AT} AS written_at",
+        ).selectExpr(
+            "*", "concat('line ', at, ' ', number) AS line", "concat('{\"n\": ', number, '}') AS attributes"
+        )  # fmt: skip
+
+
+BULK: tuple[Feed, ...] = (BulkSteps(), BulkCounts(), BulkLines())
+
+
+@pytest.fixture
+def world(platform: EventSQL) -> World:
+    made = World(platform)
+    made.feeds = BULK
+    return made
+
+
+def test_views_are_rebuilt_in_bulk_without_a_gap_or_a_double(world: World, spark: SparkSession) -> None:
+    far = 100 * 24 * 60
+    world.publish(*range(30), far, -far)
+    world.consume(most=11)
+    wanted = {feed: world.rows(feed.view.name) for feed in BULK}
+    world.spoil()
+    for feed in BULK:
+        later: list[int] = []
+
+        def fill(filling: ViewFilling, later: list[int] = later) -> None:
+            SparkViewFill(spark)(filling)
+            world.publish(5, 6)
+            later.append(world.consume(most=1))
+
+        assert world.views.rebuild(feed, fill=fill) == sum(later) > 0
+        assert len(world.rows(feed.view.name)) >= len(wanted[feed])
+        assert world.views.compare(feed) == ViewComparison(feed.view.name, 0, 0)
+        assert world.views.compare(feed, fill=SparkViewFill(spark)).equal
+    for feed in FEEDS[:2]:
+        assert world.views.compare(feed).equal
+    lines = world.views.logs(Lines.view).search(resource="a", limit=4)
+    assert [line.attributes["n"] for line in lines] == [2, 1, 2, 1]
+    world.consume()
+    world.publish(7)
+    world.consume()
+    for feed in BULK:
+        assert world.views.compare(feed).equal
+
+
+def test_a_filter_and_a_retention_hold_in_bulk_too(world: World, spark: SparkSession) -> None:
+    kept = replace(Counts.view, retention=20 * 365 * DAY)
+    world.views.declare(kept)
+    world.publish(*range(8), -40 * 365 * 24 * 60)
+    again = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": CONSUMER})
+    other = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": "another"})
+    world.platform.publisher.publish_all([again, other])
+    world.platform.transfer.run_once()
+    filtered = EventFilter(keys=frozenset({"a", "b"}), key_prefix="a")
+    world.platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered)
+    world.consume()
+
+    class Kept(BulkCounts):
+        view = kept
+
+    assert world.views.rebuild(Kept(), fill=SparkViewFill(spark)) == 0
+    assert [(row[0], row[2]) for row in world.rows("counts")] == [(NOON, 1), (NOON + 4 * MINUTE, 2)]
+
+
+def test_a_part_that_outlives_its_rebuild_writes_nothing(world: World, spark: SparkSession, dsn: str) -> None:
+    world.publish(*range(4))
+    world.consume()
+    fillings: list[ViewFilling] = []
+
+    def stop(filling: ViewFilling) -> None:
+        fillings.append(filling)
+        SparkViewFill(spark)(filling)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        world.views.rebuild(BulkCounts(), fill=stop)
+    (filling,) = fillings
+    columns = ["eql_tenant", "eql_bucket", "resource", "eql_slot", "eql_count"]
+    copying = TableCopy(Source.of([dsn], "eventsql"), "eventsql", filling.definition.table, filling.ledger, columns)
+    with pytest.raises(UndefinedTable):
+        copying.copy_part([("", NOON, "z", 0, 1)], 100)
+    world.views.rebuild(BulkCounts(), fill=SparkViewFill(spark))
+    assert world.views.compare(BulkCounts()).equal
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        ["current_timestamp() AS at"],
+        ["'' AS at", "key AS resource", "1 AS minutes"],
+        ["timestamp AS at", "key AS resource", "1e0 AS minutes"],
+    ],
+)
+def test_frames_that_do_not_fit_are_refused(world: World, spark: SparkSession, columns: list[str]) -> None:
+    class Wrong(BulkCounts):
+        def frame(self, events: DataFrame) -> DataFrame:
+            return events.selectExpr(*columns)
+
+    for feed in (Wrong(), Counts()):
+        with pytest.raises(ViewConflictError):
+            world.views.rebuild(feed, fill=SparkViewFill(spark))
+    assert world.leftovers() == []

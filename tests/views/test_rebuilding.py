@@ -1,0 +1,428 @@
+"""A rebuilt view is what the consumed events say, without a gap or a double beside a consumer that goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from eventsql_orchestration import (
+    AtOffset,
+    Connection,
+    Consumer,
+    Event,
+    EventFilter,
+    EventSQL,
+    Publication,
+    Retention,
+    Topic,
+)
+from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError
+from eventsql_orchestration.views import (
+    Definition,
+    LogEntry,
+    Logs,
+    Rollup,
+    RollupEntry,
+    RollupView,
+    Timeline,
+    TimelineView,
+    ViewComparison,
+    ViewFeed,
+    ViewFilling,
+    Views,
+)
+from eventsql_orchestration.views import rebuilding as rebuilding_module
+from tests.fixtures import Sessions, UntilBlocked
+from tests.views.conftest import DAY, MINUTE, NOON
+
+TOPIC, CONSUMER = "moves", "views"
+PATIENCE = 60.0
+
+
+class Feed(ViewFeed):
+    topic, consumer = TOPIC, CONSUMER
+
+
+class Steps(Feed):
+    view = Timeline("steps")
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+        view.append(connection, [(event.key, {"minutes": at}, NOON + at * MINUTE) for event, at in read(events)])
+
+
+class Counts(Feed):
+    view = Rollup("counts", MINUTE, ("resource",), ("minutes",))
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+        entries = [
+            RollupEntry(NOON + at * MINUTE, {"resource": event.key or ""}, {"minutes": at})
+            for event, at in read(events)
+        ]
+        view.add(connection, entries, slot=events[0].partition)
+
+
+class Lines(Feed):
+    view = Logs("lines")
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+        view.write(
+            connection, [LogEntry(event.key or "", f"line {at}", NOON + at * MINUTE) for event, at in read(events)]
+        )
+
+
+FEEDS: tuple[Feed, ...] = (Steps(), Counts(), Lines())
+
+
+def read(events: Sequence[Event]) -> list[tuple[Event, int]]:
+    return [(event, json.loads(event.value)) for event in events]
+
+
+class World:
+    """A topic of two partitions, and a consumer that writes three views."""
+
+    def __init__(self, platform: EventSQL) -> None:
+        self.platform, self.views = platform, Views(platform.database)
+        self.feeds: Sequence[Feed] = FEEDS
+        self.views.declare(*(feed.view for feed in FEEDS))
+        platform.registry.register_topic(Topic(TOPIC, partitions=2))
+        platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True))
+
+    def publish(self, *minutes: int, keys: str = "abcd") -> None:
+        self.platform.publisher.publish_all(
+            [Publication(TOPIC, json.dumps(at).encode(), key=keys[at % len(keys)]) for at in minutes]
+        )
+        self.platform.transfer.run_once()
+
+    def write(self, events: Sequence[Event], connection: Connection) -> None:
+        for feed in self.feeds:
+            feed.apply(events, self.views.open(feed.view.name), connection)
+
+    def consume(
+        self, handler: Callable[..., None] | None = None, *, most: int = 100, partition: int | None = None
+    ) -> int:
+        wanted = (0, 1) if partition is None else (partition,)
+        return sum(
+            self.platform.consumers.consume_once(
+                TOPIC, CONSUMER, handler or self.write, partition=each, max_events=most
+            )
+            for each in wanted
+        )  # fmt: skip
+
+    def spoil(self) -> None:
+        with self.platform.database.connection() as connection:
+            connection.execute("DELETE FROM eventsql.view_steps WHERE eql_resource = 'a'")
+            connection.execute("UPDATE eventsql.view_counts SET eql_count = eql_count + 7")
+            connection.execute("DELETE FROM eventsql.view_lines WHERE eql_resource = 'b'")
+
+    def rows(self, name: str) -> list[Any]:
+        """The entries of a view, in an order of their own."""
+        opened = self.views.open(name)
+        if isinstance(opened, TimelineView):
+            return [(each.resource, each.data["minutes"]) for key in "abcd" for each in opened.read(key)]
+        if isinstance(opened, RollupView):
+            return [(each.bucket, each.dimensions, each.count, each.values) for each in opened.read()]
+        return sorted(each.line for each in opened.search(limit=10_000))
+
+    def leftovers(self) -> list[str]:
+        with self.platform.database.connection() as connection:
+            found = connection.execute(
+                "SELECT relname FROM pg_class WHERE relname LIKE 'view_rebuild%' AND relkind IN ('r', 'p')"
+            )
+            return [name for (name,) in found]
+
+    def check(self) -> None:
+        assert self.leftovers() == []
+        for feed in self.feeds:
+            assert self.views.compare(feed) == ViewComparison(feed.view.name, 0, 0)
+        assert [len(self.views.definitions()), self.leftovers()] == [3, []]
+
+
+@pytest.fixture
+def world(platform: EventSQL) -> World:
+    return World(platform)
+
+
+@contextmanager
+def in_thread(play: Callable[[], object]) -> Iterator[list[BaseException]]:
+    """Runs `play` beside the block, and waits for it; its error, if any, is raised."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            play()
+        except BaseException as error:  # noqa: BLE001 - raised by the test's thread
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    yield errors
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.view.name)
+def test_a_rebuild_mends_a_view_and_goes_on(world: World, feed: Feed) -> None:
+    world.publish(*range(40))
+    world.consume(most=7)
+    wanted, told = [], list[int]()
+    for _ in range(2):
+        world.consume(most=3)
+    wanted = world.rows(feed.view.name)
+    world.spoil()
+    comparison = world.views.compare(feed)
+    assert comparison.missing + comparison.surplus
+    assert comparison.examples
+    assert not comparison.equal
+
+    applied = world.views.rebuild(feed, batch=4, on_progress=told.append)
+    assert world.rows(feed.view.name) == wanted
+    assert (applied, told) == (26, sorted(told))
+    assert len(told) > 3
+    assert world.leftovers() == []
+    for other in FEEDS:
+        world.views.rebuild(other)
+    world.consume()
+    world.check()
+    world.publish(50)
+    world.consume()
+    world.check()
+
+
+def test_a_handler_that_commits_late_is_in_the_rebuilt_view_once(world: World, until_blocked: UntilBlocked) -> None:
+    world.publish(*range(10))
+    world.consume(most=2)
+    wrote, may_commit = threading.Event(), threading.Event()
+
+    def late(events: Sequence[Event], connection: Connection) -> None:
+        world.write(events, connection)
+        wrote.set()
+        assert may_commit.wait(PATIENCE)
+
+    with in_thread(lambda: world.consume(late, most=1, partition=0)):
+        assert wrote.wait(PATIENCE)
+        with in_thread(lambda: world.views.rebuild(Counts())):
+            until_blocked()
+            may_commit.set()
+    world.check()
+    world.consume()
+    world.check()
+
+
+def test_a_handler_that_comes_during_the_switch_writes_to_the_new_table(
+    world: World, until_blocked: UntilBlocked
+) -> None:
+    class Slow(Counts):
+        """Stands still in the switch, which applies the event of minute 77."""
+
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            super().apply(events, view, connection)
+            if any(at == 77 for _, at in read(events)):
+                switching.set()
+                assert may_switch.wait(PATIENCE)
+
+    far = int(timedelta(days=90) / MINUTE)
+    switching, may_switch, told = threading.Event(), threading.Event(), threading.Event()
+    world.publish(*range(8))
+    world.consume()
+
+    def between(_applied: int) -> None:
+        # After the last batch, and before the switch.
+        if not told.is_set():
+            told.set()
+            world.publish(77)
+            world.consume()
+
+    # The partition of this time is in the live table, and only there.
+    with world.platform.database.transaction() as connection:
+        world.views.rollup(Counts.view).add(
+            connection, [RollupEntry(NOON + far * MINUTE, {"resource": "z"}, {"minutes": 1})]
+        )
+    with in_thread(lambda: world.views.rebuild(Slow(), on_progress=between)):
+        assert switching.wait(PATIENCE)
+        world.publish(far, far + 1, 78, 79)
+        with in_thread(world.consume):
+            until_blocked()
+            may_switch.set()
+    assert world.consume() == 0
+    world.check()
+    with world.platform.database.connection() as connection:
+        found = connection.execute("SELECT eql_attempts FROM eventsql.consumer").fetchall()
+    assert found == [(0,), (0,)]
+
+
+def test_a_view_that_is_always_in_use_stays_as_it_is(
+    world: World, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish(*range(4))
+    world.consume()
+    monkeypatch.setattr(rebuilding_module, "LOCK_SECONDS", 0.01)
+    sessions().execute("SELECT FROM eventsql.view_counts")
+    with pytest.raises(DatabaseBusyError):
+        world.views.rebuild(Counts(), tries=2)
+    world.check()
+
+
+def test_an_interrupted_rebuild_leaves_nothing_and_a_killed_one_is_begun_anew(world: World) -> None:
+    class Dies(Counts):
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            super().apply(events, view, connection)
+            raise KeyboardInterrupt
+
+    world.publish(*range(10))
+    world.consume()
+    with pytest.raises(KeyboardInterrupt):
+        world.views.rebuild(Dies())
+    world.check()
+
+    # A killed one ends here.
+    world.views._rebuilding(Counts(), 10)._begin(partial=False)
+    assert world.leftovers()
+    world.views.rebuild(Counts())
+    world.check()
+    world.views._rebuilding(Counts(), 10)._begin(partial=False)
+    world.views.drop("counts")
+    assert world.leftovers() == []
+
+
+def test_the_later_of_two_rebuilds_goes_on(world: World) -> None:
+    world.publish(*range(10))
+    world.consume()
+
+    def nested(_filling: ViewFilling) -> None:
+        world.views.rebuild(Counts())
+        world.publish(11)
+        world.consume()
+
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Counts(), fill=nested)
+    world.check()
+
+    class Overtaken(Counts):
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            if not done:
+                done.append(1)
+                world.views.rebuild(Counts())
+            super().apply(events, view, connection)
+
+    done: list[int] = []
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Overtaken())
+    world.check()
+
+
+def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: World) -> None:
+    world.publish(*range(10))
+    world.consume()
+    registry = world.platform.registry
+
+    def refused(change: Callable[[], object]) -> None:
+        before = [each[:3] for each in world.rows("counts")]
+
+        def once(_applied: int) -> None:
+            if not changed:
+                changed.append(1)
+                change()
+
+        changed: list[int] = []
+        with pytest.raises(ViewConflictError):
+            world.views.rebuild(Counts(), on_progress=once)
+        assert changed
+        assert [each[:3] for each in world.rows("counts")] == before
+        assert world.leftovers() == []
+
+    refused(lambda: world.platform.seeker.execute(TOPIC, CONSUMER, AtOffset(2)))
+    world.spoil()
+    filtered = EventFilter(keys=frozenset({"a"}))
+    refused(lambda: registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered))
+    wider = replace(Counts.view, values=("minutes", "more"))
+    refused(lambda: world.views.declare(wider))
+
+
+def test_events_that_the_consumer_is_not_handed_or_got_once_more_are_left_out(world: World) -> None:
+    world.publish(*range(8))
+    filtered = EventFilter(keys=frozenset({"a", "b"}))
+    world.platform.registry.register_consumer(Consumer(TOPIC, CONSUMER, partitioned=True), filter=filtered)
+    world.consume()
+    again = Publication(TOPIC, b"4", key="a", metadata={"redriven_consumer": CONSUMER})
+    world.platform.publisher.publish(again)
+    world.platform.transfer.run_once()
+    world.consume(lambda _events, _connection: None)
+    assert world.views.rebuild(Steps()) == 4
+    assert world.rows("steps") == [("a", 0), ("a", 4), ("b", 1), ("b", 5)]
+
+
+def test_a_rebuild_that_would_lose_something_is_refused(world: World, database: Database) -> None:
+    world.publish(1)
+    world.consume()
+
+    class Other(Counts):
+        view = Rollup("counts", 5 * MINUTE, ("resource",), ("minutes",))
+
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Other())
+    with database.connection() as connection:
+        connection.execute("CREATE VIEW public.shown AS SELECT eql_count FROM eventsql.view_counts")
+        with pytest.raises(ViewConflictError):
+            world.views.rebuild(Counts())
+        connection.execute("DROP VIEW public.shown")
+        connection.execute("ALTER TABLE eventsql.view_counts ENABLE ROW LEVEL SECURITY")
+        with pytest.raises(ViewConflictError):
+            world.views.rebuild(Counts())
+        connection.execute("ALTER TABLE eventsql.view_counts DISABLE ROW LEVEL SECURITY")
+    world.platform.registry.set_retention(TOPIC, Retention(seconds=3600))
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Counts())
+    assert world.views.rebuild(Counts(), partial=True) == 1
+    assert world.leftovers() == []
+
+
+def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
+    world.publish(*range(6))
+    world.consume()
+    with database.connection() as connection:
+        connection.execute("GRANT SELECT ON eventsql.view_steps TO PUBLIC")
+        connection.execute("GRANT USAGE ON eventsql.view_steps_eql_id_seq TO PUBLIC")
+    before = max(each.id for each in world.views.timeline(Steps.view).read("a"))
+    follower = world.views.logs(Lines.view).follow()
+    for feed in (Steps(), Lines()):
+        world.views.rebuild(feed)
+        world.views.rebuild(feed)
+    assert min(each.id for each in world.views.timeline(Steps.view).read("a")) > before
+    with pytest.raises(ViewConflictError):
+        follower.poll()
+    with database.connection() as connection:
+        found = connection.execute(
+            "SELECT relname, relacl::text ~ '(^|[{,])=' FROM pg_class "
+            "WHERE relname IN ('view_steps', 'view_steps_eql_id_seq') ORDER BY 1"
+        ).fetchall()
+    assert found == [("view_steps", True), ("view_steps_eql_id_seq", True)]
+
+
+def test_entries_beyond_the_retention_are_not_compared(world: World) -> None:
+    definition: Definition = replace(Lines.view, retention=10 * 365 * DAY)
+    world.views.declare(definition)
+
+    class Old(Lines):
+        view = definition  # type: ignore[assignment]  # another retention
+
+    world.publish(3)
+    world.consume()
+    with world.platform.database.connection() as connection:
+        connection.execute("SELECT eventsql.make_view_periods('lines', ARRAY['2001-01-01 00:00+00'::timestamptz])")
+        connection.execute(
+            "INSERT INTO eventsql.view_lines (eql_tenant, eql_resource, eql_level, eql_line, eql_attributes, "
+            "eql_written_at) VALUES ('', 'a', 'info', 'old', '{}', '2001-01-01 08:00+00')"
+        )
+    assert world.views.compare(Old()).equal
+    world.views.rebuild(Old())
+    assert world.rows("lines") == ["line 3"]
