@@ -162,6 +162,13 @@ def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
     assert [found.line for found in names["found"]] == ["arrived at Krakow", "arrived at Lodz", "arrived at Gdansk"]
 
 
+def test_the_example_of_a_rebuild_has_what_was_published(dsn: str) -> None:
+    names = play(examples(REPOSITORY / "docs" / "views.md")[1], localhost=dsn)
+    assert names["compared"].equal
+    with names["platform"]:
+        assert [(stop.dimensions, stop.count) for stop in names["stops"].read()] == [({"place": "Lodz"}, 1)]
+
+
 def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
     assert play(examples(BESIDE_THE_TOPICS)[6], localhost=dsn)["prices"] == {"tea": 4}
     with psycopg.connect(dsn) as connection:
