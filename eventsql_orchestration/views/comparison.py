@@ -35,9 +35,10 @@ def comparison(view: Definition, schema: str, rebuilt: str) -> bytes:
         "WITH live AS ({live}), made AS ({made}), "
         "missing AS (SELECT * FROM made EXCEPT ALL SELECT * FROM live), "
         "surplus AS (SELECT * FROM live EXCEPT ALL SELECT * FROM made) "
-        "SELECT (SELECT count(*) FROM missing), (SELECT count(*) FROM surplus), array_cat("
-        "ARRAY(SELECT to_jsonb(missing)::text FROM missing LIMIT %(most)s), "
-        "ARRAY(SELECT to_jsonb(surplus)::text FROM surplus LIMIT %(most)s))"
+        "SELECT (SELECT pg_catalog.count(*) FROM missing), (SELECT pg_catalog.count(*) FROM surplus), "
+        "pg_catalog.array_cat("
+        "ARRAY(SELECT pg_catalog.to_jsonb(missing)::pg_catalog.text FROM missing LIMIT %(most)s), "
+        "ARRAY(SELECT pg_catalog.to_jsonb(surplus)::pg_catalog.text FROM surplus LIMIT %(most)s))"
     ).format(live=live, made=made)
     return sent(statement)
 
@@ -49,14 +50,16 @@ def _entries(view: Definition, table: sql.Identifier) -> sql.Composed:
             time_of = "eql_bucket"
             keys = ["eql_tenant", "eql_bucket", *view.dimensions]
             template = (
-                "SELECT {columns}, sum(eql_count) AS eql_count{values} FROM {table} WHERE {kept} GROUP BY {columns}"
+                "SELECT {columns}, pg_catalog.sum(eql_count) AS eql_count{values} "
+                "FROM {table} WHERE {kept} GROUP BY {columns}"
             )
         case Timeline():
             time_of = "eql_occurred_at"
             keys = ["eql_tenant", "eql_resource", "eql_occurred_at", "eql_data"]
             template = (
-                "SELECT {columns}, row_number() OVER (PARTITION BY eql_tenant, eql_resource ORDER BY eql_id) "
-                "AS eql_place FROM {table} WHERE {kept}"
+                "SELECT {columns}, "
+                "pg_catalog.row_number() OVER (PARTITION BY eql_tenant, eql_resource ORDER BY eql_id) AS eql_place "
+                "FROM {table} WHERE {kept}"
             )
         case _:
             time_of = "eql_written_at"

@@ -221,8 +221,9 @@ class Rebuilding:
         """Write what follows from the events so far, and give their offsets; none of them without a fill."""
         done = _Offsets()
         if fill is not None:
-            with self._database.connection() as connection:
+            with self._database.transaction() as connection:
                 done = self._offsets(connection)
+                roles.act_as_owner(connection, self._schema)
                 after_id = self._last_id(connection, shadow.held)
                 (now,) = fetch_one(connection, self._queries("clock"))
             oldest = None if shadow.held.retention is None else now - shadow.held.retention
@@ -256,7 +257,8 @@ class Rebuilding:
     def _last_id(self, connection: Connection, view: Definition) -> int:
         if isinstance(view, Rollup):
             return 0
-        (last,) = fetch_one(connection, self._queries("last_id", table=_sequence(view.table)))
+        values = {"sequence": self._table(_sequence(view.table)).as_string(connection)}
+        (last,) = fetch_one(connection, self._queries("last_id"), values)
         return int(last)
 
     def _lost(self) -> ViewConflictError:

@@ -70,6 +70,7 @@ RESULTS = {
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
     "AggregateInfo", "Comparison", "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
+    "ViewComparison", "ViewFilling",
 }  # fmt: skip
 """Classes whose objects only the platform makes; making one checks nothing."""
 

@@ -80,8 +80,8 @@ FROM {schema}.consumer c
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- last_id -- The last id that a view's sequence gave.
-SELECT last_value FROM {schema}.{table};
+-- last_id -- The last id that a view's sequence gave; 0 if it gave none.
+SELECT coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0);
 
 -- go_on_behind -- Have a view's sequence give ids behind one id and behind all of its table.
 SELECT setval(%(sequence)s::regclass, greatest((SELECT coalesce(max(eql_id), 1) FROM {schema}.{table}), %(after)s::bigint));
