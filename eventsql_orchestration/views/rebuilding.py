@@ -43,6 +43,9 @@ AnyView: TypeAlias = TimelineView | RollupView | LogsView
 LOCK_SECONDS: Final = 1.0
 """How long one try of a switch waits for transactions that use the view, and makes later ones wait."""
 
+_AHEAD: Final = 2**40
+"""How far the ids of a new table begin behind the live ones: more than handlers draw during a rebuild."""
+
 _EXAMPLES: Final = 10
 """The most entries of each kind that a comparison shows."""
 
@@ -72,11 +75,12 @@ class _Offsets:
 
 @dataclass(frozen=True, slots=True)
 class _Shadow:
-    """The new table of a rebuild, which is a view of its own until it replaces `held`."""
+    """The new table of a rebuild, which is a view of its own until it replaces `held`. Its ids follow `after_id`."""
 
     held: Definition
     definition: Definition
     ledger: str
+    after_id: int
 
 
 def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
@@ -140,7 +144,7 @@ class Rebuilding:
         with self._shadow(partial=partial) as shadow:
             done = self._fill(shadow, fill)
             with self._database.connection() as connection:
-                upto = self._offsets(connection)
+                upto = self._offsets(connection, done)
             for events in self._between(done, upto):
                 with self._database.transaction() as connection:
                     self._apply(shadow, events, connection)
@@ -192,7 +196,8 @@ class Rebuilding:
             drop_rebuilds(connection, self._schema, held.name)
 
             name = f"rebuild_{uuid4().hex[:24]}"
-            shadow = _Shadow(held, replace(held, name=name), _ledger_of(name))
+            after_id = self._last_id(connection, held) + _AHEAD
+            shadow = _Shadow(held, replace(held, name=name), _ledger_of(name), after_id)
             for statement in statements_of(shadow.definition, self._table(shadow.definition.table)):
                 connection.execute(statement)
             values = {
@@ -221,16 +226,14 @@ class Rebuilding:
         """Write what follows from the events so far, and give their offsets; none of them without a fill."""
         done = _Offsets()
         if fill is not None:
-            with self._database.transaction() as connection:
+            with self._database.connection() as connection:
                 done = self._offsets(connection)
-                roles.act_as_owner(connection, self._schema)
-                after_id = self._last_id(connection, shadow.held)
                 (now,) = fetch_one(connection, self._queries("clock"))
             oldest = None if shadow.held.retention is None else now - shadow.held.retention
             fill(
                 ViewFilling(
                     self._feed, self._database, shadow.definition, shadow.ledger, done.by_partition, self._filter,
-                    oldest, after_id,
+                    oldest, shadow.after_id,
                 )
             )  # fmt: skip
         with self._database.transaction() as connection:
@@ -244,14 +247,11 @@ class Rebuilding:
         return done
 
     def _go_on_behind(self, connection: Connection, shadow: _Shadow) -> None:
-        """Have the new table's ids go on behind those of the live one, and behind its own."""
+        """Have the new table's ids go on behind all of the live one, and behind its own."""
         if isinstance(shadow.held, Rollup):
             return
         table = shadow.definition.table
-        values = {
-            "sequence": self._table(_sequence(table)).as_string(connection),
-            "after": self._last_id(connection, shadow.held),
-        }
+        values = {"sequence": self._table(_sequence(table)).as_string(connection), "after": shadow.after_id}
         connection.execute(self._queries("go_on_behind", table=table), values)
 
     def _last_id(self, connection: Connection, view: Definition) -> int:
