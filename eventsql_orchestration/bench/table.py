@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
+from eventsql_orchestration.bench.airflow import Airflow
 from eventsql_orchestration.bench.benchmark import Benchmark, option
 from eventsql_orchestration.bench.capture import Capture
 from eventsql_orchestration.bench.dagster import Dagster
@@ -63,6 +64,7 @@ _ALONE: Final = (
     ViewsBenchmark,
     Spark,
     Dagster,
+    Airflow,
 )
 
 BENCHMARKS: Final = MappingProxyType({each.name: each for each in (*_ALONE, All)})

@@ -1,0 +1,71 @@
+"""The DAGs that `eventsql bench airflow` measures. The environment of Airflow's processes describes them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from airflow.sdk import DAG, Asset, AssetWatcher, task
+from airflow.triggers.base import BaseEventTrigger, TriggerEvent
+
+from eventsql_orchestration.airflow import claims_asset, eventsql_consume
+from eventsql_orchestration.bench.airflow_process import CONSUMER, DIRECTORY, LINES, PUBLISHED, TOPIC
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.model import Event
+
+directory, topic = Path(os.environ[DIRECTORY]), os.environ[TOPIC]
+
+
+class LineTrigger(BaseEventTrigger):
+    """An event for each new line of a file. It looks every 10 ms."""
+
+    def __init__(self, *, path: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # Airflow annotates it in part
+        self.path = path
+
+    def serialize(self) -> tuple[str, dict[str, Any]]:
+        return f"{__name__}.{type(self).__name__}", {"path": self.path}
+
+    async def run(self) -> AsyncIterator[TriggerEvent]:
+        seen = 0
+        while True:
+            lines = _lines(Path(self.path))
+            for line in lines[seen:]:
+                yield TriggerEvent(line)
+            seen = len(lines)
+            await asyncio.sleep(0.01)
+
+
+def _lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def record(name: str) -> None:
+    """Write down when the first instruction of a task ran."""
+    now = time.time()
+    with (directory / name).open("a", encoding="utf-8") as file:
+        file.write(f"{now}\n")
+
+
+with DAG("bench_published", schedule=[claims_asset(topic, CONSUMER, max_wait=0.0)], catchup=False) as published:
+
+    @eventsql_consume(topic=topic, consumer=CONSUMER)
+    def consume(events: Sequence[Event], connection: Connection) -> None:  # noqa: ARG001 - what consumers take
+        """Record the time."""
+        record(PUBLISHED)
+
+    consume()
+
+watcher = AssetWatcher(name="lines", trigger=LineTrigger(path=str(directory / f"{LINES}.in")))
+with DAG("bench_lines", schedule=[Asset("bench_lines", watchers=[watcher])], catchup=False) as lines:
+
+    @task
+    def note() -> None:
+        """Record the time."""
+        record(LINES)
+
+    note()

@@ -1,0 +1,73 @@
+"""Airflow's UI in a browser, as a user of `eventsql dev --dags` sees it: the graph of assets, a run and its trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from selenium import webdriver
+
+from eventsql_orchestration.airflow.api import AirflowApi
+from tests.airflow.test_dev import DAGS, home, running, wait_for
+from tests.system.conftest import browser, screenshot, see
+
+__all__ = ["browser", "home"]
+
+
+@pytest.fixture
+def served(home: Path) -> Iterator[AirflowApi]:
+    """An Airflow that has consumed what a DAG has published."""
+    with running(home, DAGS, "--orders", "5", "--port", "18080") as process:
+        url = home / "airflow" / "airflow.url"
+
+        def consumed() -> bool:
+            assert process.poll() is None, home.with_name("stderr").read_text()
+            if not url.exists():
+                return False
+            runs = AirflowApi(url.read_text()).pages("/dags/billing/dagRuns", "dag_runs", state="success")
+            return any(runs)
+
+        wait_for(consumed, "a run has consumed", timeout=400)
+        yield AirflowApi(url.read_text())
+
+
+def text(driver: webdriver.Chrome) -> str:
+    return driver.find_element("tag name", "body").text
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_a_person_sees_the_assets_a_run_and_where_its_events_come_from(
+    served: AirflowApi, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    assets = {each["name"]: each["id"] for each in served.pages("/assets", "assets")}
+    browser.get(f"{served.url}/assets/{assets['rides/billing']}")
+    see(browser, lambda page: page.find_elements("css selector", ".react-flow__node"), "the graph of assets")
+    see(browser, lambda page: "Triggered Dag Run" in text(page), "the event of a claim, and its run")
+    screenshot(browser, "airflow-asset-graph", tmp_path)
+
+    browser.get(details(served, "simulation", "publish"))
+    follow(browser, "EventSQL trace")
+    see(browser, lambda page: "asset publish" in text(page), "the trace of the published event")
+
+    browser.get(details(served, "billing", "bill"))
+    see(browser, lambda page: "Extra Links" in text(page), "the run of the claim")
+    screenshot(browser, "airflow-run", tmp_path)
+    follow(browser, "EventSQL trace")
+    see(browser, lambda page: "as consumer billing" in text(page), "the ranges that the run has read")
+    screenshot(browser, "airflow-trace", tmp_path)
+
+
+def details(api: AirflowApi, dag: str, task: str) -> str:
+    """The page of a task in a run that succeeded."""
+    run = next(api.pages(f"/dags/{dag}/dagRuns", "dag_runs", state="success"))
+    return f"{api.url}/dags/{dag}/runs/{run['dag_run_id']}/tasks/{task}/details"
+
+
+def follow(driver: webdriver.Chrome, link: str) -> None:
+    """Open the page of a link, which would open in a tab of its own."""
+    see(driver, lambda page: page.find_elements("link text", link), link)
+    target = driver.find_element("link text", link).get_attribute("href")
+    assert target is not None
+    driver.get(target)
