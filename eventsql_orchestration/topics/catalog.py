@@ -59,7 +59,10 @@ def existing_topic(connection: Connection, name: str) -> Topic:
     """A topic as the caller's transaction sees it now. Raises `TopicNotFoundError`."""
     topic = find_topic(connection, name)
     if topic is None:
-        raise TopicNotFoundError(f"topic {name!r} does not exist: create it with `eventsql topic create {name}`")
+        raise TopicNotFoundError(
+            f"topic {name!r} does not exist: create it with `eventsql topic create {name}`, or look its name up with "
+            "`eventsql topic list`"
+        )
     return topic
 
 

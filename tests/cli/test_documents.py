@@ -50,6 +50,15 @@ def test_the_example_of_a_service_publishes_and_consumes_each_event_once(dsn: st
     assert dict(rows) == {str(number): 2 if number in {42, 43} else 1 for number in range(1_000)}
 
 
+def test_the_outboxes_of_the_guide_for_services_publish_each_order(dsn: str, platform: EventSQL) -> None:
+    [example] = examples(REPOSITORY / "docs" / "services.md")
+    play(example, localhost=dsn)
+    platform.transfer.run_once()
+    assert sorted(event.key or "" for event in platform.reader.read("order_placed")) == ["1", "2", "3"]
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT id FROM shop_order ORDER BY id").fetchall() == [(2,), (3,)]
+
+
 def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", dsn)
     ledger = play(examples(README)[1])["ledger"]

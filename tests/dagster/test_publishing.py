@@ -1,5 +1,6 @@
 """Publishing a DataFrame from an asset, with a real Spark session."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import format_span_id, format_trace_id
 from pyspark.sql import SparkSession
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     ConsumerDefinition,
@@ -29,9 +30,12 @@ from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.tracing import Tracing
 from tests.dagster.conftest import Workbench
+from tests.dagster.test_documents import DOCUMENTS, examples
 
 RIDES = Topic("rides", 2)
 COUNTS = Topic("counts", 2)
+
+SPARK = DOCUMENTS / "spark.md"
 
 Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
@@ -231,3 +235,26 @@ def test_publications_to_a_topic_add_up() -> None:
     assert add_up(said, "c") == {}
     assert leave_out({**said[1], "rows": 3}, {"b"}) == {"rows": 3}
     assert leave_out({**said[1], "rows": 3}, {"a"}) == {**said[1], "rows": 3}
+
+
+def test_the_spark_asset_of_the_documentation_reads_and_publishes(
+    bench: Workbench, spark: LazyPySparkResource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", bench.platform.database.dsn)
+    spark.spark_session  # noqa: B018 - the example takes the session of this process
+    [example] = [each for each in examples(SPARK) if "@range_asset" in each]
+    names: dict[str, Any] = {}
+    exec(compile(example, str(SPARK), "exec"), names)
+    location: dg.Definitions = names["defs"]
+
+    # No consumer reads the topic `items_sold`: `register` creates it, because an asset publishes to it.
+    assert location.resolve_job_def("register").execute_in_process(instance=bench.instance).success
+    bench.platform.publisher.publish_all(
+        Publication("order_placed", b'{"item": "%s"}' % item) for item in (b"tea", b"rice", b"tea")
+    )
+    bench.platform.transfer.run_once()
+
+    assert location.resolve_job_def("consume_sales").execute_in_process(instance=bench.instance).success
+    bench.platform.transfer.run_once()
+    sold = {event.key: json.loads(event.value) for event in bench.platform.reader.read("items_sold")}
+    assert sold == {"rice": {"item": "rice", "pieces": 1}, "tea": {"item": "tea", "pieces": 2}}

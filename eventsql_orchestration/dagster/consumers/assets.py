@@ -147,7 +147,8 @@ def range_asset(
 
     With a `filter`, Spark's option `claim` reads the events that match. Any other reader gets all events of the range.
 
-    The topics in `publishes` become assets of the same run. Otherwise as `consumer_asset`, with `RangeLimits`.
+    The topics in `publishes` become assets of the same run. The job `register` creates those that are a `Topic`. One
+    that is named by a string has to exist. Otherwise as `consumer_asset`, with `RangeLimits`.
     """
     check_kind("topic", topic, Topic)
     if options.kinds is None:
@@ -233,6 +234,7 @@ class _Declared:
         return ConsumerDefinition(
             self.topic, self.consumer, asset, job, self._sensors(name, job), key, self.limits,
             self.max_attempts, self.filter, self.start, computation=computation,
+            publishes=tuple(each for each in self.publishes if isinstance(each, Topic)),
         )  # fmt: skip
 
     def _specs(self, name: str, docstring: str | None) -> list[dg.AssetSpec]:

@@ -59,6 +59,7 @@ class ConsumerDefinition:
     """A consumer and everything that Dagster needs to run it.
 
     `max_attempts` and `filter` are None if they are not declared. `start` is the place where a new consumer begins.
+    `publishes` are the topics that its function publishes to, if they are declared as a `Topic`.
     """
 
     topic: Topic
@@ -72,6 +73,7 @@ class ConsumerDefinition:
     filter: DeclaredFilter = None
     start: Start = "earliest"
     computation: Computation = field(kw_only=True, repr=False)
+    publishes: tuple[Topic, ...] = field(default=(), kw_only=True)
 
     @property
     def partitions(self) -> tuple[int, ...]:
@@ -79,11 +81,12 @@ class ConsumerDefinition:
         return self.topic.all_partitions if self.consumer.partitioned else (NOT_PARTITIONED,)
 
     def register(self, platform: EventSQL) -> Registration:
-        """Create the topic and the consumer, or give an existing consumer the declared settings.
+        """Create the consumer and its topics, or give an existing consumer the declared settings.
 
         Returns the result for the consumer. Raises `RedefinitionError`.
         """
-        platform.registry.register_topic(self.topic)
+        for topic in (self.topic, *self.publishes):
+            platform.registry.register_topic(topic)
         return platform.registry.declare_consumer(
             self.consumer, max_attempts=self.max_attempts, start=self.start, filter=self.filter
         )
