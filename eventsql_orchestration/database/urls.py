@@ -67,6 +67,7 @@ def parse_dsn(dsn: str) -> URL:
     if url.get_backend_name() not in ("postgresql", "postgres"):
         raise ConfigurationError("the database must be PostgreSQL: its URL begins with postgresql://")
     _check_server(url, dsn)
+    _check_options_have_values(dsn)
     for name, value in url.query.items():
         _check_option(name, value)
     # COPY and Arrow write and read UTF-8. The URL says so, for every program that gets it.
@@ -88,6 +89,16 @@ def _check_server(url: URL, dsn: str) -> None:
         raise ConfigurationError(f"the database URL has a port that is out of range, 1 to {_MOST_PORT}")
     if any("\x00" in (part or "") for part in (url.username, url.password, url.database, *_texts(url))):
         raise ConfigurationError("the database URL holds a NUL character (%00), which PostgreSQL does not take")
+
+
+def _check_options_have_values(dsn: str) -> None:
+    # SQLAlchemy drops options without a value. The end of a password with @ and ? looks like such an option.
+    options = filter(None, dsn.partition("?")[2].split("&"))
+    if not all(option.partition("=")[2] for option in options):
+        raise ConfigurationError(
+            "the database URL has an option without a value behind the ?: give it a value; in a password, write & as "
+            "%26, ? as %3F and @ as %40"
+        )
 
 
 def _texts(url: URL) -> list[str]:

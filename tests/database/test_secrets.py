@@ -11,7 +11,7 @@ from urllib.parse import quote
 import psycopg
 import pytest
 from click.testing import CliRunner
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
@@ -149,6 +149,7 @@ def test_no_place_of_a_url_tells_a_secret(form: str) -> None:
     assert_nothing_tells(url_of(form, SIGN))
 
 
+@example("postgresql://u:{raw}@127.0.0.1:1/db", f"@{SIGN}?")
 @given(st.sampled_from((*RAW, *QUOTED)), SECRETS)
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
 def test_no_characters_of_a_secret_make_a_place_tell_it(form: str, secret: str) -> None:
