@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
-from typing import Final
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Annotated, Final, TypeAlias
 
 from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessEntity
-from airflow.api_fastapi.core_api.security import requires_access_dag
+from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.sdk.configuration import conf
-from fastapi import Depends, FastAPI
+from airflow.sdk.exceptions import AirflowNotFoundException
+from fastapi import Depends, FastAPI, HTTPException, Request
 from fastapi.responses import HTMLResponse
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -16,9 +20,15 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.errors import EventSQLError
-from eventsql_orchestration.orchestration.owners import airflow_run
-from eventsql_orchestration.orchestration.trace.tracer import AIRFLOW, Tracer
+from eventsql_orchestration.errors import DatabaseError, EventSQLError
+from eventsql_orchestration.orchestration.owners import airflow_run, read_airflow_run
+from eventsql_orchestration.orchestration.trace.tracer import (
+    AIRFLOW,
+    TracedEvents,
+    TracedInput,
+    Tracer,
+    orchestrator_of,
+)
 from eventsql_orchestration.orchestration.trace.tree import tree_of, tree_of_inputs
 
 app: Final = FastAPI(title="EventSQL", docs_url=None, redoc_url=None, openapi_url=None)
@@ -41,29 +51,73 @@ PAGE: Final = """<!DOCTYPE html>
 {stylesheet}</style></head><body><pre>{code}</pre></body></html>"""
 
 
+HIDDEN: Final = "a run of a DAG that you have no rights on"
+
+Rights: TypeAlias = Callable[[str], bool]
+"""Tells whether the user of a page may look at the runs of a DAG."""
+
+
+def rights_of(request: Request, user: GetUserDep) -> Rights:
+    """The rights of the user who asks for a page."""
+
+    @cache
+    def may_see(dag_id: str) -> bool:
+        try:
+            requires_access_dag("GET", DagAccessEntity.RUN, dag_id)(request, user)
+        except HTTPException:
+            return False
+        return True
+
+    return may_see
+
+
 # Airflow checks the rights on the DAG, and shows nothing without them.
 @app.get("/trace/{dag_id}", dependencies=[Depends(requires_access_dag("GET", DagAccessEntity.RUN))])
 def trace(
-    dag_id: str, *, run_id: str, conn_id: str, topic: str | None = None, offset: int = 0, shard: str | None = None
+    dag_id: str,
+    may_see: Annotated[Rights, Depends(rights_of)],
+    *,
+    run_id: str,
+    conn_id: str,
+    topic: str | None = None,
+    offset: int = 0,
+    shard: str | None = None,
 ) -> HTMLResponse:
     """Where an event of a run comes from; without `topic`, where what the run has read comes from.
 
-    An event that the run has not published is not shown: another DAG may need other rights.
+    An event that the run has not published is not shown, nor is any run of a DAG that the user has no rights on.
     """
     run, urls = airflow_run(dag_id, run_id), {AIRFLOW: conf.get("api", "base_url", fallback="/").rstrip("/")}
     try:
         with EventSQLHook(conn_id) as hook:
             tracer = Tracer(hook.platform)
             if topic is None:
-                inputs = tracer.inputs_of(run)
+                inputs = _seen_inputs(tracer.inputs_of(run), may_see)
                 none = Text("no claim of this run is kept") if not inputs else None
                 return _page(none or tree_of_inputs(f"DAG {dag_id}, run {run_id}", inputs, urls))
             origin = tracer.trace(topic, offset, shard=shard)
+    except AirflowNotFoundException as error:
+        return _page(Text(str(error)), status=404)
+    except DatabaseError as error:
+        return _page(Text(error.message), status=503)
     except EventSQLError as error:
         return _page(Text(error.message), status=404)
     if origin.run_id != run:
         return _page(Text(f"run {run_id} of DAG {dag_id} has not published this event"), status=404)
-    return _page(tree_of(origin, urls))
+    return _page(tree_of(_seen(origin, may_see), urls))
+
+
+def _seen(origin: TracedEvents, may_see: Rights) -> TracedEvents:
+    """The events, without the runs of DAGs that the user may not see and what these runs have read."""
+    run = origin.run_id
+    if run is not None and orchestrator_of(run) == AIRFLOW and not may_see(read_airflow_run(run)[0]):
+        origin = replace(origin, run_id=None, asset=None, partition=None, run=None, inputs=(), notes=(HIDDEN,))
+    original = None if origin.original is None else _seen(origin.original, may_see)
+    return replace(origin, inputs=_seen_inputs(origin.inputs, may_see), original=original)
+
+
+def _seen_inputs(inputs: Iterable[TracedInput], may_see: Rights) -> tuple[TracedInput, ...]:
+    return tuple(replace(read, origins=tuple(_seen(each, may_see) for each in read.origins)) for read in inputs)
 
 
 def _page(shown: Tree | Text, *, status: int = 200) -> HTMLResponse:

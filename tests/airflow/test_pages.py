@@ -12,11 +12,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 from airflow import plugins_manager
-from fastapi.routing import APIRoute
+from airflow.api_fastapi.core_api import security
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLPublishOperator
 from eventsql_orchestration.airflow.links import PREFIX, TraceLink
+from eventsql_orchestration.airflow.local import connection_of
 from eventsql_orchestration.airflow.pages import app
 from tests.airflow.conftest import context_of
 
@@ -32,13 +33,14 @@ def get(path: str, **params: str | int) -> httpx.Response:
 
 
 @pytest.fixture
-def permitted() -> Iterator[None]:
-    """Everybody has the rights on each DAG."""
-    (route,) = (each for each in app.routes if isinstance(each, APIRoute))
-    (rights,) = route.dependant.dependencies
-    assert rights.call is not None
-    app.dependency_overrides[rights.call] = lambda: None
-    yield
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """A user is logged in who has the rights on each DAG except for these."""
+    dags = set[str]()
+    manager = SimpleNamespace(is_authorized_dag=lambda *, details, **_: details.id not in dags)
+    monkeypatch.setattr(security, "get_auth_manager", lambda: manager)
+    monkeypatch.setattr("airflow.models.dag.DagModel.get_team_name", lambda _: None)
+    app.dependency_overrides[security.get_user] = lambda: SimpleNamespace(name="me")
+    yield dags
     app.dependency_overrides.clear()
 
 
@@ -68,7 +70,9 @@ def billing() -> EventSQLConsumeOperator:
     )
 
 
-def test_the_link_of_a_task_that_publishes_opens_the_trace_of_its_last_event(rides: EventSQL, permitted: None) -> None:
+def test_the_link_of_a_task_that_publishes_opens_the_trace_of_its_last_event(
+    rides: EventSQL, forbidden: set[str]
+) -> None:
     publish = EventSQLPublishOperator(task_id="publish", topic="bills", events=["a", "<script>"], outlet=False)
     page = get(link_of(publish, context_of("publish", run_id="manual__1+00:00")))
     assert page.status_code == 200
@@ -79,7 +83,7 @@ def test_the_link_of_a_task_that_publishes_opens_the_trace_of_its_last_event(rid
 
 
 def test_the_link_of_a_task_that_consumes_opens_the_ranges_that_its_run_has_read(
-    rides: EventSQL, permitted: None
+    rides: EventSQL, forbidden: set[str]
 ) -> None:
     page = get(link_of(billing(), context_of("bill")))
     assert page.status_code == 200
@@ -88,7 +92,7 @@ def test_the_link_of_a_task_that_consumes_opens_the_ranges_that_its_run_has_read
     assert "published by a service or a program" in page.text
 
 
-def test_a_page_shows_nothing_of_what_another_run_did(rides: EventSQL, permitted: None) -> None:
+def test_a_page_shows_nothing_of_what_another_run_did(rides: EventSQL, forbidden: set[str]) -> None:
     link_of(billing(), context_of("bill", run_id="manual__1"))
     page = get("/trace/dag", run_id="manual__2", conn_id="eventsql_default")
     assert "no claim of this run is kept" in page.text
@@ -99,6 +103,49 @@ def test_a_page_shows_nothing_of_what_another_run_did(rides: EventSQL, permitted
     page = get("/trace/dag", **{**foreign, "topic": "<b>none</b>"})
     assert page.status_code == 404
     assert "<b>none" not in page.text
+
+
+def test_a_page_names_no_run_of_a_dag_that_the_user_has_no_rights_on(rides: EventSQL, forbidden: set[str]) -> None:
+    foreign = context_of("publish", run_id="manual__foreign")
+    foreign["ti"].dag_id = "secret"
+    EventSQLPublishOperator(task_id="publish", topic="rides", events=["a"], outlet=False).execute(foreign)
+    rides.transfer.run_once()
+    page = link_of(billing(), context_of("bill"))
+    assert "secret/manual__foreign" in get(page).text
+
+    forbidden.add("secret")
+    answer = get(page)
+    assert answer.status_code == 200
+    assert "a run of a DAG that you have no rights on" in answer.text
+    assert "secret" not in answer.text
+    assert "foreign" not in answer.text
+    assert "offsets 1 to 4" in answer.text
+    forbidden.add("dag")
+    assert get(page).status_code == 403
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"conn_id": "none"}, {"offset": 2**63}, {"offset": -1}, {"topic": "\0"}, {"topic": "none"}, {"run_id": "\0"}],
+    ids=str,
+)
+def test_a_page_of_nothing_says_so(rides: EventSQL, forbidden: set[str], changed: dict[str, str | int]) -> None:
+    asked = {"run_id": "manual__1", "conn_id": "eventsql_default", "topic": "rides", "offset": 1, **changed}
+    assert get("/trace/dag", **asked).status_code in (404, 422)
+
+
+def test_a_page_of_claims_of_an_impossible_run_says_so(rides: EventSQL, forbidden: set[str]) -> None:
+    assert get("/trace/dag", run_id="\0", conn_id="eventsql_default").status_code == 404
+
+
+def test_a_page_says_that_the_database_cannot_be_reached_without_its_password(
+    forbidden: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = "postgresql://me:hush@127.0.0.1:1/none?connect_timeout=2"
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", connection_of([url], "eventsql"))
+    page = get("/trace/dag", run_id="manual__1", conn_id="eventsql_default")
+    assert page.status_code == 503
+    assert "hush" not in page.text
 
 
 def test_a_page_is_for_those_who_are_logged_in(rides: EventSQL) -> None:
