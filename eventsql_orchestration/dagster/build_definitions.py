@@ -32,6 +32,7 @@ from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
@@ -55,7 +56,8 @@ def build_definitions(
     Each field of `LocationOptions` is also a keyword, which goes before `options`: `build_definitions([ledger],
     prepare=create_table)`. A location may merge several of these definitions. Give each one except the first a `name`
     and `platform=False`.
-    Raises `ValidationError` for two consumers with one name, or two definitions of one consumer.
+    Raises `ValidationError` for two consumers with one name, two definitions of one consumer, or a topic with two
+    numbers of partitions.
     """
     check_distinct(consumers)
     chosen = replace(options, **fields)
@@ -80,7 +82,7 @@ def common_definitions(
     )  # fmt: skip
     register = build_register_job(
         consumers,
-        topics=known,
+        topics=options.topics,
         dead_letters=options.dead_letters,
         prepare=options.prepare,
         name=REGISTER_JOB + suffix,
@@ -168,6 +170,27 @@ def _external(
     return [topic for topic in each_once.values() if topic_key(topic.name) not in published]
 
 
+def _declared(
+    consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], workers: Sequence[WorkerDefinition]
+) -> list[Topic]:
+    """The topics of consumers, those that consumers and workers publish to, and further ones, each once.
+
+    Raises `ValidationError` if a topic is declared with two numbers of partitions.
+    """
+    named = dict[str, Topic]()
+    published = [topic for consumer in consumers for topic in consumer.publishes]
+    published += [topic for worker in workers for topic in worker.publishes]
+    for topic in (*published, *topics, *(consumer.topic for consumer in consumers)):
+        other = named.setdefault(topic.name, topic)
+        if other.partitions != topic.partitions:
+            raise ValidationError(
+                f"topic {topic.name!r} is declared with partitions={other.partitions} and with "
+                f"partitions={topic.partitions} (-1: none): give both places the same Topic"
+            )
+        named[topic.name] = topic
+    return list(named.values())
+
+
 def _publishers(assets: Sequence[dg.AssetsDefinition]) -> Mapping[str, list[dg.AssetKey]]:
     """The assets whose metadata names the topic that they publish to, by topic."""
     found: dict[str, list[dg.AssetKey]] = {}
@@ -200,20 +223,24 @@ def build_register_job(
 ) -> dg.JobDefinition:
     """A job that migrates the schema and creates topics, consumers, and the queues of workers. It can be repeated.
 
-    An existing consumer keeps its offsets and gets the settings that its asset declares. The run's log and the metadata
-    of its only step show each change. An existing queue gets the options that its worker declares.
+    It creates the topics of consumers, those that consumers and workers publish to, and `topics`. An existing topic
+    gets the declared retention. If it has events or consumers and another number of partitions than declared, the run
+    fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
+    declares, and an existing queue the options that its worker declares. The run's log and the metadata of its only
+    step show each change.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
     repeatable. Raises `ValidationError` as `build_definitions`.
     """
     check_distinct(consumers)
+    declared = _declared(consumers, topics, workers)
     letters = dead_letter_topics(consumers) if dead_letters else []
 
     @dg.op(name=f"{name}_topics_and_consumers")
     def register(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:
         platform = eventsql.platform
-        done = [platform.registry.declare_topic(topic) for topic in (*topics, *letters)]
+        done = [platform.registry.declare_topic(topic) for topic in (*declared, *letters)]
         if prepare is not None:
             for shard in eventsql.shards:
                 prepare(shard)
@@ -222,7 +249,7 @@ def build_register_job(
             context.log.info("queue %s", worker.register(platform))
         for each in done:
             context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
-        context.log.info("%d topics and %d consumers are registered", len(topics), len(consumers))
+        context.log.info("%d topics and %d consumers are registered", len(declared), len(consumers))
         created = [each.name for each in done if each.created]
         changed = {each.name: list(each.changes) for each in done if each.changes}
         context.add_output_metadata({"created": created, "changed": changed})

@@ -185,6 +185,17 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         build([first, second])
 
 
+@pytest.mark.parametrize("build", [build_definitions, build_register_job])
+def test_a_topic_with_two_numbers_of_partitions_is_refused(build: Callable[..., object]) -> None:
+    """`register` would give the topic one of them, and fail when it runs again."""
+    sums = range_asset(topic=TOPIC, consumer="sums", publishes=Topic("totals"), name="sums")(consume_range)
+    reader = consumer_asset(topic=Topic("totals", 2), consumer="c", name="reader")(consume)
+    with pytest.raises(ValidationError, match="'totals' is declared with partitions=-1 and with partitions=2"):
+        build([sums, reader])
+    with pytest.raises(ValidationError, match="'rides' is declared with partitions=4 and with partitions=3"):
+        build([sums], topics=[Topic("rides", 4)])
+
+
 def test_consumers_that_share_their_runs_have_one_sensor_and_one_job() -> None:
     both = share_runs("both", [consumer("a"), consumer("b", "d")])
     assert [sensor.name for sensor in build_definitions(both).sensors or ()] == ["both", "lag"]

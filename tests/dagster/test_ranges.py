@@ -15,10 +15,12 @@ from eventsql_orchestration.dagster import (
     ConsumerDefinition,
     EventSQLResource,
     RangeLimits,
+    build_register_job,
     range_asset,
     topic_key,
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.model import Retention
 from tests.dagster.conftest import Workbench
 
 TOPIC = Topic("rides", 2)
@@ -153,3 +155,30 @@ def test_a_partitioned_range_asset_has_a_claim_for_each_partition(bench: Workben
         total
     )
     assert [sensor.name for sensor in definition.sensors] == ["consume_p_0", "consume_p_1"]
+
+
+def test_a_published_topic_is_registered_as_a_consumers_topic_is(bench: Workbench) -> None:
+    """It is created and shown, its retention is applied, and other partitions are refused."""
+
+    def register(topic: Topic) -> dg.ExecuteInProcessResult:
+        ranges = range_asset(topic=TOPIC, consumer="c", name="c", publishes=topic)(total)
+        job = build_register_job([ranges])
+        resources = {"eventsql": EventSQLResource(dsn=bench.platform.database.dsn)}
+        return job.execute_in_process(resources=resources, instance=bench.instance, raise_on_error=False)
+
+    def shown(result: dg.ExecuteInProcessResult) -> Any:
+        (event,) = [each for each in result.all_events if each.is_successful_output]
+        return {name: value.value for name, value in event.step_output_data.metadata.items()}
+
+    assert "topic 'totals'" in shown(register(Topic("totals")))["created"]
+    again = shown(register(Topic("totals", retention=Retention(events=10))))
+    assert (again["created"], list(again["changed"])) == ([], ["topic 'totals'"])
+    bench.publish("totals", 1)
+
+    refused = register(Topic("totals", 2))
+    (failure,) = [each.step_failure_data for each in refused.all_events if each.is_step_failure]
+    assert failure.error is not None
+    assert failure.error.cause is not None
+    assert failure.error.cause.cls_name == "RedefinitionError"
+    kept = bench.platform.registry.topic("totals")
+    assert (kept.partitions, kept.retention) == (-1, Retention(events=10))
