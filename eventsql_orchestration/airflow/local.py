@@ -42,14 +42,22 @@ def kill_session(leader: int) -> None:
     deadline = time.monotonic() + KILL_TIMEOUT
     while members := [process for process in psutil.process_iter() if _is_of(leader, process)]:
         for member in members:
-            with suppress(psutil.NoSuchProcess):
-                # Commands of tasks have sessions of their own.
-                for process in (*member.children(recursive=True), member):
-                    with suppress(psutil.NoSuchProcess):
-                        process.kill()
+            # Commands of tasks have sessions of their own.
+            for process in (*_children(member), member):
+                # Commands may have ended meanwhile, or run as another user.
+                with suppress(psutil.Error):
+                    process.kill()
         if time.monotonic() > deadline:
             return
         time.sleep(0.05)
+
+
+def _children(process: psutil.Process) -> list[psutil.Process]:
+    """The processes that a process has started, and theirs."""
+    try:
+        return process.children(recursive=True)
+    except psutil.Error:
+        return []
 
 
 def _is_of(leader: int, process: psutil.Process) -> bool:

@@ -99,8 +99,9 @@ def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10
             return
         # Processes of these groups inherited the lock, so they are alive, and no others have their numbers.
         groups = os.read(lock, 256).split()
-        for group in groups:
-            kill(int(group))
+        # Unless a group has ended, and its number is that of the session in which this process runs.
+        for group in {int(each) for each in groups} - {os.getsid(0), os.getpgrp()}:
+            kill(group)
         deadline = time.monotonic() + timeout
         while not try_lock(lock):
             if time.monotonic() >= deadline:
@@ -110,9 +111,11 @@ def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10
 
 
 def take_lock(descriptor: int, directory: Path) -> None:
-    """Lock an open file. Raises `LocalProcessError` if the processes of a directory run already."""
+    """Lock an open file, and empty it. Raises `LocalProcessError` if the processes of a directory run already."""
     if not try_lock(descriptor):
         raise LocalProcessError(f"processes of `eventsql dev` run on {directory} already")
+    # The number of an earlier group may be another program's by now.
+    os.ftruncate(descriptor, 0)
 
 
 def start_group(lock: Path, start: Callable[[int], subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
@@ -122,8 +125,6 @@ def start_group(lock: Path, start: Callable[[int], subprocess.Popen[bytes]]) -> 
     """
     with lock_file(lock) as descriptor:
         take_lock(descriptor, lock.parent)
-        # The number of an earlier group may be another program's by now.
-        os.ftruncate(descriptor, 0)
         process = start(descriptor)
         os.write(descriptor, str(process.pid).encode())
     return process

@@ -117,15 +117,20 @@ command.wait(300)
 """
 
 
-def test_the_tasks_of_an_airflow_whose_owner_was_killed_are_ended(tmp_path: Path) -> None:
-    """A task leads a process group of its own, and its commands may lead a session."""
-    part = start_group(
-        tmp_path / PROCESSES_LOCK,
+def started(directory: Path) -> subprocess.Popen[bytes]:
+    """A part with a task, whose command's number it prints."""
+    return start_group(
+        directory / PROCESSES_LOCK,
         lambda lock: subprocess.Popen(
             [sys.executable, "-c", PART, TASK, str(lock)], pass_fds=(lock,), stdout=subprocess.PIPE,
             start_new_session=True,
         ),
     )  # fmt: skip
+
+
+def test_the_tasks_of_an_airflow_whose_owner_was_killed_are_ended(tmp_path: Path) -> None:
+    """A task leads a process group of its own, and its commands may lead a session."""
+    part = started(tmp_path)
     assert part.stdout is not None
     try:
         command = psutil.Process(int(part.stdout.readline()))
@@ -136,6 +141,31 @@ def test_the_tasks_of_an_airflow_whose_owner_was_killed_are_ended(tmp_path: Path
             _, left = psutil.wait_procs([command, task], timeout=10)
         assert left == []
     finally:
+        kill_session(part.pid)
+        part.stdout.close()
+        part.wait(10)
+
+
+def test_a_command_of_another_user_keeps_no_task_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    part, kill = started(tmp_path), psutil.Process.kill
+    assert part.stdout is not None
+    command = psutil.Process(int(part.stdout.readline()))
+
+    def refuse(process: psutil.Process) -> None:
+        if process.pid == command.pid:
+            raise psutil.AccessDenied(process.pid)
+        kill(process)
+
+    try:
+        task = command.parent()
+        assert task is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(psutil.Process, "kill", refuse)
+            kill_session(part.pid)
+        assert part.wait(10) < 0
+        assert psutil.wait_procs([task], timeout=10)[1] == []
+    finally:
+        command.kill()
         kill_session(part.pid)
         part.stdout.close()
         part.wait(10)

@@ -72,6 +72,24 @@ def test_the_pid_of_an_ended_owner_is_not_killed(tmp_path: Path) -> None:
         bystander.wait(60)
 
 
+def test_the_session_of_a_new_owner_is_not_killed(tmp_path: Path) -> None:
+    """A group that has ended may have had the number of the session or group in which the new owner runs."""
+    lock = tmp_path / PROCESSES_LOCK
+    orphan = start_group(
+        lock, lambda lock: subprocess.Popen(["sleep", "600"], pass_fds=(lock,), start_new_session=True)
+    )
+    lock.write_text(f"{os.getsid(0)} {os.getpgrp()} {orphan.pid}")
+    killed = []
+
+    def kill(group: int) -> None:
+        killed.append(group)
+        orphan.kill()
+
+    with only_one(tmp_path, kill=kill):
+        orphan.wait(10)
+    assert killed == [orphan.pid]
+
+
 def test_a_taken_port_is_not_chosen() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
