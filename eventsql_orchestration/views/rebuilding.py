@@ -27,6 +27,7 @@ from eventsql_orchestration.errors import (
     ViewNotFoundError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name
@@ -59,10 +60,6 @@ class _Offsets:
     """How far the partitions of a topic are consumed; the default of no offset is the beginning."""
 
     by_partition: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def least(self) -> int:
-        return min(self.by_partition.values(), default=0)
 
     @property
     def most(self) -> int:
@@ -111,7 +108,7 @@ class Rebuilding:
         self._queries = Queries("views", database.schema)
         self._log = LogReader(database.schema)
         self._filter: EventFilter | None = None
-        self._whole = self._repartitioned = False
+        self._partial = self._whole = self._repartitioned = False
         self._name = getattr(feed.view, "name", "")
         check_name("consumer of a feed", feed.consumer)
 
@@ -119,18 +116,14 @@ class Rebuilding:
         """See `Views.rebuild`."""
         applied = 0
         with self._shadow(partial=partial) as shadow:
+            with self._database.connection() as connection:
+                self._check_kept(connection, shadow)
             done = self._fill(shadow, fill)
             for attempt in range(tries):
                 if attempt:
                     # The transactions that waited behind the last try go first.
                     time.sleep(LOCK_SECONDS)
-                with self._database.connection() as connection:
-                    upto = self._offsets(connection, done)
-                for events in self._between(done, upto):
-                    with self._database.transaction() as connection:
-                        applied += self._apply(shadow, events, connection)
-                    on_progress(applied)
-                done = upto
+                done, applied = self._catch_up(shadow, done, applied, on_progress)
                 if (rest := self._switch(shadow, done)) is not None:
                     on_progress(applied + rest)
                     return applied + rest
@@ -143,15 +136,11 @@ class Rebuilding:
         """See `Views.compare`."""
         with self._shadow(partial=partial) as shadow:
             done = self._fill(shadow, fill)
-            with self._database.connection() as connection:
-                upto = self._offsets(connection, done)
-            for events in self._between(done, upto):
-                with self._database.transaction() as connection:
-                    self._apply(shadow, events, connection)
-
+            done, _ = self._catch_up(shadow, done, 0, lambda _events: None)
             with self._database.connection() as connection, connection.transaction(force_rollback=True):
                 connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-                self._apply_rest(shadow, upto, connection)
+                self._hold(connection, shadow)
+                self._apply_rest(shadow, done, connection)
                 (now,) = fetch_one(connection, self._queries("clock"))
                 retention = shadow.held.retention
                 values = {"oldest": None if retention is None else now - retention, "most": _EXAMPLES}
@@ -160,6 +149,14 @@ class Rebuilding:
                 assert row is not None, "the statement gives a row"
         missing, surplus, examples = row
         return ViewComparison(shadow.held.name, missing, surplus, tuple(examples))
+
+    def _hold(self, connection: Connection, shadow: _Shadow) -> None:
+        """Keep both tables as they are. A snapshot that is taken before would miss a switch and dropped partitions."""
+        tables = sql.SQL(", ").join(self._table(each.table) for each in (shadow.held, shadow.definition))
+        try:
+            connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
+        except psycopg.errors.UndefinedTable as error:
+            raise self._lost() from error
 
     # The new table
 
@@ -186,6 +183,7 @@ class Rebuilding:
                 f"view {self._name!r} is not rebuilt: topic {topic.name!r} has a retention, so entries that follow "
                 "from dropped events would be lost; give partial=True if that is right"
             )
+        self._partial = partial
         self._repartitioned = topic.layout > 1
         with self._database.transaction() as connection:
             self._offsets(connection)
@@ -291,22 +289,57 @@ class Rebuilding:
                     f"view {self._name!r} was not rebuilt: consumer {feed.consumer!r} {what}; rebuild once it has "
                     "consumed in order"
                 )
+        if not self._partial and (floor := segments.floor(connection, self._schema, feed.topic)) > 1:
+            raise ViewConflictError(
+                f"view {self._name!r} is not rebuilt: retention has dropped the events of topic {feed.topic!r} before "
+                f"offset {floor}, so entries that follow from them would be lost; give partial=True if that is right"
+            )
         self._filter = chosen
         self._whole = NOT_PARTITIONED in found.by_partition
         return found
 
+    def _catch_up(
+        self, shadow: _Shadow, done: _Offsets, applied: int, on_progress: Callable[[int], object]
+    ) -> tuple[_Offsets, int]:
+        """Apply the events up to the consumer's offsets. Gives these, and the number of events applied in all.
+
+        Goes on with what the consumer consumed meanwhile: handlers would wait while the switch applies it.
+        """
+        before: int | None = None
+        while True:
+            with self._database.connection() as connection:
+                upto = self._offsets(connection, done)
+            events_of_round = 0
+            for events in self._between(done, upto):
+                with self._database.transaction() as connection:
+                    events_of_round += self._apply(shadow, events, connection)
+                on_progress(applied + events_of_round)
+            done, applied = upto, applied + events_of_round
+
+            # A consumer that is faster than the rebuild is not overtaken: it has to wait.
+            too_fast = before is not None and events_of_round >= before
+            if events_of_round <= self._batch or too_fast:
+                return done, applied
+            before = events_of_round
+
     def _between(self, done: _Offsets, upto: _Offsets, connection: Connection | None = None) -> Iterator[list[Event]]:
         """The events that were consumed between two places, in batches."""
-        after = done.least
-        while after < upto.most:
-            with self._reading(connection) as reading:
-                read = self._log.read(reading, self._feed.topic, after=after, upto=upto.most, limit=self._batch)
-            if not read:
-                return
-            after = read[-1].id
-            new = [each for each in read if done.of(each.partition) < each.id <= upto.of(each.partition)]
-            if events := [each for each in new if self._takes(each)]:
-                yield events
+        ranges = [(NOT_PARTITIONED, 0, upto.most)]
+        if done.by_partition:
+            # A partition that is far behind must not have the events of all others read again.
+            ranges = [(each, offset, upto.of(each)) for each, offset in done.by_partition.items()]
+        for partition, begin, last in ranges:
+            after = begin
+            while after < last:
+                with self._reading(connection) as reading:
+                    read = self._log.read(
+                        reading, self._feed.topic, partition=partition, after=after, upto=last, limit=self._batch
+                    )
+                if not read:
+                    break
+                after = read[-1].id
+                if events := [each for each in read if each.id <= upto.of(each.partition) and self._takes(each)]:
+                    yield events
 
     @contextmanager
     def _reading(self, connection: Connection | None) -> Iterator[Connection]:
@@ -379,7 +412,9 @@ class Rebuilding:
         # A handler that waits for the lock has found its partition in the live table.
         starts = [start_of_partition(each) for each in self._partitions(connection, held.table)]
         make_periods(connection, self._schema, shadow.definition, starts)
+        self._check_kept(connection, shadow)
         self._keep_rights(connection, held.table, table, "TABLE")
+        self._keep_comments(connection, held.table, table)
         if not isinstance(held, Rollup):
             self._keep_rights(connection, _sequence(held.table), _sequence(table), "SEQUENCE")
         try:
@@ -397,23 +432,40 @@ class Rebuilding:
             self._rename(connection, "SEQUENCE", _sequence(table), _sequence(held.table))
         connection.execute(self._queries("forget_view"), {"name": shadow.definition.name})
 
-    def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
-        """Grant the rights on a live relation on the new one. Raises `ViewConflictError` for what would be lost."""
-        queries = Queries("projections", self._schema)
+    def _check_kept(self, connection: Connection, shadow: _Shadow) -> None:
+        """Raise `ViewConflictError` if the live table has what the new one lacks."""
+        live, new = shadow.held.table, shadow.definition.table
         of = {"in_schema": self._schema, "table": live, "shadow": self._schema, "shadow_table": new}
-        if lost := [what for (what,) in fetch_all(connection, queries("lost"), of)]:
+        lost = fetch_all(connection, Queries("projections", self._schema)("lost"), of)
+        tables = {"live": self._table(live).as_string(connection), "made": self._table(new).as_string(connection)}
+        lost += fetch_all(connection, self._queries("lost_indexes"), tables)
+        if lost:
             raise ViewConflictError(
-                f"the table of view {self._name!r} has what the switch would lose ({', '.join(lost)}): drop it, "
-                "rebuild, and make it anew"
+                f"the table of view {self._name!r} has what the switch would lose "
+                f"({', '.join(what for (what,) in lost)}): drop it, rebuild, and make it anew"
             )
-        for role, privilege, may_grant in fetch_all(connection, queries("grants"), of):
-            connection.execute(
-                sql.SQL("GRANT {} ON {} {} TO {}{}").format(
+
+    def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
+        """Grant the rights on a live relation on the new one, and no others."""
+        statement = Queries("projections", self._schema)("grants")
+        for table, template in ((new, "REVOKE {} ON {} {} FROM {}"), (live, "GRANT {} ON {} {} TO {}")):
+            rights = fetch_all(connection, statement, {"in_schema": self._schema, "table": table})
+            for role, privilege, may_grant in rights:
+                changed = sql.SQL(template).format(
                     sql.SQL(privilege), sql.SQL(kind), self._table(new),
                     sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
-                    sql.SQL(" WITH GRANT OPTION" if may_grant else ""),
+                )  # fmt: skip
+                connection.execute(changed + sql.SQL(" WITH GRANT OPTION" if may_grant and table == live else ""))
+
+    def _keep_comments(self, connection: Connection, live: str, new: str) -> None:
+        values = {"table": self._table(live).as_string(connection)}
+        for column, comment in fetch_all(connection, self._queries("comments"), values):
+            kind, named = ("TABLE", (new,)) if column is None else ("COLUMN", (new, column))
+            connection.execute(
+                sql.SQL("COMMENT ON {} {} IS {}").format(
+                    sql.SQL(kind), sql.Identifier(self._schema, *named), sql.Literal(comment)
                 )
-            )  # fmt: skip
+            )
 
     def _partitions(self, connection: Connection, table: str) -> list[str]:
         values = {"table": self._table(table).as_string(connection)}

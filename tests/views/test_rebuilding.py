@@ -25,6 +25,8 @@ from eventsql_orchestration import (
 )
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.views import (
     Definition,
     LogEntry,
@@ -40,6 +42,7 @@ from eventsql_orchestration.views import (
     Views,
 )
 from eventsql_orchestration.views import rebuilding as rebuilding_module
+from eventsql_orchestration.views.comparison import comparison
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON
 
@@ -379,11 +382,99 @@ def test_a_rebuild_that_would_lose_something_is_refused(world: World, database: 
         with pytest.raises(ViewConflictError):
             world.views.rebuild(Counts())
         connection.execute("ALTER TABLE eventsql.view_counts DISABLE ROW LEVEL SECURITY")
+        connection.execute("CREATE INDEX of_resources ON eventsql.view_counts (resource)")
+        with pytest.raises(ViewConflictError) as refused:
+            world.views.rebuild(Counts(), fill=lambda _filling: pytest.fail("refused only after the fill"))
+        assert "of_resources" in str(refused.value)
+        assert world.views.compare(Counts()).equal
+        connection.execute("DROP INDEX eventsql.of_resources")
     world.platform.registry.set_retention(TOPIC, Retention(seconds=3600))
     with pytest.raises(ViewConflictError):
         world.views.rebuild(Counts())
     assert world.views.rebuild(Counts(), partial=True) == 1
     assert world.leftovers() == []
+
+
+def test_a_topic_that_retention_has_shortened_is_refused_also_if_the_retention_has_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.publish(1, 2)
+    world.consume()
+    monkeypatch.setattr(segments, "floor", lambda *_: 2)
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Counts())
+    assert world.views.rebuild(Counts(), partial=True) == 2
+
+
+def test_the_switch_applies_only_what_was_consumed_since_a_short_round(world: World) -> None:
+    """Handlers wait for the switch, so what was consumed during a long round is applied before it."""
+    told: list[int] = []
+
+    def consuming(applied: int) -> None:
+        told.append(applied)
+        if len(told) == 1:
+            world.publish(*range(20, 30))
+            world.consume(partition=1)
+            reads.clear()
+
+    reads: list[int] = []
+
+    class Watched(Counts):
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            reads.append(len(events))
+            super().apply(events, view, connection)
+
+    world.publish(*range(12))
+    world.consume()
+    world.views.rebuild(Watched(), batch=4, on_progress=consuming)
+    assert reads
+    # The last call tells of the switch, which found no events.
+    assert told[-1] == told[-2]
+    world.check()
+
+
+def test_a_partition_that_is_far_behind_has_no_others_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.publish(*range(40))
+    world.consume(partition=1)
+    read_before, read_events = LogReader.read, list[int]()
+
+    def counted(*args: Any, **options: Any) -> list[Event]:
+        events = read_before(*args, **options)
+        read_events.append(len(events))
+        return events
+
+    monkeypatch.setattr(LogReader, "read", counted)
+    world.views.rebuild(Counts())
+    # Once before the switch, and nothing in it.
+    assert sum(read_events) <= 40
+    world.check()
+
+
+def test_a_comparison_holds_both_tables(
+    world: World, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rebuild that begins during a comparison waits for it: it would drop the one table, and replace the other."""
+    world.publish(*range(6))
+    world.consume()
+    comparing, may_compare = threading.Event(), threading.Event()
+    statement = comparison
+
+    def slow(*args: Any) -> bytes:
+        comparing.set()
+        assert may_compare.wait(PATIENCE)
+        return statement(*args)
+
+    monkeypatch.setattr(rebuilding_module, "comparison", slow)
+    compared: list[ViewComparison] = []
+    with in_thread(lambda: compared.append(world.views.compare(Counts()))):
+        assert comparing.wait(PATIENCE)
+        with in_thread(lambda: world.views.rebuild(Counts())):
+            try:
+                until_blocked()
+            finally:
+                may_compare.set()
+    assert compared == [ViewComparison("counts", 0, 0)]
+    world.check()
 
 
 def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
@@ -392,6 +483,10 @@ def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
     with database.connection() as connection:
         connection.execute("GRANT SELECT ON eventsql.view_steps TO PUBLIC")
         connection.execute("GRANT USAGE ON eventsql.view_steps_eql_id_seq TO PUBLIC")
+        connection.execute("GRANT UPDATE (eql_data) ON eventsql.view_steps TO PUBLIC")
+        connection.execute("ALTER DEFAULT PRIVILEGES IN SCHEMA eventsql GRANT DELETE ON TABLES TO PUBLIC")
+        connection.execute("COMMENT ON TABLE eventsql.view_steps IS 'way''s steps'")
+        connection.execute("COMMENT ON COLUMN eventsql.view_steps.eql_data IS 'minutes'")
 
     def wasteful(_filling: ViewFilling) -> None:
         # Transactions that were rolled back have drawn ids.
@@ -418,7 +513,13 @@ def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
             "SELECT relname, relacl::text ~ '(^|[{,])=' FROM pg_class "
             "WHERE relname IN ('view_steps', 'view_steps_eql_id_seq') ORDER BY 1"
         ).fetchall()
+        kept = connection.execute(
+            "SELECT a.attacl::text ~ '=w/', c.relacl::text ~ '(^|[{,])=r/', obj_description(c.oid), "
+            "col_description(c.oid, a.attnum) FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid "
+            "WHERE c.relname = 'view_steps' AND a.attname = 'eql_data'"
+        ).fetchall()
     assert found == [("view_steps", True), ("view_steps_eql_id_seq", True)]
+    assert kept == [(True, True, "way's steps", "minutes")]
 
 
 def test_entries_beyond_the_retention_are_not_compared(world: World) -> None:

@@ -62,12 +62,20 @@ FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(in_schema)s AND c.relname = ANY (%(tables)s::text[]) AND (c.relkind = 'r' OR c.relkind = 'p');
 
--- grants -- The rights on a table of roles that do not own it: role, privilege, whether with the right to grant it.
+-- grants -- The rights on a table and its columns of roles that do not own it: role, privilege with its column, whether
+-- with the right to grant it.
 SELECT CASE WHEN granted.grantee = '0'::oid THEN NULL ELSE pg_get_userbyid(granted.grantee)::text END,
-       granted.privilege_type, granted.is_grantable
+       granted.privilege_type || held.of_column, granted.is_grantable
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-CROSS JOIN aclexplode(c.relacl) granted
+CROSS JOIN LATERAL (
+    SELECT c.relacl AS acl, '' AS of_column
+    UNION ALL
+    SELECT a.attacl, format(' (%%I)', a.attname)
+    FROM pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL AND NOT a.attisdropped
+) held
+CROSS JOIN aclexplode(held.acl) granted
 WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;
 
 -- lost -- What belongs to a table and would not be on the table that replaces it: row security, policies, triggers, rules and

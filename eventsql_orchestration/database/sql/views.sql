@@ -85,3 +85,32 @@ SELECT coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0);
 
 -- go_on_behind -- Have a view's sequence give ids behind one id and behind all of its table.
 SELECT setval(%(sequence)s::regclass, greatest((SELECT coalesce(max(eql_id), 1) FROM {schema}.{table}), %(after)s::bigint));
+
+-- lost_indexes -- The indexes, constraints and statistics of a view's table that a new table lacks, each by its name.
+WITH belongings AS (
+    SELECT i.indrelid AS relation, 'index ' || c.relname AS what, concat_ws(
+        ' ', c.relam, i.indisunique, i.indclass::text, i.indcollation::text, i.indoption::text,
+        ARRAY(SELECT pg_get_indexdef(c.oid, place, true) FROM generate_series(1, i.indnatts) place ORDER BY place)::text,
+        pg_get_expr(i.indpred, i.indrelid)
+    ) AS form
+    FROM pg_index i
+    JOIN pg_class c ON c.oid = i.indexrelid
+    UNION ALL
+    SELECT k.conrelid, 'constraint ' || k.conname, pg_get_constraintdef(k.oid)
+    FROM pg_constraint k
+    WHERE k.contype = ANY (ARRAY['c', 'f']::"char"[])
+    UNION ALL
+    SELECT s.stxrelid, 'statistics ' || s.stxname, 'statistics' FROM pg_statistic_ext s
+)
+SELECT live.what
+FROM belongings live
+WHERE live.relation = to_regclass(%(live)s)
+  AND NOT EXISTS (SELECT FROM belongings made WHERE made.relation = to_regclass(%(made)s) AND made.form = live.form)
+ORDER BY live.what;
+
+-- comments -- The comments on a view's table, without a column, and on its columns.
+SELECT a.attname, d.description
+FROM pg_description d
+LEFT JOIN pg_attribute a ON a.attrelid = d.objoid AND a.attnum = d.objsubid AND d.objsubid > 0
+WHERE d.classoid = 'pg_class'::regclass AND d.objoid = to_regclass(%(table)s)
+ORDER BY d.objsubid;
