@@ -108,7 +108,8 @@ class Rebuilding:
         self._queries = Queries("views", database.schema)
         self._log = LogReader(database.schema)
         self._filter: EventFilter | None = None
-        self._partial = self._whole = self._repartitioned = False
+        self._partial = self._whole = False
+        self._layout = 1
         self._name = getattr(feed.view, "name", "")
         check_name("consumer of a feed", feed.consumer)
 
@@ -184,7 +185,7 @@ class Rebuilding:
                 "from dropped events would be lost; give partial=True if that is right"
             )
         self._partial = partial
-        self._repartitioned = topic.layout > 1
+        self._layout = topic.layout
         with self._database.transaction() as connection:
             self._offsets(connection)
             roles.act_as_owner(connection, self._schema)
@@ -280,7 +281,10 @@ class Rebuilding:
         for what, wrong in (
             ("follows a change of the topic's partitions", any(row[2] is not None for row in rows)),
             ("is consumed as a queue, out of order", any(row[4] for row in rows)),
-            ("got other partitions meanwhile", found.by_partition.keys() != before.by_partition.keys()),
+            (
+                "got other partitions meanwhile",
+                rows[0][5] != self._layout or found.by_partition.keys() != before.by_partition.keys(),
+            ),
             ("got another filter meanwhile", since is not None and before is since and chosen != self._filter),
             ("was moved back meanwhile", any(found.of(each) < offset for each, offset in before.by_partition.items())),
         ):
@@ -365,7 +369,7 @@ class Rebuilding:
         """Events as the consumer's handler gets them."""
         if self._whole:
             return [events]
-        if self._repartitioned:
+        if self._layout > 1:
             # Events of a key come first from one partition, and then from another.
             return [list(group) for _, group in groupby(events, attrgetter("partition"))]
         by_partition: dict[int, list[Event]] = {}

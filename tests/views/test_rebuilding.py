@@ -351,6 +351,32 @@ def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: Wor
     refused(lambda: world.views.declare(wider))
 
 
+def test_a_topic_that_is_repartitioned_and_back_stops_the_rebuild(world: World, database: Database) -> None:
+    """The consumer has the same partitions in the end, and has consumed events of others in between."""
+    world.publish(*range(10))
+    world.consume()
+
+    def away_and_back(_applied: int) -> None:
+        if changed:
+            return
+        changed.append(1)
+        for partitions, first in ((3, 20), (2, 30)):
+            world.platform.repartitioner.repartition(TOPIC, partitions)
+            world.publish(*range(first, first + 9))
+            for each in [*range(partitions)] * 2:
+                world.platform.consumers.consume_once(TOPIC, CONSUMER, world.write, partition=each)
+
+    changed: list[int] = []
+    with pytest.raises(ViewConflictError):
+        world.views.rebuild(Counts(), on_progress=away_and_back)
+    with database.connection() as connection:
+        found = connection.execute("SELECT eql_partition, eql_until FROM eventsql.consumer ORDER BY 1").fetchall()
+    assert found == [(0, None), (1, None)]
+    world.check()
+    world.views.rebuild(Counts())
+    world.check()
+
+
 def test_events_that_the_consumer_is_not_handed_or_got_once_more_are_left_out(world: World) -> None:
     world.publish(*range(8))
     filtered = EventFilter(keys=frozenset({"a", "b"}))

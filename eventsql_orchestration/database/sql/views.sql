@@ -69,14 +69,15 @@ WHERE l.locktype = 'relation'
   AND l.mode = 'RowExclusiveLock'
   AND l.granted;
 
--- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter, and
--- whether events behind the offset were handed out.
+-- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter,
+-- whether events behind the offset were handed out, and the topic's layout.
 SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
     SELECT FROM {schema}.consumer_cursor k
     WHERE k.eql_topic = c.eql_topic AND k.eql_consumer = c.eql_name AND k.eql_partition = c.eql_partition
       AND k.eql_offset > coalesce(c.eql_last_event_id, 0)
-)
+), t.eql_layout
 FROM {schema}.consumer c
+JOIN {schema}.topic t ON t.eql_name = c.eql_topic
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
@@ -110,7 +111,8 @@ ORDER BY live.what;
 
 -- comments -- The comments on a view's table, without a column, and on its columns.
 SELECT a.attname, d.description
-FROM pg_description d
-LEFT JOIN pg_attribute a ON a.attrelid = d.objoid AND a.attnum = d.objsubid AND d.objsubid > 0
-WHERE d.classoid = 'pg_class'::regclass AND d.objoid = to_regclass(%(table)s)
+FROM pg_class c
+JOIN pg_description d ON d.objoid = c.oid AND d.classoid = c.tableoid
+LEFT JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum = d.objsubid AND d.objsubid > 0
+WHERE c.oid = to_regclass(%(table)s)
 ORDER BY d.objsubid;
