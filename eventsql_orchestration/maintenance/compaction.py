@@ -321,22 +321,40 @@ class _Log:
     def give_back(self, connection: Connection, segment: Segment) -> int | None:
         """Rewrite a closed segment if it takes much more space than it needs. Gives how many bytes the disk has again.
 
-        None where others are in the way: a later run tries again.
+        None where others are in the way: a later run tries again. A segment that cannot be copied stays as it is.
         """
         if not self._is_spacious(connection, segment) or not self._may_be_exchanged(connection, segment):
             return 0
+        try:
+            exchanged = self._exchange(connection, segment)
+        except (*_DAMAGED, psycopg.errors.DiskFull) as error:
+            # Another copy would fail too, and a disk that is full again and again stops the writers.
+            logger.warning("segment %r keeps its free space, because it cannot be copied: %s", segment.table, error)
+            return 0
+        if not exchanged:
+            return None
+        present = segments.segments(connection, self._schema, self.topic) or ()
+        return segment.bytes - sum(each.bytes for each in present if each.table == segment.table)
+
+    def _exchange(self, connection: Connection, segment: Segment) -> bool:
+        """Let a copy take the place of a closed segment. False where others are in the way."""
         with self._database.dedicated() as source, self._undisturbed(connection):
             connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
             connection.execute("SET LOCAL statement_timeout TO 0")
+            # The commit, which keeps the log locked, waits for no standby. One without the copy has the former segment.
+            connection.execute("SET LOCAL synchronous_commit TO local")
             present = segments.segments(connection, self._schema, self.topic) or ()
-            if (segment.table, segment.log) not in {(each.table, each.log) for each in present}:
+            if (segment.table, segment.log) not in {(each.table, each.log) for each in present if not each.detaching}:
                 # A retention has dropped it, or a change of the form has given its log another name.
-                return None
-            self._compactor.vacuum(source, segment.table)
-            bounds = self._compactor.bounds(source, segment)
+                return False
+            # If VACUUM did not run, the server's numbers may be older than the newest events.
+            vacuumed = self._compactor.vacuum(source, segment.table)
+            bounds = self._compactor.bounds(source, segment) if vacuumed else None
             has_roles = act_as_owner(connection, self._schema)
             if bounds is None or not self._attempt(connection, segment, self._compactor.probe):
-                return None
+                return False
+            if not self._attempt(connection, segment, self._compactor.keep_writers_away):
+                return False
 
             new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
             if not has_roles:
@@ -345,8 +363,8 @@ class _Log:
             exchange = partial(self._compactor.replace, new=new, bounds=bounds)
             if not self._attempt(connection, segment, exchange, seconds=EXCHANGE_SECONDS):
                 connection.execute(sql.SQL("DROP TABLE {}").format(new))
-                return None
-            return segment.bytes - self._compactor.space(connection, segment).taken
+                return False
+            return True
 
     def _may_be_exchanged(self, connection: Connection, segment: Segment) -> bool:
         """Whether nothing of others depends on the table of a segment."""

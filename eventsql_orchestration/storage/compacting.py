@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import ADOPTION_CHECK, Segment, segment_name, table
@@ -78,13 +78,16 @@ class LogCompactor:
         form = log_form.form_now(connection, self._schema, self._topic)
         return self._queries(name, block_store=log_form.store(self._topic, form, blocks=True))
 
-    def vacuum(self, connection: Connection, segment: str) -> None:
+    def vacuum(self, connection: Connection, segment: str) -> bool:
         """Free the space of merged blocks in the table of a segment, on a connection in autocommit mode.
 
-        If other transactions are in the way, or the session's own limits are too short, the server vacuums later.
+        If other transactions are in the way, or the session's own limits are too short, the server vacuums later: then
+        this gives False.
         """
         with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
             connection.execute(self._queries("vacuum", table=segment))
+            return True
+        return False
 
     # Rewriting a segment
 
@@ -113,6 +116,10 @@ class LogCompactor:
         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(log))
         raise psycopg.Rollback
 
+    def keep_writers_away(self, connection: Connection, segment: Segment) -> None:
+        """Let nobody change a segment until the caller's transaction ends: the copy would not have the change."""
+        connection.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(table(self._schema, segment)))
+
     def rewrite(self, connection: Connection, source: Connection, segment: Segment) -> sql.Identifier:
         """Copy a closed segment into a new table, in the transaction of `connection`. `source` reads it.
 
@@ -122,6 +129,9 @@ class LogCompactor:
         new = sql.Identifier(self._schema, segment_name(self._topic, segment.start).replace("_segment_", "_rewrite_"))
         names = {"old": old, "new": new, "start": segment.start, "end": segment.end}
         connection.execute(sql.SQL("CREATE TABLE {new} (LIKE {old} INCLUDING ALL)").format(**names))
+        values = {"old": old.as_string(connection), "new": new.as_string(connection)}
+        for (option,) in fetch_all(connection, self._queries("options"), values):
+            connection.execute(sql.SQL("ALTER TABLE {new} {option}").format(new=new, option=sql.SQL(option)))
         read = sql.SQL("COPY (SELECT * FROM {old} ORDER BY eql_id) TO STDOUT (FORMAT binary)").format(**names)
         write = sql.SQL("COPY {new} FROM STDIN (FORMAT binary, FREEZE)").format(**names)
         with source.transaction():

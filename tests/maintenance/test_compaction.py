@@ -314,9 +314,10 @@ def test_a_snapshot_older_than_the_rewriting_sees_each_event(
     old, vacuum = sessions(), compacting.LogCompactor.vacuum
     old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
 
-    def vacuumed(self: compacting.LogCompactor, connection: Connection, segment: str) -> None:
-        vacuum(self, connection, segment)
+    def vacuumed(self: compacting.LogCompactor, connection: Connection, segment: str) -> bool:
+        done = vacuum(self, connection, segment)
         old.execute("SELECT pg_current_snapshot()")
+        return done
 
     monkeypatch.setattr(compacting.LogCompactor, "vacuum", vacuumed)
     monkeypatch.setattr(compaction, "SPARE_BYTES", -(1 << 30))
@@ -358,3 +359,69 @@ def test_a_segment_that_a_view_of_others_reads_is_not_rewritten(single: EventSQL
     was = table_of(session)
     assert single.compactor.execute("orders").freed == 0
     assert table_of(session) == was
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_segment_that_vacuum_did_not_reach_is_not_rewritten(
+    single: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compacting.LogCompactor, "vacuum", lambda *_: False)
+    was = table_of(session)
+    assert single.compactor.execute("orders").freed == 0
+    assert table_of(session) == was
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_segment_with_a_block_that_cannot_be_copied_stays_and_its_blocks_are_merged(
+    single: EventSQL, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    (name,) = one(session, "SELECT %s::regclass::text", table_of(session))
+    session.execute(f"ALTER TABLE {name} ADD CONSTRAINT none CHECK (eql_id <> 100) NOT VALID")
+    before, was = content(single.reader.read("orders")), table_of(session)
+    done = single.compactor.execute("orders")
+    assert done.freed == 0
+    assert "cannot be copied" in caplog.text
+    assert table_of(session) == was
+    assert content(single.reader.read("orders")) == before
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_change_of_others_during_the_copy_waits_for_it(
+    single: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewrite, other, waits = compacting.LogCompactor.rewrite, sessions(), []
+
+    def changed(self: compacting.LogCompactor, *args: Any) -> Any:
+        copied = rewrite(self, *args)
+        with pytest.raises(psycopg.errors.LockNotAvailable), other.transaction():
+            other.execute("SET LOCAL lock_timeout TO '50ms'")
+            other.execute("UPDATE eventsql.orders_block SET eql_keys = NULL")
+        waits.append(True)
+        return copied
+
+    monkeypatch.setattr(compacting.LogCompactor, "rewrite", changed)
+    before = content(single.reader.read("orders"))
+    assert (single.compactor.execute("orders").freed or 0) > 0
+    assert waits
+    assert content(single.reader.read("orders")) == before
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_rewritten_segment_has_the_options_and_indexes_of_the_one_before(
+    single: EventSQL, session: Connection
+) -> None:
+    (name,) = one(session, "SELECT %s::regclass::text", table_of(session))
+    session.execute(f"ALTER TABLE {name} SET (autovacuum_vacuum_threshold = 77, toast.autovacuum_enabled = off)")
+    described = (
+        "SELECT c.reloptions, t.reloptions, c.relowner, (SELECT count(*) FROM pg_index WHERE indrelid = c.oid), "
+        "(SELECT count(*) FROM pg_inherits i JOIN pg_index x ON x.indexrelid = i.inhrelid WHERE x.indrelid = c.oid), "
+        "(SELECT array_agg((attname, attstorage, attnotnull, atthasdef, attislocal) ORDER BY attnum)::text "
+        "FROM pg_attribute WHERE attrelid = c.oid AND attnum > 0), "
+        "(SELECT array_agg((conname, contype, conislocal) ORDER BY conname)::text "
+        "FROM pg_constraint WHERE conrelid = c.oid AND contype = 'c') "
+        "FROM pg_class c JOIN pg_class t ON t.oid = c.reltoastrelid WHERE c.oid = %s"
+    )
+    was, table = one(session, described, table_of(session)), table_of(session)
+    single.compactor.execute("orders")
+    assert table_of(session) != table
+    assert one(session, described, table_of(session)) == was
