@@ -13,6 +13,7 @@ from psycopg import sql
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Retention, Topic
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, ValidationError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
@@ -307,6 +308,19 @@ def test_who_may_read_a_log_may_read_it_in_both_forms_and_in_one_again(
     finally:
         session.execute(f"DROP OWNED BY {role}")
         session.execute(f"DROP ROLE {role}")
+
+
+def test_roles_are_dropped_after_a_log_has_one_form_again(platform: EventSQL, storage: Storage) -> None:
+    roles = Roles(platform.database)
+    roles.create(prefix=f"r{uuid.uuid4().hex[:8]}", topics=["orders"])
+    try:
+        publish(platform, 0, 90)
+        platform.registry.set_storage("orders", OTHER[storage])
+        publish(platform, 90, 90)
+        platform.registry.set_retention("orders", Retention(events=20))
+        platform.retention.run_once(["orders"])
+    finally:
+        assert roles.drop()
 
 
 def test_a_table_with_a_name_that_the_log_needs_keeps_the_form(

@@ -66,6 +66,10 @@ WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
               WHERE log.relnamespace = n.oid AND log.relkind = 'v'
                 AND log.relname = format(%(log)s, lower(t.eql_name COLLATE "C"))
           )
+          -- A log in rows that was once in both forms has a view of its blocks.
+          OR pattern = %(blocks)s AND c.relkind = 'v' AND EXISTS (
+              SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attname = 'eql_places'
+          )
           UNION ALL
           SELECT format('view_%%s', v.eql_name) FROM {schema}.view_definition v
       )

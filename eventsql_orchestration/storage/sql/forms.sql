@@ -144,8 +144,11 @@ UNION ALL
 CREATE OR REPLACE VIEW {schema}.{block_table} AS
 {rows_as_blocks};
 
--- has_view_of_blocks -- Whether there is a view of the blocks of a log.
-SELECT EXISTS (SELECT FROM pg_class WHERE oid = to_regclass('{schema}.{block_table}') AND relkind = 'v');
+-- has_view_of_blocks -- Whether there is a view of the blocks of a log. Others may have a view of this name.
+SELECT EXISTS (
+    SELECT FROM pg_class c JOIN pg_attribute a ON a.attrelid = c.oid AND a.attname = 'eql_places'
+    WHERE c.oid = to_regclass('{schema}.{block_table}') AND c.relkind = 'v'
+);
 
 -- refuse_rows -- Tell programs that know no blocks, such as EventSQL's Java library, that they cannot write to the log.
 CREATE TRIGGER eql_refuse_rows INSTEAD OF INSERT OR UPDATE OR DELETE ON {schema}.{event_table}
