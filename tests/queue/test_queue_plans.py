@@ -92,6 +92,29 @@ def test_a_receive_reads_no_messages_that_were_acknowledged_while_a_snapshot_is_
     assert onwards <= 350
 
 
+def test_a_receive_of_a_backlog_begins_at_its_first_message_and_one_of_new_messages_0_1_s_ago(
+    database: Database,
+) -> None:
+    queue = Queue(database, "commands")
+    table = queue._table(None)
+    first = datetime.now(UTC) - timedelta(hours=1)
+    queue.send(b"x", due=first)
+    assert len(queue.receive()) == 1
+    assert table._onwards is not None
+    assert decode_time(table._onwards) == first
+
+    # A receive that finds urgent messages alone did not look at the others.
+    queue.send(b"x", priority=9)
+    assert len(queue.receive()) == 1
+    assert decode_time(table._onwards) == first
+
+    queue.send(b"x")
+    assert len(queue.receive()) == 1
+    with database.connection() as connection:
+        (now,) = connection.execute("SELECT now()").fetchone() or (None,)
+    assert first < decode_time(table._onwards) <= now - timedelta(seconds=0.1)
+
+
 def test_a_message_behind_the_last_receive_is_received_when_no_other_is_left_and_from_time_to_time(
     database: Database, session: Connection
 ) -> None:

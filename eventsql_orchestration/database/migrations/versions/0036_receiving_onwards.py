@@ -11,7 +11,7 @@ down_revision = "0035"
 
 # Of revision 0020. While an old snapshot is open, no vacuum removes the rows of acknowledged messages, and each receive
 # would read all of them again. So a receive tells at which time it found its first message visible (`onwards`), and the
-# next one may begin there (`since`). That time is a little earlier, because senders commit after their messages become
+# next one may begin there (`since`). That time is 0.1 s ago or more, because senders commit after their messages become
 # visible. A receiver leaves `since` out from time to time, and so finds every message. `since` is of priority 0 alone.
 # The rows that are found are locked, so their places (ctid) stay until they are updated.
 _TAKE = """
@@ -75,7 +75,8 @@ BEGIN
                           m.eql_priority, m.eql_created_at, m.eql_history
             )
             SELECT g.eql_id, g.eql_body, g.eql_key, g.eql_metadata::text, g.eql_receives, g.eql_receipt, g.eql_priority,
-                   g.eql_created_at, g.eql_history, timestamptz_send(first - interval '0.1 seconds')
+                   g.eql_created_at, g.eql_history,
+                   CASE WHEN first IS NOT NULL THEN timestamptz_send(least(first, now() - interval '0.1 seconds')) END
             FROM given g ORDER BY g.eql_priority DESC, g.eql_id;
         END IF;
         IF ready IS NULL AND spent IS NULL AND earliest > '-infinity' THEN
