@@ -9,6 +9,7 @@ import java.util.ArrayList;
 import java.util.List;
 import java.util.Map;
 import java.util.Properties;
+import java.util.concurrent.CountDownLatch;
 import java.util.concurrent.Future;
 import org.apache.kafka.clients.admin.Admin;
 import org.apache.kafka.clients.admin.NewTopic;
@@ -32,8 +33,17 @@ import org.apache.kafka.common.serialization.StringSerializer;
 final class Stream {
     private record Event(String key, byte[] value) {}
 
-    /** Arguments: create SERVER TOPIC PARTITIONS FLUSH, publish SERVER TOPIC EVENTS BATCH FILE, consume SERVER TOPIC EVENTS BATCH. */
+    private static final CountDownLatch GO = new CountDownLatch(1);
+
+    /** Arguments: serve PROPERTIES, create SERVER TOPIC PARTITIONS FLUSH, publish SERVER TOPIC EVENTS BATCH FILE, consume SERVER TOPIC EVENTS BATCH. */
     public static void main(String[] arguments) throws Exception {
+        if (!arguments[0].equals("create")) {
+            listen();
+        }
+        if (arguments[0].equals("serve")) {
+            kafka.Kafka.main(new String[] {arguments[1]});
+            return;
+        }
         String server = arguments[1];
         String topic = arguments[2];
         int number = Integer.parseInt(arguments[3]);
@@ -128,17 +138,31 @@ final class Stream {
     }
 
     /** Say that it is ready, and wait for the word to go. */
-    private static void ready() throws IOException {
+    private static void ready() throws InterruptedException {
         System.out.println("ready");
-        if (System.in.read() < 0) {
-            throw new IOException("the benchmark has ended");
-        }
+        GO.await();
+    }
+
+    /** Take the word to go, and end this process when its input ends, as it does when the benchmark is killed. */
+    private static void listen() {
+        Thread listener = new Thread(() -> {
+            try {
+                while (System.in.read() >= 0) {
+                    GO.countDown();
+                }
+            } catch (IOException ignored) {
+                // The benchmark has ended.
+            }
+            Runtime.getRuntime().halt(1);
+        });
+        listener.setDaemon(true);
+        listener.start();
     }
 
     /** Say when the events began and ended, and how many they are; wait for the end. In milliseconds, by the clock of the machine. */
-    private static void say(long started, int events) throws IOException {
+    private static void say(long started, int events) throws InterruptedException {
         System.out.println(started + " " + System.currentTimeMillis() + " " + events);
         // The processor time of a process that has ended cannot be read.
-        System.in.read();
+        Thread.currentThread().join();
     }
 }

@@ -184,7 +184,7 @@ def broker(home: Path, java: Sequence[str]) -> Iterator[tuple[str, subprocess.Po
     subprocess.run(format_storage, check=True, stdout=subprocess.DEVNULL, timeout=START_SECONDS)
     with words.open("wb") as output:
         process = subprocess.Popen(
-            [*java, "kafka.Kafka", str(properties)], stdin=subprocess.DEVNULL, stdout=output, stderr=output
+            [*java, "Stream", "serve", str(properties)], stdin=subprocess.PIPE, stdout=output, stderr=output
         )
         try:
             until_listening(port, process, words)
@@ -287,6 +287,6 @@ def until_listening(port: int, process: subprocess.Popen[bytes], words: Path) ->
 
 
 if __name__ == "__main__":
-    # SIGTERM ends the broker and the clients, too.
+    # The broker, the clients and their files go with this process. If it is killed, the files stay.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     raise SystemExit(main())

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 COMPARISON = Path(__file__).parents[2] / "benchmarks" / "kafka" / "run.py"
@@ -26,6 +29,46 @@ def test_it_says_where_kafka_cannot_be_had(tmp_path: Path) -> None:
     assert (result.returncode, result.stdout) == (1, "")
     assert "Kafka cannot be had here: mvn and java and javac missing" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(420)
+def test_the_broker_and_the_clients_end_if_it_is_killed(tmp_path: Path) -> None:
+    if shutil.which("mvn") is None or shutil.which("javac") is None:
+        pytest.skip("Maven or a JDK is not here, so the comparison with Kafka was not run")
+    with subprocess.Popen([sys.executable, COMPARISON, "--events", "500000000"], cwd=tmp_path) as run:
+        try:
+            deadline = time.monotonic() + 300
+            roles = dict[str, psutil.Process]()
+            while not {"serve", "publish", "consume"} <= roles.keys():
+                assert run.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+                roles = {role: each for each in psutil.Process(run.pid).children() if (role := role_of(each))}
+        finally:
+            run.kill()
+            run.wait(10)
+    deadline = time.monotonic() + 60
+    while (left := [each for each in roles.values() if is_running(each)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for each in left:
+        each.kill()
+    assert left == []
+
+
+def is_running(process: psutil.Process) -> bool:
+    """Whether a process has not ended. In a container, nobody may ask for the result of one without a parent."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def role_of(process: psutil.Process) -> str | None:
+    """The role of a process of the comparison, as its command names it."""
+    with contextlib.suppress(psutil.Error, ValueError):
+        command = process.cmdline()
+        return command[command.index("Stream") + 1]
+    return None
 
 
 @pytest.mark.nightly
