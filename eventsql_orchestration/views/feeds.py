@@ -24,16 +24,10 @@ def make_periods(connection: Connection, schema: str, view: Definition, starts: 
 
 
 class ViewFeed(ABC):
-    """How a view follows from the events of a topic: the consumer's handler calls `apply`, and so does a rebuild::
+    """How a view follows from the events of a topic: the consumer's handler calls `apply`, and so does a rebuild.
 
-    class Moves(ViewFeed):
-        view = Rollup("moves", timedelta(minutes=1), ("place",))
-        topic = "parcel_moved"
-        consumer = "views"
-
-        def apply(self, events, view, connection):
-            entries = [RollupEntry(event.buffered_at, {"place": event.value.decode()}) for event in events]
-            view.add(connection, entries, slot=events[0].partition)
+    A subclass names the view's definition, the topic and the consumer, and writes the view in `apply`. docs/views.md has
+    an example.
     """
 
     view: ClassVar[Definition]
