@@ -26,8 +26,8 @@ def make_periods(connection: Connection, schema: str, view: Definition, starts: 
 class ViewFeed(ABC):
     """How a view follows from the events of a topic: the consumer's handler calls `apply`, and so does a rebuild.
 
-    A subclass names the view's definition, the topic and the consumer, and writes the view in `apply`. docs/views.md has
-    an example.
+    A subclass names the view's definition, the topic and the consumer, and writes the view in `apply`. docs/views.md
+    has an example.
     """
 
     view: ClassVar[Definition]
