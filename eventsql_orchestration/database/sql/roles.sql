@@ -47,7 +47,7 @@ WHERE %(topics)s::text[] IS NULL OR t.eql_name = ANY (%(topics)s)
 ORDER BY t.eql_name, held.name;
 
 -- tables -- The platform's tables, with the logs and views, and the partitions of all: schema, name, owner, whether that
--- is a superuser.
+-- is a superuser. A log in rows that was once in both forms has a view of its blocks.
 SELECT n.nspname, c.relname, o.rolname, o.rolsuper
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace AND n.nspname = %(schema)s
@@ -66,7 +66,6 @@ WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
               WHERE log.relnamespace = n.oid AND log.relkind = 'v'
                 AND log.relname = format(%(log)s, lower(t.eql_name COLLATE "C"))
           )
-          -- A log in rows that was once in both forms has a view of its blocks.
           OR pattern = %(blocks)s AND c.relkind = 'v' AND EXISTS (
               SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attname = 'eql_places'
           )
