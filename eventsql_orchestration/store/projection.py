@@ -14,7 +14,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import ProjectionError, ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
@@ -382,22 +382,14 @@ class Projections:
 
     def _keep_rights(self, connection: Connection, each: _Checked, table: str) -> None:
         """Grant the rights on a live table on the rebuilt one, too."""
-        of = {"in_schema": each.schema, "table": table}
-        other = {**of, "shadow": each.shadow, "shadow_table": table}
-        lost = [what for (what,) in fetch_all(connection, self._queries("lost"), other)]
+        live, new = (each.schema, table), (each.shadow, table)
+        lost = replaced_tables.lost(connection, live, new)
         if lost:
             raise ProjectionError(
                 f"the swap would lose {', '.join(lost)} of table {table!r} of projection {each.name!r}: let `create` "
                 "make them, too, give the rebuild up, and rebuild again"
             )
-        for role, privilege, may_grant in fetch_all(connection, self._queries("grants"), of):
-            connection.execute(
-                sql.SQL("GRANT {} ON {} TO {}{}").format(
-                    sql.SQL(privilege), sql.Identifier(each.shadow, table),
-                    sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
-                    sql.SQL(" WITH GRANT OPTION" if may_grant else ""),
-                )
-            )  # fmt: skip
+        replaced_tables.grant_as_on(connection, live, new)
 
     def _lock(self, connection: Connection, each: _Checked) -> tuple[StoreCheckpoint, int]:
         start = self._store.order.home.place(connection, None)

@@ -17,7 +17,7 @@ from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
-from eventsql_orchestration.database import Connection, Database, Queries, roles
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, roles
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import (
@@ -439,27 +439,20 @@ class Rebuilding:
     def _check_kept(self, connection: Connection, shadow: _Shadow) -> None:
         """Raise `ViewConflictError` if the live table has what the new one lacks."""
         live, new = shadow.held.table, shadow.definition.table
-        of = {"in_schema": self._schema, "table": live, "shadow": self._schema, "shadow_table": new}
-        lost = fetch_all(connection, Queries("projections", self._schema)("lost"), of)
+        lost = replaced_tables.lost(connection, (self._schema, live), (self._schema, new))
         tables = {"live": self._table(live).as_string(connection), "made": self._table(new).as_string(connection)}
-        lost += fetch_all(connection, self._queries("lost_indexes"), tables)
+        lost += [what for (what,) in fetch_all(connection, self._queries("lost_indexes"), tables)]
         if lost:
             raise ViewConflictError(
                 f"the table of view {self._name!r} has what the switch would lose "
-                f"({', '.join(what for (what,) in lost)}): drop it, rebuild, and make it anew"
+                f"({', '.join(lost)}): drop it, rebuild, and make it anew"
             )
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
         """Grant the rights on a live relation on the new one, and no others."""
-        statement = Queries("projections", self._schema)("grants")
-        for table, template in ((new, "REVOKE {} ON {} {} FROM {}"), (live, "GRANT {} ON {} {} TO {}")):
-            rights = fetch_all(connection, statement, {"in_schema": self._schema, "table": table})
-            for role, privilege, may_grant in rights:
-                changed = sql.SQL(template).format(
-                    sql.SQL(privilege), sql.SQL(kind), self._table(new),
-                    sql.SQL("PUBLIC") if role is None else sql.Identifier(role),
-                )  # fmt: skip
-                connection.execute(changed + sql.SQL(" WITH GRANT OPTION" if may_grant and table == live else ""))
+        made = self._schema, new
+        replaced_tables.revoke_all(connection, made, kind)
+        replaced_tables.grant_as_on(connection, (self._schema, live), made, kind)
 
     def _keep_comments(self, connection: Connection, live: str, new: str) -> None:
         values = {"table": self._table(live).as_string(connection)}

@@ -1,0 +1,38 @@
+-- grants -- The rights on a table and its columns of roles that do not own it: role, privilege with its column, whether
+-- with the right to grant it.
+SELECT CASE WHEN granted.grantee = '0'::oid THEN NULL ELSE pg_get_userbyid(granted.grantee)::text END,
+       granted.privilege_type || held.of_column, granted.is_grantable
+FROM pg_class c
+JOIN pg_namespace n ON n.oid = c.relnamespace
+CROSS JOIN LATERAL (
+    SELECT c.relacl AS acl, '' AS of_column
+    UNION ALL
+    SELECT a.attacl, format(' (%%I)', a.attname)
+    FROM pg_attribute a
+    WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL AND NOT a.attisdropped
+) held
+CROSS JOIN aclexplode(held.acl) granted
+WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;
+
+-- lost -- What belongs to a table and would not be on the table that replaces it: row security, policies, triggers, rules and
+-- publications, each by its name.
+WITH belongings AS (
+    SELECT c.oid, 'row security' AS what FROM pg_class c WHERE c.relrowsecurity OR c.relforcerowsecurity
+    UNION ALL SELECT p.polrelid, 'policy ' || p.polname FROM pg_policy p
+    UNION ALL SELECT t.tgrelid, 'trigger ' || t.tgname FROM pg_trigger t WHERE NOT t.tgisinternal
+    UNION ALL SELECT r.ev_class, 'rule ' || r.rulename FROM pg_rewrite r
+    UNION ALL
+    SELECT m.prrelid, 'publication ' || p.pubname FROM pg_publication_rel m JOIN pg_publication p ON p.oid = m.prpubid
+)
+SELECT held.what
+FROM belongings held
+JOIN pg_class c ON c.oid = held.oid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s
+  AND NOT EXISTS (
+      SELECT FROM belongings made
+      JOIN pg_class s ON s.oid = made.oid
+      JOIN pg_namespace m ON m.oid = s.relnamespace
+      WHERE m.nspname = %(shadow)s AND s.relname = %(shadow_table)s AND made.what = held.what
+  )
+ORDER BY held.what;
