@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Final, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
 from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.errors import MissingExtraError, ValidationError
 from eventsql_orchestration.model import Event, Placement, Publication, check_topic_name
-from eventsql_orchestration.publishing.publisher import check_many, check_publication
+from eventsql_orchestration.publishing.publisher import EventPublisher, check_many, check_publication
 from eventsql_orchestration.validation import check_name
 
 try:
@@ -41,14 +41,6 @@ MOST_LINKS: Final = 128
 
 _W3C: Final = TraceContextTextMapPropagator()
 """Only the context of traces: baggage may hold data that does not belong into a database."""
-
-
-class _Publisher(Protocol):
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement: ...
-
-    def publish_all(
-        self, publications: Iterable[Publication], *, connection: CallersConnection | None = None
-    ) -> int: ...
 
 
 def current_context() -> dict[str, str]:
@@ -87,7 +79,7 @@ class Tracing:
     def __init__(self, provider: trace.TracerProvider | None = None) -> None:
         self._tracer = trace.get_tracer("eventsql_orchestration", tracer_provider=provider)
 
-    def publisher(self, publisher: _Publisher) -> TracedPublisher:
+    def publisher(self, publisher: EventPublisher) -> TracedPublisher:
         """A publisher with a span for each call of another one, such as `platform.publisher`."""
         return TracedPublisher(publisher, self._tracer)
 
@@ -150,7 +142,7 @@ class Tracing:
 class TracedPublisher:
     """Publishes as another publisher, with a span for each call, whose context the events carry."""
 
-    def __init__(self, publisher: _Publisher, tracer: trace.Tracer) -> None:
+    def __init__(self, publisher: EventPublisher, tracer: trace.Tracer) -> None:
         self._publisher = publisher
         self._tracer = tracer
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.model import Placement, Publication
-from eventsql_orchestration.publishing.publisher import check_many, check_publication
+from eventsql_orchestration.publishing.publisher import EventPublisher, check_many, check_publication
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Histogram
@@ -28,14 +28,6 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 SEVERAL: Final = "(several)"
 """The label of a batch with events of several topics."""
-
-
-class _Publisher(Protocol):
-    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement: ...
-
-    def publish_all(
-        self, publications: Iterable[Publication], *, connection: CallersConnection | None = None
-    ) -> int: ...
 
 
 class Latencies:
@@ -56,7 +48,7 @@ class Latencies:
             registry=registry, buckets=BUCKETS,
         )  # fmt: skip
 
-    def publisher(self, publisher: _Publisher) -> MeasuredPublisher:
+    def publisher(self, publisher: EventPublisher) -> MeasuredPublisher:
         """A publisher that measures the calls of another one, such as `platform.publisher`."""
         return MeasuredPublisher(publisher, self._publish)
 
@@ -79,7 +71,7 @@ class Latencies:
 class MeasuredPublisher:
     """Publishes as the publisher that it measures."""
 
-    def __init__(self, publisher: _Publisher, histogram: Histogram) -> None:
+    def __init__(self, publisher: EventPublisher, histogram: Histogram) -> None:
         self._publisher = publisher
         self._histogram = histogram
 

@@ -65,6 +65,13 @@ class TransactionPublisher(Protocol):
         """Publish any number of events in order; gives their number. See `Publisher.publish_all`."""
 
 
+class EventPublisher(TransactionPublisher, Protocol):
+    """Publishes events one by one, too."""
+
+    def publish(self, publication: Publication, *, connection: CallersConnection | None = None) -> Placement:
+        """Publish one event; gives where it is. See `Publisher.publish`."""
+
+
 @checked
 class Publisher:
     """Publishes events. One instance serves any number of threads."""
