@@ -59,8 +59,15 @@ def _port_locked(lock: int, port: int) -> bool:
     return False
 
 
+def kill_group(group: int) -> None:
+    """Kill the processes of a group, if any are left."""
+    # macOS refuses to signal a group whose processes have all ended.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, signal.SIGKILL)
+
+
 @contextlib.contextmanager
-def only_one(directory: Path, *, kill: Callable[[int], None] | None = None) -> Iterator[None]:
+def only_one(directory: Path, *, kill: Callable[[int], None] = kill_group) -> Iterator[None]:
     """Keep every other `eventsql dev` off a directory. First ends processes that a killed `eventsql dev` left.
 
     `kill` gets the number of each of their groups, and kills what belongs to it; by default it is `kill_group`.
@@ -71,7 +78,7 @@ def only_one(directory: Path, *, kill: Callable[[int], None] | None = None) -> I
         if not try_lock(lock):
             raise LocalProcessError(f"another `eventsql dev` runs on {directory}: end it first")
         for name in (PROCESSES_LOCK, SPARK_LOCK):
-            _end_orphans(directory / name, kill or kill_group)
+            _end_orphans(directory / name, kill)
         yield
 
 
@@ -128,10 +135,3 @@ def start_group(lock: Path, start: Callable[[int], subprocess.Popen[bytes]]) -> 
         process = start(descriptor)
         os.write(descriptor, str(process.pid).encode())
     return process
-
-
-def kill_group(group: int) -> None:
-    """Kill the processes of a group, if any are left."""
-    # macOS refuses to signal a group whose processes have all ended.
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
