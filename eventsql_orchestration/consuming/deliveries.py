@@ -7,10 +7,8 @@ locked only to hand out a block of events; an acknowledgement deletes a row.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import psycopg
@@ -20,6 +18,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
+from eventsql_orchestration.consuming.delivery import Delivery, HandOut, arrays, number_of_key
 from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -45,36 +44,6 @@ class WorkerLostError(ClaimLostError):
     """Internal: this process did not renew its lease in time, and another process has ended it."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Delivery:
-    """An event that `worker` has to acknowledge, by `cursor` and the event's id. `key` is None without order.
-
-    When a partition is moved, it gets a cursor with a new number. Acknowledgements of events from before then have no
-    effect. Two deliveries of one event are not equal: after a seek, a process may have the event twice.
-    """
-
-    cursor: int
-    worker: int
-    partition: int
-    event: Event
-    key: int | None
-    attempts: int
-    max_attempts: int
-
-
-@dataclass(frozen=True, slots=True)
-class HandOut:
-    """The events that a call handed out. With `more`, further events wait; with `others`, another process has some."""
-
-    deliveries: Sequence[Delivery]
-    more: bool = False
-    others: bool = False
-    held: bool = False
-    """Whether the partition has events that are not acknowledged."""
-    taken: bool = True
-    """Whether the partition could be locked and consumed."""
-
-
 class _Cursor(NamedTuple):
     number: int
     offset: int
@@ -97,12 +66,6 @@ class _Standing(NamedTuple):
     free: int
     not_own: int
     failed: int | None
-
-
-def number_of_key(key: str) -> int:
-    """A key as a number. Keys of one number wait for each other, which does no harm."""
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
 
 
 class Deliveries:
@@ -318,7 +281,7 @@ class Deliveries:
     def give_back_others(self, worker: int, partition: int, known: Collection[Delivery]) -> None:
         """Give back what this process has of a partition, except the `known` deliveries."""
         key = ConsumerPartition(self._topic, self._consumer, partition)
-        values = {**key.parameters(), **_arrays(known), "worker": worker}
+        values = {**key.parameters(), **arrays(known), "worker": worker}
         with self._database.connection() as connection:
             connection.execute(self._queries("give_back_others"), values, prepare=False)
 
@@ -348,7 +311,7 @@ class Deliveries:
     def acknowledge(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
         """Acknowledge events in one transaction; gives those that were still this process's."""
         with self._database.connection() as connection:
-            rows = set(fetch_all(connection, self._queries("acknowledge"), _arrays(deliveries), prepare=False))
+            rows = set(fetch_all(connection, self._queries("acknowledge"), arrays(deliveries), prepare=False))
         return {each for each in deliveries if (each.cursor, each.event.id, each.worker) in rows}
 
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
@@ -399,7 +362,7 @@ class Deliveries:
             if connection.execute(self._queries("fail"), values, prepare=False).rowcount != 1:
                 raise self._lost(delivery)
             if behind:
-                connection.execute(self._queries("give_back"), _arrays(behind), prepare=False)
+                connection.execute(self._queries("give_back"), arrays(behind), prepare=False)
         return delay
 
     def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
@@ -413,11 +376,3 @@ class Deliveries:
             if not buried:
                 raise psycopg.Rollback
         return buried
-
-
-def _arrays(deliveries: Collection[Delivery]) -> dict[str, list[int]]:
-    return {
-        "cursors": [each.cursor for each in deliveries],
-        "ids": [each.event.id for each in deliveries],
-        "workers": [each.worker for each in deliveries],
-    }

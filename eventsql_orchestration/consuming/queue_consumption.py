@@ -15,7 +15,8 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import EventHandler, check_handler, check_returned, one_by_one
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
-from eventsql_orchestration.consuming.deliveries import Deliveries, Delivery, WorkerLostError
+from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
+from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.leases import owner_name
 from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, Running
 from eventsql_orchestration.database.notifications import LOG, Listener

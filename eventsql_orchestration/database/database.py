@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 import weakref
@@ -13,13 +12,10 @@ from typing import Any, Final
 
 import psycopg
 import sqlalchemy
-from psycopg.rows import tuple_row
-from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.database.connections import (
-    UTF8,
     Connection,
     Home,
     begin,
@@ -28,8 +24,9 @@ from eventsql_orchestration.database.connections import (
     joinable_connection,
 )
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
+from eventsql_orchestration.database.pool import Loan, Pool, plain
 from eventsql_orchestration.database.queries import Queries, statement
-from eventsql_orchestration.database.sessions import ISOLATION, open_session, watch
+from eventsql_orchestration.database.sessions import ISOLATION, open_session
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
     describe,
@@ -38,7 +35,7 @@ from eventsql_orchestration.database.translation import (
     translate,
     translate_own,
 )
-from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
+from eventsql_orchestration.database.urls import label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseUnavailableError,
@@ -93,29 +90,13 @@ class Database:
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
-        self._closings = 0
         self._role: str | None = None
         self._prefix: str | None = None
         self._may_transfer = False
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
-        self.engine = sqlalchemy.create_engine(
-            # An engine shows its URL, so the parts of the database's URL are in `connect_args`.
-            "postgresql+psycopg://",
-            isolation_level="AUTOCOMMIT",
-            pool_size=pool_size,
-            max_overflow=max_overflow,
-            # `watch` rolls back a connection that is in a transaction.
-            pool_reset_on_return=None,
-            # SQLAlchemy would look that type up on the session's search_path.
-            use_native_hstore=False,
-            connect_args={**connect_arguments(self.url), **self._connect_args},
-        )
-        # 0 and -1 mean no bound.
-        self.most_connections = math.inf if pool_size == 0 or max_overflow < 0 else pool_size + max_overflow
-        """The most pooled connections that this process may have at once."""
         self._home = Home()
-        watch(self.engine, self.dsn, self._home.note)
+        self._pool = Pool(self.url, self._connect_args, size=pool_size, overflow=max_overflow, note=self._home.note)
         _USED.add(self)
 
     def __repr__(self) -> str:
@@ -130,10 +111,19 @@ class Database:
         return render(self.url)
 
     @property
+    def engine(self) -> sqlalchemy.Engine:
+        """The engine of SQLAlchemy that holds the pooled connections."""
+        return self._pool.engine
+
+    @property
+    def most_connections(self) -> float:
+        """The most pooled connections that this process may have at once; infinity without a bound."""
+        return self._pool.most_connections
+
+    @property
     def exhausted(self) -> bool:
         """Whether every pooled connection that this process may have is in use."""
-        pool = self.engine.pool
-        return isinstance(pool, QueuePool) and pool.checkedout() >= self.most_connections
+        return self._pool.exhausted
 
     @contextmanager
     def connection(self) -> Iterator[Connection]:
@@ -202,55 +192,24 @@ class Database:
             isolation_level="REPEATABLE READ" if one_snapshot else "READ COMMITTED",
             schema_translate_map={None: self.schema},
         )
-        with self.errors(), self._lent(engine) as connection, connection.begin():
+        with self.errors(), self._pool.alchemy(engine) as connection, connection.begin():
             connection.exec_driver_sql(statement("sessions", "plain"))
             yield connection
 
     @contextmanager
-    def _lent(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
-        """A connection of SQLAlchemy, which is closed at the end if `close` was called meanwhile."""
-        closings = self._closings
-        with engine.connect() as connection:
-            try:
-                yield connection
-            finally:
-                if self._closings != closings:
-                    connection.invalidate()
-
-    @contextmanager
-    def _checked_out(self) -> Iterator[tuple[Connection, dict[Any, Any]]]:
-        """A connection of the pool, and the notes about it, which last as long as the connection."""
-        closings = self._closings
+    def _taken(self) -> Iterator[Loan]:
         with self.errors():
-            proxied = self.engine.raw_connection()
-        connection = proxied.driver_connection
-        assert isinstance(connection, psycopg.Connection)
+            loan = self._pool.take()
         try:
-            with self.errors(connection):
-                yield connection, proxied.info
+            with self.errors(loan.connection):
+                yield loan
         finally:
-            if self._closings != closings:
-                # Its pool was replaced meanwhile: nobody would close the connection in the old pool.
-                connection.close()
-            if connection.closed:
-                proxied.invalidate()
-            proxied.close()
+            self._pool.give_back(loan)
 
     @contextmanager
     def _pooled(self) -> Iterator[Connection]:
-        with self._checked_out() as (connection, _):
-            try:
-                # SQLAlchemy's own transactions change these settings of the connection.
-                if not connection.autocommit:
-                    connection.autocommit = True
-                if connection.isolation_level is not ISOLATION:
-                    connection.isolation_level = ISOLATION
-                yield connection
-            finally:
-                # A handler may have set another row factory; SQLAlchemy and the next user read tuples.
-                connection.row_factory = tuple_row
-                if not connection.closed and connection.info.encoding != UTF8:
-                    connection.close()
+        with self._taken() as loan, plain(loan.connection) as connection:
+            yield connection
 
     @checks_itself
     def execute(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> int:
@@ -259,22 +218,22 @@ class Database:
         `values` are in PostgreSQL's binary format. Raises as `connection()`.
         """
         self.ensure_schema()
-        with self._checked_out() as (connection, notes):
-            return statement.execute(connection, notes, values)
+        with self._taken() as loan:
+            return statement.execute(loan.connection, loan.notes, values)
 
     @checks_itself
     def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
         """Execute a statement that gives rows in its own transaction on a pooled connection. See `execute`."""
         self.ensure_schema()
-        with self._checked_out() as (connection, notes):
-            return statement.fetch(connection, notes, values)
+        with self._taken() as loan:
+            return statement.fetch(loan.connection, loan.notes, values)
 
     @checks_itself
     def fetch_values(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[tuple[Any, ...]]:
         """As `fetch`, with the columns as Python's values. See `SingleStatement.fetch_values`."""
         self.ensure_schema()
-        with self._checked_out() as (connection, notes):
-            return statement.fetch_values(connection, notes, values)
+        with self._taken() as loan:
+            return statement.fetch_values(loan.connection, loan.notes, values)
 
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.
@@ -352,7 +311,7 @@ class Database:
 
     def revision(self) -> str | None:
         """The schema's revision, or None if it was never migrated."""
-        with self.errors(), self._lent(self.engine) as connection:
+        with self.errors(), self._pool.alchemy(self.engine) as connection:
             driver = driver_connection(connection)
             try:
                 return self._revision(driver, Queries("sessions", self.schema))
@@ -376,7 +335,7 @@ class Database:
     def has_tables(self) -> bool:
         """Whether the schema has tables of the platform, also those of EventSQL's Java library."""
         has_table = Queries("sessions", self.schema)("has_table")
-        with self.errors(), self._lent(self.engine) as connection:
+        with self.errors(), self._pool.alchemy(self.engine) as connection:
             found = driver_connection(connection).execute(has_table, {"table": f'"{self.schema}".topic'}).fetchone()
         return found == (True,)
 
@@ -421,15 +380,12 @@ class Database:
 
     def close(self) -> None:
         """Close every pooled connection; a connection in use, when it is given back. The database can be used again."""
-        self._closings += 1
-        self.engine.dispose()
-        # A second time, for a connection that was taken from the old pool meanwhile.
-        self._closings += 1
+        self._pool.close()
 
     def leave_to_parent(self) -> None:
         """Begin with an empty pool in a forked process. The parent keeps its connections open."""
         self._ready_lock = threading.Lock()
-        self.engine.dispose(close=False)
+        self._pool.leave_to_parent()
 
     def __enter__(self) -> Database:
         return self

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.deliveries import Deliveries, Delivery, WorkerLostError
+from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
+from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.topics.offsets import AtOffset

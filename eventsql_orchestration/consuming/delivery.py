@@ -1,0 +1,54 @@
+"""An event that was handed out to be acknowledged by itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from eventsql_orchestration.model import Event
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Delivery:
+    """An event that `worker` has to acknowledge, by `cursor` and the event's id. `key` is None without order.
+
+    When a partition is moved, it gets a cursor with a new number. Acknowledgements of events from before then have no
+    effect. Two deliveries of one event are not equal: after a seek, a process may have the event twice.
+    """
+
+    cursor: int
+    worker: int
+    partition: int
+    event: Event
+    key: int | None
+    attempts: int
+    max_attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOut:
+    """The events that a call handed out. With `more`, further events wait; with `others`, another process has some."""
+
+    deliveries: Sequence[Delivery]
+    more: bool = False
+    others: bool = False
+    held: bool = False
+    """Whether the partition has events that are not acknowledged."""
+    taken: bool = True
+    """Whether the partition could be locked and consumed."""
+
+
+def number_of_key(key: str) -> int:
+    """A key as a number. Keys of one number wait for each other, which does no harm."""
+    digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def arrays(deliveries: Collection[Delivery]) -> dict[str, list[int]]:
+    """Deliveries as parameters of a statement."""
+    return {
+        "cursors": [each.cursor for each in deliveries],
+        "ids": [each.event.id for each in deliveries],
+        "workers": [each.worker for each in deliveries],
+    }

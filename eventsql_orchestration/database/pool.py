@@ -1,0 +1,121 @@
+"""The pool of connections to a database, on SQLAlchemy's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+import sqlalchemy
+from psycopg.rows import tuple_row
+from sqlalchemy.engine import URL
+from sqlalchemy.pool import PoolProxiedConnection, QueuePool
+
+from eventsql_orchestration.database.connections import UTF8, Connection
+from eventsql_orchestration.database.sessions import ISOLATION, watch
+from eventsql_orchestration.database.urls import connect_arguments, render
+
+
+@dataclass(frozen=True, slots=True)
+class Loan:
+    """A connection that is taken from a pool, with the notes about it, which last as long as the connection."""
+
+    connection: Connection
+    notes: dict[Any, Any]
+    proxied: PoolProxiedConnection
+    closings: int
+
+
+class Pool:
+    """Connections in autocommit mode to one database. Its methods raise the errors of SQLAlchemy and of the driver.
+
+    `size` bounds the connections that are kept, `overflow` the further connections under load. `note` is called with
+    each new connection.
+    """
+
+    def __init__(
+        self, url: URL, connect_args: Mapping[str, Any], *, size: int, overflow: int, note: Callable[[Connection], None]
+    ) -> None:
+        self.engine: Final = sqlalchemy.create_engine(
+            # An engine shows its URL, so the parts of the database's URL are in `connect_args`.
+            "postgresql+psycopg://",
+            isolation_level="AUTOCOMMIT",
+            pool_size=size,
+            max_overflow=overflow,
+            # `watch` rolls back a connection that is in a transaction.
+            pool_reset_on_return=None,
+            # SQLAlchemy would look that type up on the session's search_path.
+            use_native_hstore=False,
+            connect_args={**connect_arguments(url), **connect_args},
+        )
+        # 0 and -1 mean no bound.
+        self.most_connections: Final = math.inf if size == 0 or overflow < 0 else size + overflow
+        self._closings = 0
+        watch(self.engine, render(url), note)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether every connection that this process may have is in use."""
+        pool = self.engine.pool
+        return isinstance(pool, QueuePool) and pool.checkedout() >= self.most_connections
+
+    def take(self) -> Loan:
+        """Take a connection. `give_back` returns it."""
+        closings = self._closings
+        proxied = self.engine.raw_connection()
+        connection = proxied.driver_connection
+        assert isinstance(connection, psycopg.Connection)
+        return Loan(connection, proxied.info, proxied, closings)
+
+    def give_back(self, loan: Loan) -> None:
+        """Give a connection back. It is closed if `close` was called meanwhile: its pool was replaced."""
+        if self._closings != loan.closings:
+            loan.connection.close()
+        if loan.connection.closed:
+            loan.proxied.invalidate()
+        loan.proxied.close()
+
+    @contextmanager
+    def alchemy(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
+        """A connection of SQLAlchemy, which is closed at the end if `close` was called meanwhile.
+
+        `engine` is the pool's, or the pool's with options of its own.
+        """
+        closings = self._closings
+        with engine.connect() as connection:
+            try:
+                yield connection
+            finally:
+                if self._closings != closings:
+                    connection.invalidate()
+
+    def close(self) -> None:
+        """Close every connection; a connection in use, when it is given back. The pool can be used again."""
+        self._closings += 1
+        self.engine.dispose()
+        # A second time, for a connection that was taken from the old pool meanwhile.
+        self._closings += 1
+
+    def leave_to_parent(self) -> None:
+        """Begin with an empty pool in a forked process. The parent keeps its connections open."""
+        self.engine.dispose(close=False)
+
+
+@contextmanager
+def plain(connection: Connection) -> Iterator[Connection]:
+    """The platform's own settings of a connection, before and after whoever uses it in the block."""
+    try:
+        # SQLAlchemy's own transactions change these settings of the connection.
+        if not connection.autocommit:
+            connection.autocommit = True
+        if connection.isolation_level is not ISOLATION:
+            connection.isolation_level = ISOLATION
+        yield connection
+    finally:
+        # A handler may have set another row factory; SQLAlchemy and the next user read tuples.
+        connection.row_factory = tuple_row
+        if not connection.closed and connection.info.encoding != UTF8:
+            connection.close()
