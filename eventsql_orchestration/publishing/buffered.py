@@ -64,7 +64,7 @@ class Acknowledgement:
     __slots__ = ("_callbacks", "_number", "_outcome", "_waited")
 
     def __init__(self) -> None:
-        # Until it is done, attributes are set only with `_watching` held.
+        # Until it is done, attributes are set only by a thread that holds `_watching`.
         self._outcome: Placements | Exception | None = None
         self._number = 0
         self._waited: threading.Event | None = None
@@ -97,9 +97,9 @@ class Acknowledgement:
         return outcome if isinstance(outcome, Exception) else None
 
     def add_done_callback(self, callback: Callable[[Acknowledgement], object]) -> None:
-        """Call `callback` with this acknowledgement when it is done, in the thread that commits; at once if it is done.
+        """Call `callback` with this acknowledgement when it is done, or at once if it is done already.
 
-        An exception of the callback is logged.
+        The thread that commits calls it. An exception of the callback is logged.
         """
         if not callable(callback):
             raise ValidationError(f"callback must be a function, not {type(callback).__name__}")
@@ -136,13 +136,13 @@ class Acknowledgement:
     def finish(self, number: int, outcome: Placements | Exception) -> bool:
         """Become done, as event `number` of its batch. Gives whether `tell` is needed.
 
-        Only for the publisher, with `_watching` held.
+        Only the publisher calls it, holding `_watching`.
         """
         self._outcome, self._number = outcome, number
         return self._waited is not None or bool(self._callbacks)
 
     def tell(self) -> None:
-        """Wake those that wait. Only for the publisher, without `_watching`, after `finish`."""
+        """Wake those that wait. Only the publisher calls it, after `finish`, without holding `_watching`."""
         if self._waited is not None:
             self._waited.set()
         callbacks, self._callbacks = self._callbacks, ()

@@ -246,7 +246,7 @@ class LogWriter:
         return moved
 
     def _move_first(self, connection: Connection, topic: str, batch: BufferedBatch) -> tuple[int, int]:
-        """Move the first rows of a batch that are of one kind. Gives the number of events, and the last buffer id."""
+        """Move the first rows of a batch that have one form. Gives the number of events, and the last buffer id."""
         firsts = sorted(first for first in (batch.event, batch.block, batch.packed) if first is not None)
         if not firsts:
             return 0, batch.upto

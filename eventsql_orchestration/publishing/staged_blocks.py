@@ -132,7 +132,7 @@ class StagedBlocks:
         blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
         if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
-            # A newer version has staged the block, and an older version has published it as a packed one.
+            # A newer version staged the block, and an older version published it as a packed one.
             return self.move(
                 connection, topic, low_water=reference - 1, upto=reference, most=1, partitions=partitions,
                 reference=PACKED,

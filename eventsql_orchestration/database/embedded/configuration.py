@@ -51,7 +51,8 @@ def server_settings(memory: int, data: Path, port: int) -> dict[str, str]:
         # name of the server's role.
         "search_path": "public",
         "log_checkpoints": "off",
-        # Between two visits of the default rhythm (a minute, a fifth of the rows) a buffer table turns over wholly.
+        # By default autovacuum comes once a minute, after a fifth of the rows has changed. A buffer table changes
+        # wholly in between.
         "autovacuum_naptime": "15s",
         "autovacuum_vacuum_scale_factor": "0.02",
         "autovacuum_vacuum_threshold": "1000",

@@ -44,7 +44,7 @@ def scripts() -> ScriptDirectory:
 
 
 def known(revision: str) -> bool:
-    """Whether this package knows `revision`; a newer package has made it otherwise."""
+    """Whether this package knows `revision`. If not, a newer package has made it."""
     return revision == HEAD or any(entry.revision == revision for entry in scripts().walk_revisions())
 
 

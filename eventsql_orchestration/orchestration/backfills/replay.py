@@ -1,4 +1,4 @@
-"""Replaying the rest of one window of a backfill in a run, exactly once, whichever run comes first."""
+"""A run replays the rest of one window of a backfill, exactly once, also where several runs have the same window."""
 
 from __future__ import annotations
 
