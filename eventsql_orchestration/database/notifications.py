@@ -43,6 +43,9 @@ NOTIFY_INTERVAL: Final = 0.005
 """Seconds between two notifications of the same kind and topic: each commits under a lock of the whole database. The
 calls within this time become one notification at its end."""
 
+QUIET_INTERVAL: Final = 0.05
+"""The same in seconds after nobody listened. A notification that nobody listens to is a statement without a commit."""
+
 TEST_SECONDS: Final = 2.0
 """How long a listener waits for the notification that it sends to itself. It takes a millisecond, or never arrives."""
 
@@ -86,7 +89,8 @@ class Listener:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._channel = channel_of(database.schema)
-        self._notify = Queries("notifications", database.schema)("notify")
+        queries = Queries("notifications", database.schema)
+        self._notify, self._announce = queries("notify"), queries("announce")
         self._lock = threading.Lock()
         self._callbacks: dict[str, tuple[Callback, ...]] = {}
         self._thread: threading.Thread | None = None
@@ -214,6 +218,7 @@ class Listener:
 
     def _listen(self, connection: Connection, ending: socket.socket) -> bool:
         """Listen, and return whether a notification of another connection arrives on this one."""
+        connection.execute(self._announce, {"channel": self._channel})
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
         token = _payload("test", uuid.uuid4().hex)
         with self._database.connection() as other:
@@ -243,7 +248,8 @@ class Notifier:
     """Notifies other processes, outside of the transactions of publishers and transfers.
 
     `notify` returns at once. A thread with its own connection sends the first notification right away. Further calls
-    within `NOTIFY_INTERVAL` become one notification at its end. While the database is away, each is kept once.
+    within `NOTIFY_INTERVAL` become one notification at its end, within `QUIET_INTERVAL` if nobody listened: a listener
+    that begins meanwhile looks by itself first. While the database is away, each is kept once.
     """
 
     def __init__(self, database: Database) -> None:
@@ -287,7 +293,7 @@ class Notifier:
 
     def _run(self, stop: threading.Event) -> None:
         connection: Connection | None = None
-        sent: dict[str, float] = {}
+        next_at: dict[str, float] = {}
         failures = 0
         try:
             while not stop.is_set() or self._pending:
@@ -296,8 +302,7 @@ class Notifier:
                 while self._pending:
                     now = time.monotonic()
                     ready_at = {
-                        payload: now if stop.is_set() else sent.get(payload, -NOTIFY_INTERVAL) + NOTIFY_INTERVAL
-                        for payload in list(self._pending)
+                        payload: now if stop.is_set() else next_at.get(payload, now) for payload in list(self._pending)
                     }
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
                         stop.wait(min(ready_at.values(), default=now) - now)
@@ -307,7 +312,7 @@ class Notifier:
                     for payload in due:
                         self._pending.pop(payload, None)
                     try:
-                        connection = self._send(connection, due)
+                        connection, heard = self._send(connection, due)
                     except (psycopg.Error, EventSQLError) as error:
                         connection = None
                         if failures == 0:
@@ -321,24 +326,24 @@ class Notifier:
                             return
                     else:
                         failures = 0
-                        sent.update(dict.fromkeys(due, time.monotonic()))
+                        pause = NOTIFY_INTERVAL if heard else QUIET_INTERVAL
+                        next_at.update(dict.fromkeys(due, time.monotonic() + pause))
         finally:
             if connection is not None:
                 connection.close()
 
-    def _send(self, connection: Connection | None, payloads: list[str]) -> Connection:
-        """Send on a connection, or on a new one if it is lost; returns the connection that was used."""
+    def _send(self, connection: Connection | None, payloads: list[str]) -> tuple[Connection, bool]:
+        """Send on a connection, or on a new one if it is lost. Gives the connection, and whether somebody listens."""
         parameters = {"channel": self._channel, "payloads": payloads}
         if connection is not None:
             with suppress(psycopg.Error):
-                connection.execute(self._notify, parameters)
-                return connection
+                return connection, connection.execute(self._notify, parameters).rowcount > 0
             connection.close()
         with ExitStack() as opened:
             connection = opened.enter_context(closing(self._database.dedicated()))
-            connection.execute(self._notify, parameters)
+            heard = connection.execute(self._notify, parameters).rowcount > 0
             opened.pop_all()
-        return connection
+        return connection, heard
 
 
 def _answering(connection: Connection) -> int | None:

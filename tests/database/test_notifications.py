@@ -15,7 +15,7 @@ import pytest
 from psycopg import sql
 from sqlalchemy.pool import QueuePool
 
-from eventsql_orchestration.database import Connection, Database, notifications
+from eventsql_orchestration.database import Connection, Database, Queries, notifications
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier, channel_of
 
@@ -284,7 +284,9 @@ def test_a_thread_that_outlives_its_closing_opens_no_pool_anew(
 def received(dsn: str, until: Until) -> Iterator[Callable[[], list[str]]]:
     """The payloads that have arrived at a session of the test's own."""
     with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel_of("eventsql"))))
+        channel = channel_of("eventsql")
+        connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        connection.execute(Queries("notifications", "eventsql")("announce"), {"channel": channel})
         payloads: list[str] = []
 
         def receive() -> list[str]:
@@ -305,6 +307,36 @@ def test_what_is_told_within_the_interval_is_told_together_and_the_last_is_never
     notifier.notify(LOG, "payments")
     until(lambda: received().count("log:orders") == 2)
     assert sorted(received()) == ["log:orders", "log:orders", "log:payments"]
+
+
+def test_a_notification_that_nobody_listens_to_is_not_sent(database: Database, notifier: Notifier, dsn: str) -> None:
+    channel = channel_of(database.schema)
+    with psycopg.connect(dsn, autocommit=True) as listening:
+        # As another program would, without telling that it listens.
+        listening.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
+        notifier.notify(LOG, "orders")
+        notifier.close()
+        listening.execute("SELECT 1")
+        assert not list(listening.notifies(timeout=0))
+
+        listening.execute(Queries("notifications", database.schema)("announce"), {"channel": channel})
+        notifier.notify(LOG, "payments")
+        assert [each.payload for each in listening.notifies(stop_after=1, timeout=60)] == ["log:payments"]
+
+
+def test_a_listener_hears_what_is_told_shortly_after_nobody_listened(
+    database: Database, notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(notifications, "QUIET_INTERVAL", 0.2)
+    notifier.notify(LOG, "orders")
+    until(lambda: not notifier._pending)
+    heard: list[None] = []
+    with closing(Listener(database)) as listener:
+        listener.subscribe(LOG, "orders", lambda: heard.append(None))
+        until(lambda: listener.listening)
+        looked = len(heard)
+        notifier.notify(LOG, "orders")
+        until(lambda: len(heard) > looked)
 
 
 def test_nothing_connects_before_there_is_something_to_tell(until: Until) -> None:

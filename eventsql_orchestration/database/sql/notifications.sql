@@ -1,4 +1,8 @@
--- notify -- Send each payload to every listener of a channel after the commit. Commits with notifications run one after
--- another, so none waits for the disk: a crash loses only a notification.
+-- notify -- Send each payload to every listener of a channel after the commit; no row if nobody listens. Commits with
+-- notifications run one after another, so none waits for the disk: a crash loses only a notification.
 SELECT pg_notify(%(channel)s, payload), set_config('synchronous_commit', 'off', true)
-FROM unnest(%(payloads)s::text[]) AS payload;
+FROM unnest(%(payloads)s::text[]) AS payload
+WHERE NOT pg_try_advisory_xact_lock(hashtextextended(%(channel)s, 6074605));
+
+-- announce -- Tell senders until the end of the session that it listens to a channel.
+SELECT pg_advisory_lock_shared(hashtextextended(%(channel)s, 6074605));
