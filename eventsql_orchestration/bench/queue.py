@@ -30,6 +30,9 @@ _MICROSECONDS: Final = 1e6
 _HELD: Final = 600
 """The visibility timeout of a benchmark in seconds: longer than any step."""
 
+_WAITED: Final = 3.0
+"""A receiver beside senders ends after so many seconds without a message, which do not count."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueueBenchmark(Benchmark):
@@ -57,12 +60,15 @@ class QueueBenchmark(Benchmark):
     ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
     pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
     topic: bool = option(False, "Consume a topic as a queue instead, one by one, beside raw COPY")
+    end_to_end: bool = option(False, "Send and receive at once instead, from as many connections each, beside raw COPY")
     threads: int = workers(16, "Threads that consume a topic as a queue")
     rounds: int = option(3, "Repetitions of each step; the median counts", quick=1)
 
     def measure(self, session: Session) -> list[Figure]:
         if self.topic:
             return session.beside_raw_copy(lambda: self._consume_topic(session))
+        if self.end_to_end:
+            return session.beside_raw_copy(lambda: self._deliver(session))
         text = _read(self.pgmq_sql) if self.pgmq_sql else None
         figures: dict[str, list[_Step]] = {}
         with ExitStack() as opened:
@@ -85,6 +91,14 @@ class QueueBenchmark(Benchmark):
                 for kind in kinds:
                     done = self._step(session, queue.name, kind, step)
                     figures.setdefault(f"{phase}{kind}{step}", []).append(done)
+
+    def _deliver(self, session: Session) -> list[Figure]:
+        """Send and receive at once: from the first send to the last acknowledgement."""
+        with _own_queue(session, ordered=self.ordered) as queue:
+            steps = [self._step(session, queue.name, "", "send", "deliver") for _ in range(self.rounds)]
+        middle, rates = _middle(steps), [step.rate for step in steps]
+        details = {"connections": self.connections, "batch": self.batch, "processor_microseconds": middle.costs}
+        return [rate("queue_end_to_end", middle.rate, rounds=rates, **details)]
 
     def _consume_topic(self, session: Session) -> list[Figure]:
         """Work off a filled topic with a handler of each kind, which does nothing."""
@@ -117,14 +131,15 @@ class QueueBenchmark(Benchmark):
             queue.send_all([NewMessage(body, key=f"{done + place}") for place, body in enumerate(batch)])
             session.report("filling the queue", done, self.backlog)
 
-    def _step(self, session: Session, queue: str, kind: str, step: str) -> _Step:
+    def _step(self, session: Session, queue: str, kind: str, *steps: str) -> _Step:
         share = self.messages // self.connections
         with session.crew() as crew:
             started = [
                 crew.start(
-                    work, f"connection {number}", queue=queue, kind=kind, step=step, messages=share, batch=self.batch,
-                    ordered=self.ordered, keys=self.keys, number=number,
+                    work, f"connection {number}, {step}", queue=queue, kind=kind, step=step, messages=share,
+                    batch=self.batch, ordered=self.ordered, keys=self.keys, number=number,
                 )
+                for step in steps
                 for number in range(self.connections)
             ]  # fmt: skip
             server = parent(session.connection.info.backend_pid, program="postgres")
@@ -135,7 +150,7 @@ class QueueBenchmark(Benchmark):
             crew.go()
             outcomes = [crew.outcome(each, limit=600.0) for each in started]
             processor = meter.taken()
-        done = sum(outcome["messages"] for outcome in outcomes)
+        done = sum(outcome["messages"] for outcome in outcomes[-self.connections :])
         elapsed = max(outcome["ended"] for outcome in outcomes) - min(outcome["started"] for outcome in outcomes)
         costs = {kind: seconds / done * _MICROSECONDS for kind, seconds in processor.items() if seconds}
         return _Step(done / elapsed, costs)
@@ -231,7 +246,10 @@ def work(
     keys: int,
     number: int,
 ) -> roles.Outcome:
-    """Send `messages`, or receive and acknowledge until there are no more. Gives the number, the start and the end."""
+    """Send `messages`, or receive and acknowledge until there are no more; `deliver` waits for them.
+
+    Gives the number, the start and the end.
+    """
     side: _Own | _Pgmq = _Pgmq(ordered) if kind else _Own(queue, ordered)
     with worker.platform() as platform, ExitStack() as opened:
         side.open(platform, opened, messages=messages, batch=batch, keys=keys, number=number)
@@ -240,6 +258,11 @@ def work(
         if step == "send":
             while done < messages:
                 done += side.send()
+        elif step == "deliver":
+            ended = started
+            while received := side.receive(wait=_WAITED):
+                done, ended = done + received, time.monotonic()
+            return {"messages": done, "started": started, "ended": ended}
         else:
             while done < messages and (received := side.receive()):
                 done += received
@@ -264,8 +287,8 @@ class _Own:
     def send(self) -> int:
         return len(self._queue.send_all(self._batch))
 
-    def receive(self) -> int:
-        received = self._queue.receive(max_messages=len(self._batch), visibility_timeout=_HELD)
+    def receive(self, wait: float = 0.0) -> int:
+        received = self._queue.receive(max_messages=len(self._batch), visibility_timeout=_HELD, wait=wait)
         if received:
             self._queue.acknowledge_all(received)
         return len(received)
@@ -298,7 +321,9 @@ class _Pgmq:
             ).fetchall()
         return len(self._batch)
 
-    def receive(self) -> int:
+    def receive(self, wait: float = 0.0) -> int:
+        """PGMQ's benchmark waits for no message."""
+        del wait
         plain, grouped = "SELECT * FROM pgmq.read(%s, %s, %s)", "SELECT * FROM pgmq.read_grouped_head(%s, %s, %s)"
         statement = grouped if self.ordered else plain
         rows = self._connection.execute(statement, [_NAME, _HELD, len(self._batch)]).fetchall()

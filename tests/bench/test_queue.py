@@ -16,3 +16,12 @@ def test_steps_are_compared_in_one_run_and_leave_nothing(session: Session) -> No
     assert {figures[name].unit for name in ratios} == {"ratio"}
     assert figures["queue_send_of_empty"].value == figures["queue_send"].value / figures["queue_empty_send"].value
     assert Queue(session.platform, "eventsql_bench_queue").depth().visible == 0
+
+
+def test_messages_that_are_received_while_they_are_sent_all_count(session: Session) -> None:
+    options = {"end_to_end": True, "connections": 1, "rounds": 1, "messages": 40}
+    (figure,) = QueueBenchmark.sized(quick=True, **options).measure(session)
+    assert figure.name == "queue_end_to_end"
+    assert figure.value > 0
+    assert figure.ratio_to_raw_copy is not None
+    assert Queue(session.platform, "eventsql_bench_queue").depth().visible == 0
