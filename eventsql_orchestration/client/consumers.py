@@ -14,7 +14,8 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
-from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueHandler
+from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS
+from eventsql_orchestration.consuming.queue_handler import QueueHandler
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Running, stop_all
 from eventsql_orchestration.errors import (

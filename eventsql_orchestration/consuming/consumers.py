@@ -26,13 +26,8 @@ from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
-from eventsql_orchestration.consuming.queue_consumption import (
-    MOST_UNACKNOWLEDGED,
-    QUEUE_WORKERS,
-    QueueConsumption,
-    QueueHandler,
-    takes_connection,
-)
+from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueConsumption
+from eventsql_orchestration.consuming.queue_handler import QueueHandler, takes_connection
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,

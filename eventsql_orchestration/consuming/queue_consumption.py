@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import EventHandler, check_handler, check_returned, one_by_one
 from eventsql_orchestration.consuming.cancellation import Cancellation
-from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.leases import owner_name
+from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
+from eventsql_orchestration.consuming.queue_handler import HandlerOfOne, Outcome, QueueHandler
 from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, Running
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import (
     ClaimLostError,
     DatabaseBusyError,
-    DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
 )
-from eventsql_orchestration.model import Event
 from eventsql_orchestration.threads import join_all, start_thread
 
 logger = logging.getLogger(__name__)
@@ -38,12 +34,6 @@ QUEUE_WORKERS: Final = 16
 MOST_UNACKNOWLEDGED: Final = 10_000
 """Default bound of a partition's events that are handed out and not acknowledged. Each is a row."""
 
-MOST_AHEAD: Final = 1_000
-"""The most events that wait in a process for its workers."""
-
-AHEAD_SECONDS: Final = 1.0
-"""Seconds. A process whose waiting events take longer to handle fetches fewer: other processes may be idle."""
-
 HEARTBEATS: Final = 3
 """How often a lease is renewed before it would end."""
 
@@ -52,104 +42,6 @@ SETTLE_RETRY: Final = 0.5
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
 """Takes partitions. Returns those that may have events, None for a paused one. May return further partitions."""
-
-PlainHandler: TypeAlias = Callable[[Event], object]
-"""Takes one event, which is acknowledged after it returns."""
-
-QueueHandler: TypeAlias = EventHandler | PlainHandler
-
-
-def takes_connection(handler: QueueHandler) -> bool:
-    """Whether a handler takes the connection of the acknowledgement beside the event. Raises `ValidationError`."""
-    try:
-        inspect.signature(handler, follow_wrapped=False).bind("event")
-    except (TypeError, ValueError):
-        check_handler(handler, "event", "connection")
-        return True
-    check_handler(handler, "event")
-    return False
-
-
-class _Backlog:
-    """The events of a process that are not settled. Call its methods with the lock of the consumption.
-
-    While an event waits for a worker or is with one, later events of its key stand behind it.
-    """
-
-    def __init__(self) -> None:
-        self.ready: deque[Delivery] = deque()
-        self._unsettled: dict[int, set[Delivery]] = {}
-        """The deliveries of each partition."""
-        self._behind: dict[int, deque[Delivery]] = {}
-
-    def add(self, deliveries: Iterable[Delivery]) -> None:
-        for each in deliveries:
-            self._unsettled.setdefault(each.partition, set()).add(each)
-            if each.key is None:
-                self.ready.append(each)
-            elif (behind := self._behind.get(each.key)) is not None:
-                behind.append(each)
-            else:
-                self._behind[each.key] = deque()
-                self.ready.append(each)
-
-    def settled(self, done: Delivery) -> None:
-        """Let the next event of its key go."""
-        self._forget(done)
-        if done.key is None:
-            return
-        behind = self._behind[done.key]
-        if behind:
-            self.ready.append(behind.popleft())
-        else:
-            del self._behind[done.key]
-
-    def behind(self, delivery: Delivery) -> list[Delivery]:
-        return [] if delivery.key is None else list(self._behind[delivery.key])
-
-    def drop_behind(self, delivery: Delivery) -> None:
-        """Forget the events that stand behind `delivery`. The caller has to give them back."""
-        if delivery.key is not None:
-            behind = self._behind[delivery.key]
-            for each in behind:
-                self._forget(each)
-            behind.clear()
-
-    def clear(self) -> None:
-        """Forget all events that no worker has."""
-        for each in self.ready:
-            self._forget(each)
-            if each.key is not None:
-                for later in self._behind.pop(each.key):
-                    self._forget(later)
-        self.ready.clear()
-        for behind in self._behind.values():
-            for each in behind:
-                self._forget(each)
-            behind.clear()
-
-    def unsettled(self, partition: int) -> list[Delivery]:
-        """The events of a partition."""
-        return list(self._unsettled.get(partition, ()))
-
-    def idle(self, partition: int) -> bool:
-        """Whether there is no event of a partition."""
-        return partition not in self._unsettled
-
-    def _forget(self, gone: Delivery) -> None:
-        unsettled = self._unsettled[gone.partition]
-        unsettled.remove(gone)
-        if not unsettled:
-            del self._unsettled[gone.partition]
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """A handled event. `acknowledged` with its effects, or to be acknowledged, or failed with an error."""
-
-    delivery: Delivery
-    error: BaseException | None = None
-    counts: bool = True
 
 
 @checked
@@ -162,8 +54,6 @@ class QueueConsumption(Running):
     ) -> None:  # fmt: skip
         self._deliveries = deliveries
         self._name = name
-        self._in_transaction = takes_connection(handler)
-        self._handler: Callable[..., object] = handler
         self._look = look
         self._workers = workers
         self._lease = lease
@@ -171,6 +61,7 @@ class QueueConsumption(Running):
         self._listener = listener
         self._stop = threading.Event()
         self._cancellation = Cancellation(self._stop)
+        self._handler = HandlerOfOne(handler, deliveries, self._cancellation, name=name)
         lock = threading.Lock()
         self._fetching = threading.Condition(lock)
         self._working = threading.Condition(lock)
@@ -178,14 +69,13 @@ class QueueConsumption(Running):
         self._exchange = threading.Lock()
         """Held while events are handed out to this process, and while it gives events back: otherwise a later event of
         a key could come while the one before it is given back."""
-        self._backlog = _Backlog()
+        self._backlog = Backlog()
         self._uncertain: set[int] = set()
         """Partitions that may have handed events to this process without its knowledge: a commit got no answer."""
-        self._outcomes: deque[_Outcome] = deque()
+        self._outcomes: deque[Outcome] = deque()
         self._due: dict[int, float] = dict.fromkeys(partitions, 0.0)
         self._woken = False
-        self._ahead = 2 * workers
-        self._fetched_at = time.monotonic()
+        self._ahead = Ahead(workers)
         self._working_threads = workers
         self._worked_off = threading.Event()
         """Set when no worker has an event any more, or when `stop` no longer waits for the workers."""
@@ -236,7 +126,8 @@ class QueueConsumption(Running):
         while (partitions := self._await_due()) is not None:
             try:
                 found = self._look(dict.fromkeys(partitions, 1))
-                self._adapt()
+                with self._fetching:
+                    self._ahead.adapt(waiting=len(self._backlog.ready))
                 for partition in self._to_fetch(partitions, found):
                     self._fetch_partition(partition, found[partition] or 0.0)
                 self._faults.clear()
@@ -251,7 +142,7 @@ class QueueConsumption(Running):
         with self._fetching:
             while not self._stop.is_set():
                 now = time.monotonic()
-                if len(self._backlog.ready) <= self._ahead // 2:
+                if len(self._backlog.ready) <= self._ahead.most // 2:
                     woken, self._woken = self._woken, False
                     due = [partition for partition, at in self._due.items() if woken or at <= now]
                     if due:
@@ -278,7 +169,7 @@ class QueueConsumption(Running):
 
     def _fetch_partition(self, partition: int, ready_in: float) -> None:
         with self._fetching:
-            room = self._ahead - len(self._backlog.ready)
+            room = self._ahead.most - len(self._backlog.ready)
             worker = self._worker
         if room <= 0 or self._stop.is_set():
             return
@@ -313,21 +204,11 @@ class QueueConsumption(Running):
                     delay = 0.0
                 self._due[partition] = time.monotonic() + delay
 
-    def _adapt(self) -> None:
-        """Fetch as many events at once as the workers handle in about a second, estimated from the last round."""
-        with self._fetching:
-            now = time.monotonic()
-            took, self._fetched_at = now - self._fetched_at, now
-            if took > AHEAD_SECONDS:
-                self._ahead = max(self._workers, self._ahead // 2)
-            elif not self._backlog.ready and took < AHEAD_SECONDS / 2:
-                self._ahead = min(MOST_AHEAD, 2 * self._ahead)
-
     # Working
 
     def _work(self) -> None:
         while (delivery := self._next()) is not None:
-            outcome = self._handle(delivery)
+            outcome = self._handler.handle(delivery)
             with self._working:
                 if outcome is None:
                     self._finish(delivery)
@@ -346,28 +227,10 @@ class QueueConsumption(Running):
             while not self._stop.is_set():
                 if self._backlog.ready and time.monotonic() < self._lease_until:
                     delivery = self._backlog.ready.popleft()
-                    if len(self._backlog.ready) <= self._ahead // 2:
+                    if len(self._backlog.ready) <= self._ahead.most // 2:
                         self._fetching.notify()
                     return delivery
                 self._working.wait()
-        return None
-
-    def _handle(self, delivery: Delivery) -> _Outcome | None:
-        """Handle an event; None if it is acknowledged, or is another process's now."""
-        try:
-            if not self._in_transaction:
-                check_returned(self._handler(delivery.event))
-                return _Outcome(delivery)
-            self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
-        except ClaimLostError as error:
-            logger.warning("the effects of an event were rolled back: %s", error)
-        except (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError) as error:
-            return _Outcome(delivery, error, counts=False)
-        except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
-            if self._cancellation.cancelled:
-                logger.info("%s was stopped in the middle of event %d: %s", self._name, delivery.event.id, error)
-                return None
-            return _Outcome(delivery, error, counts=not is_transient(error))
         return None
 
     def _finish(self, delivery: Delivery) -> None:
@@ -399,7 +262,7 @@ class QueueConsumption(Running):
                 self._until_done(self._acknowledge, done)
         self._leave()
 
-    def _await_outcomes(self) -> list[_Outcome] | None:
+    def _await_outcomes(self) -> list[Outcome] | None:
         with self._settling:
             while not self._outcomes:
                 if self._worked_off.is_set():
@@ -439,7 +302,7 @@ class QueueConsumption(Running):
                 self._give_up_key(each)
                 self._finish(each)
 
-    def _give_back(self, outcome: _Outcome) -> None:
+    def _give_back(self, outcome: Outcome) -> None:
         delivery = outcome.delivery
         assert outcome.error is not None
         with self._exchange:
@@ -510,7 +373,7 @@ class QueueConsumption(Running):
             self._report(error)
         with self._working:
             self._backlog.clear()
-            running = self._working_threads > 0 and not self._in_transaction
+            running = self._working_threads > 0 and not self._handler.in_transaction
         try:
             if not running:
                 self._deliveries.leave(self._worker)

@@ -1,0 +1,81 @@
+"""Handling one event of a topic consumed as a queue."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from eventsql_orchestration.consuming.batch import EventHandler, check_handler, check_returned, one_by_one
+from eventsql_orchestration.consuming.cancellation import Cancellation
+from eventsql_orchestration.consuming.commit_retry import is_transient
+from eventsql_orchestration.consuming.deliveries import Deliveries
+from eventsql_orchestration.consuming.delivery import Delivery
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    DatabaseBusyError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+)
+from eventsql_orchestration.model import Event
+
+logger = logging.getLogger(__name__)
+
+PlainHandler: TypeAlias = Callable[[Event], object]
+"""Takes one event, which is acknowledged after it returns."""
+
+QueueHandler: TypeAlias = EventHandler | PlainHandler
+
+
+def takes_connection(handler: QueueHandler) -> bool:
+    """Whether a handler takes the connection of the acknowledgement beside the event. Raises `ValidationError`."""
+    try:
+        inspect.signature(handler, follow_wrapped=False).bind("event")
+    except (TypeError, ValueError):
+        check_handler(handler, "event", "connection")
+        return True
+    check_handler(handler, "event")
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A handled event. `acknowledged` with its effects, or to be acknowledged, or failed with an error."""
+
+    delivery: Delivery
+    error: BaseException | None = None
+    counts: bool = True
+
+
+class HandlerOfOne:
+    """Calls a handler for one event after another, from any thread. `name` is the consumption's, for the log.
+
+    Raises `ValidationError` for a handler that takes neither an event nor an event and a connection.
+    """
+
+    def __init__(self, handler: QueueHandler, deliveries: Deliveries, cancellation: Cancellation, *, name: str) -> None:
+        self.in_transaction = takes_connection(handler)
+        self._handler: Callable[..., object] = handler
+        self._deliveries = deliveries
+        self._cancellation = cancellation
+        self._name = name
+
+    def handle(self, delivery: Delivery) -> Outcome | None:
+        """Handle an event; None if it is acknowledged, or is another process's now."""
+        try:
+            if not self.in_transaction:
+                check_returned(self._handler(delivery.event))
+                return Outcome(delivery)
+            self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
+        except ClaimLostError as error:
+            logger.warning("the effects of an event were rolled back: %s", error)
+        except (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError) as error:
+            return Outcome(delivery, error, counts=False)
+        except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
+            if self._cancellation.cancelled:
+                logger.info("%s was stopped in the middle of event %d: %s", self._name, delivery.event.id, error)
+                return None
+            return Outcome(delivery, error, counts=not is_transient(error))
+        return None
