@@ -1,8 +1,9 @@
 """SQS-style queues: a message goes to one receiver at a time until it is acknowledged."""
 
 from eventsql_orchestration.queue.async_queue import AsyncQueue
+from eventsql_orchestration.queue.options import QueueOptions
 from eventsql_orchestration.queue.queue import Queue
-from eventsql_orchestration.queue.queue_table import QueueOptions, drop_expired_archives, list_queues
+from eventsql_orchestration.queue.upkeep import drop_expired_archives, list_queues
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
     Message,

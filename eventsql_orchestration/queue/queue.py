@@ -5,15 +5,18 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.database import CallersConnection, Connection, Database
+from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ShardError, ValidationError
-from eventsql_orchestration.queue.queue_table import QUEUE, QueueOptions, QueueTable
+from eventsql_orchestration.queue.options import QueueOptions, checked_options
+from eventsql_orchestration.queue.queue_shards import QueueShards, Source
+from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
+from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from eventsql_orchestration.queue.values import (
     ArchivedMessage,
     Message,
@@ -24,7 +27,6 @@ from eventsql_orchestration.queue.values import (
     QueueStatistics,
 )
 from eventsql_orchestration.queue.worker import Backoff, QueueWorkers, exponential
-from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.validation import (
     NO_METADATA,
     Duration,
@@ -50,21 +52,6 @@ POLL_SECONDS: Final = 1.0
 become visible by themselves come without a notification."""
 
 Handler: TypeAlias = Callable[[Message, Connection], object]
-
-
-@runtime_checkable
-class Platform(Protocol):
-    """The part of `EventSQL` that a queue uses."""
-
-    @property
-    def shards(self) -> tuple[Shard, ...]: ...
-
-    def open(self) -> object: ...
-
-    def shard_of(self, key: str) -> Shard: ...
-
-
-Source: TypeAlias = Platform | Shard | Database
 
 
 @checked
@@ -103,93 +90,18 @@ class Queue:
         deduplication_window: Duration | None = None,
     ) -> None:
         self.name = check_name("queue name", name)
-        self._options = checked_options(
-            name,
-            QueueOptions(ordered, visibility_timeout, max_receives, dead_letters, retention, deduplication_window),
-        )
-        self._source = source
-        self._tables: dict[int, QueueTable] = {}
+        options = QueueOptions(ordered, visibility_timeout, max_receives, dead_letters, retention, deduplication_window)
+        self._shards = QueueShards(source, name, checked_options(name, options))
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name!r}>"
-
-    # The databases
-
-    def _shards(self) -> Sequence[Shard]:
-        assert not isinstance(self._source, Database)
-        return (self._source,) if isinstance(self._source, Shard) else self._source.shards
-
-    def _databases(self) -> list[Database]:
-        return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
-
-    def _table(self, shard: Shard | None) -> QueueTable:
-        table = self._tables.get(id(shard))
-        if table is None:
-            if shard is None:
-                assert isinstance(self._source, Database)
-                table = QueueTable(self._source, self.name, self._options)
-            else:
-                table = QueueTable(
-                    shard.database, self.name, self._options, shard=shard.name, listener=shard.listener,
-                    notifier=shard.notifier, elsewhere=self._elsewhere,
-                )  # fmt: skip
-            self._tables[id(shard)] = table
-        return table
-
-    def _lone(self) -> bool:
-        """Whether the platform has one database. False if it has several and only one is up."""
-        return isinstance(self._source, Database) or len(self._shards()) == 1
-
-    def _all(self) -> list[QueueTable]:
-        """The queue in each database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
-        if isinstance(self._source, Database):
-            return [self._table(None)]
-        if self._lone():
-            return [self._table(self._shards()[0])]
-        assert not isinstance(self._source, Shard)
-        self._source.open()
-        up = [shard for shard in self._source.shards if shard.down is None and shard.active]
-        if not up:
-            raise self._source.shards[0].unavailable()
-        return [self._table(shard) for shard in up]
-
-    def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
-        """The queue as another shard has it, so that a queue gets the same options on every shard."""
-        others = (table.existing() for table in self._all() if table is not created)
-        return next((found for found in others if found is not None), None)
-
-    def _of(self, message: Message) -> QueueTable:
-        for table in self._all():
-            if table.shard == message.shard:
-                return table
-        raise ShardError(
-            f"message {message.id} is on shard {message.shard!r}, which this platform does not reach now: open it with "
-            "the URLs of all shards, or try again",
-            shard=message.shard or "",
-        )
-
-    def _for_key(self, key: str | None, tables: Sequence[QueueTable]) -> QueueTable:
-        if self._lone():
-            return tables[0]
-        if key is None:
-            return random.choice(tables)  # noqa: S311 - no secret
-        assert not isinstance(self._source, Database | Shard)
-        return self._table(self._source.shard_of(key))
-
-    def _by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
-        tables, grouped = {table.shard: table for table in self._all()}, dict[str | None, list[Message]]()
-        for message in messages:
-            if type(message) is not Message:
-                check_kind("an item of messages", message, Message)
-            grouped.setdefault(message.shard, []).append(message)
-        return [(tables.get(shard) or self._of(held[0]), held) for shard, held in grouped.items()]
 
     def definition(self) -> QueueDefinition:
         """The queue's options as the database has them; creates the queue if there is none.
 
         Over several shards, on each of them that can be reached.
         """
-        return [table.definition() for table in self._all()][0]  # noqa: RUF015 - each shard is defined
+        return [table.definition() for table in self._shards.all()][0]  # noqa: RUF015 - each shard is defined
 
     # Sending
 
@@ -215,8 +127,8 @@ class Queue:
         database.
         """
         message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
-        if self._lone():
-            return self._all()[0].put([message], connection)[0]
+        if self._shards.lone():
+            return self._shards.all()[0].put([message], connection)[0]
         return self.send_all([message], connection=connection)[0]
 
     @checks_itself
@@ -232,50 +144,27 @@ class Queue:
         given = [each if isinstance(each, NewMessage) else _bare(each) for each in messages]
         if len(given) > MAX_MESSAGES:
             raise ValidationError(f"{len(given)} messages are too many for one call: send up to {MAX_MESSAGES}")
-        tables = self._all()
+        tables = self._shards.all()
         if not given:
             if connection is not None:
-                self._where(connection, given, tables)
+                self._shards.where(connection, given, tables)
             return []
-        if self._lone():
+        if self._shards.lone():
             return tables[0].put(given, connection)
         if connection is not None:
-            return self._where(connection, given, tables).put(given, connection)
+            return self._shards.where(connection, given, tables).put(given, connection)
 
         ids = [0] * len(given)
         grouped: dict[int, tuple[QueueTable, list[int]]] = {}
         for place, message in enumerate(given):
             # A message with the same deduplication id has to go to the shard of the first one.
             key = message.deduplication_id if message.key is None else message.key
-            table = self._for_key(key, tables)
+            table = self._shards.for_key(key, tables)
             grouped.setdefault(id(table), (table, []))[1].append(place)
         for table, places in grouped.values():
             for place, sent in zip(places, table.put([given[each] for each in places], None), strict=True):
                 ids[place] = sent
         return ids
-
-    def _where(
-        self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]
-    ) -> QueueTable:
-        """The shard of a caller's connection; in an ordered queue, the keys must belong to it."""
-        for table in tables:
-            try:
-                with table.database.callers(connection):
-                    break
-            except ValidationError:
-                continue
-        else:
-            # Raises the error for a connection to another database.
-            with tables[0].database.callers(connection):
-                table = tables[0]
-        if table.known().ordered:
-            for message in messages:
-                if message.key is not None and (owner := self._for_key(message.key, tables)) is not table:
-                    raise ValidationError(
-                        f"key {message.key!r} belongs to shard {owner.shard!r}, and the connection leads to "
-                        f"{table.shard!r}: take a connection to platform.shard_of(key)"
-                    )
-        return table
 
     # Receiving
 
@@ -312,24 +201,24 @@ class Queue:
         Messages that are sent in callers' transactions, or become visible by themselves, come without it: see `pause`.
         """
         subscriptions = ExitStack()
-        for table in self._all():
+        for table in self._shards.all():
             if table.listener is not None:
                 subscriptions.callback(table.listener.subscribe(QUEUE, self.name, callback))
         return subscriptions.close
 
     def pause(self) -> float:
         """Seconds after which a receiver that waits looks again, even without a notification: 1 at most."""
-        dues = [due for table in self._all() if (due := table.due()) is not None]
+        dues = [due for table in self._shards.all() if (due := table.due()) is not None]
         return max(0.01, min([POLL_SECONDS, *dues]))
 
     @contextmanager
     def transaction(self, message: Message) -> Iterator[Connection]:
         """A transaction on the database of a message, for its effects and its acknowledgement."""
-        with self._of(message).database.transaction() as connection:
+        with self._shards.of(message).database.transaction() as connection:
             yield connection
 
     def _take(self, most: int, seconds: float | None) -> list[Message]:
-        tables = self._all()
+        tables = self._shards.all()
         if len(tables) > 1:
             random.shuffle(tables)
         found: list[Message] = []
@@ -358,7 +247,7 @@ class Queue:
         `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
         """
         check_kind("message", message, Message)
-        self._of(message).acknowledge([message], connection)
+        self._shards.of(message).acknowledge([message], connection)
 
     @checks_itself
     def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
@@ -367,9 +256,9 @@ class Queue:
         Raises as `acknowledge`; `ids` of the `MessageNotFoundError` are the messages that are not held any more.
         """
         check_several("messages", messages)
-        grouped = self._by_shard(messages)
+        grouped = self._shards.by_shard(messages)
         if not grouped and connection is not None:
-            self._where(connection, [], self._all())
+            self._shards.where(connection, [], self._shards.all())
         for table, held in grouped:
             table.acknowledge(held, connection)
 
@@ -379,7 +268,7 @@ class Queue:
         In an ordered queue, later messages of its key still wait for it. `reason` goes into its history. Raises
         `MessageNotFoundError` if this receipt does not hold it any more.
         """
-        self._of(message).release(message, check_seconds("delay", delay, zero=True), reason)
+        self._shards.of(message).release(message, check_seconds("delay", delay, zero=True), reason)
 
     def give_back(self, messages: Iterable[Message]) -> None:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
@@ -394,7 +283,7 @@ class Queue:
         failures: list[DatabaseError | ShardError] = []
         for held in grouped.values():
             try:
-                self._of(held[0]).give_back(held)
+                self._shards.of(held[0]).give_back(held)
             except (DatabaseError, ShardError) as error:
                 failures.append(error)
         if failures:
@@ -402,14 +291,14 @@ class Queue:
 
     def extend(self, message: Message, seconds: Duration) -> None:
         """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
-        table = self._of(message)
+        table = self._shards.of(message)
         if not table.extend([message], check_seconds("seconds", seconds, zero=False)):
             raise table.not_found([message.id])
 
     def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
         """Hold messages for `seconds` from now on. Gives the messages that are still held."""
         still: list[Message] = []
-        for table, held in self._by_shard(messages):
+        for table, held in self._shards.by_shard(messages):
             ids = table.extend(held, check_seconds("seconds", seconds, zero=False))
             still += [message for message in held if message.id in ids]
         return still
@@ -418,14 +307,14 @@ class Queue:
 
     def peek(self, limit: int = 10) -> list[PeekedMessage]:
         """The next messages of each shard, with their states, without receiving them."""
-        return [message for table in self._all() for message in table.peek(limit)][:limit]
+        return [message for table in self._shards.all() for message in QueueUpkeep(table).peek(limit)][:limit]
 
     def purge(self) -> int:
         """Delete the messages of the queue, also those in flight, and give their number.
 
         Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay.
         """
-        return sum(table.purge() for table in self._all())
+        return sum(QueueUpkeep(table).purge() for table in self._shards.all())
 
     def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
         """Move dead letters of this queue back to it, the oldest first, and give their number.
@@ -434,11 +323,11 @@ class Queue:
         anew, and their history goes on. A dead letter that somebody holds stays.
         """
         chosen = None if ids is None else list(ids)
-        return sum(table.redrive(limit, chosen) for table in self._all())
+        return sum(QueueUpkeep(table).redrive(limit, chosen) for table in self._shards.all())
 
     def statistics(self) -> QueueStatistics:
         """Count the queue's messages by state. This takes longer the more there are."""
-        found = [table.statistics() for table in self._all()]
+        found = [QueueUpkeep(table).statistics() for table in self._shards.all()]
         ages = [each.oldest for each in found if each.oldest is not None]
         waits = [each.waiting for each in found if each.waiting is not None]
         return QueueStatistics(
@@ -454,7 +343,7 @@ class Queue:
 
     def archived(self, limit: int = 100) -> list[ArchivedMessage]:
         """The messages that were acknowledged last, the latest first, of a queue with a `retention`."""
-        found = [message for table in self._all() for message in table.archived(limit)]
+        found = [message for table in self._shards.all() for message in QueueUpkeep(table).archived(limit)]
         return sorted(found, key=lambda message: message.acknowledged_at, reverse=True)[:limit]
 
     def depth(self) -> QueueDepth:
@@ -484,7 +373,7 @@ class Queue:
         """
         check_whole("workers", workers, least=1, most=MAX_WORKERS)
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
-        for database in self._databases():
+        for database in self._shards.databases():
             if workers > (most := database.most_connections):
                 raise ValidationError(
                     f"{workers} workers would need as many connections: {database} gives this process {most} at once; "
@@ -494,15 +383,6 @@ class Queue:
             self, handler, workers=workers, max_messages=max_messages,
             visibility_timeout=_seconds("visibility_timeout", visibility_timeout), backoff=backoff,
         ).start()  # fmt: skip
-
-
-def checked_options(name: str, given: QueueOptions) -> QueueOptions:
-    """The options of the queue `name`. Raises `InvalidNameError`, `ValidationError`."""
-    if given.dead_letters == name:
-        raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
-    if given.max_receives is not None and given.dead_letters is None:
-        check_name("queue name with _dead", f"{name}_dead")
-    return given
 
 
 def _bare(body: bytes) -> NewMessage:

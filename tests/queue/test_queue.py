@@ -20,9 +20,10 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     InvalidNameError,
     MessageNotFoundError,
+    QueueNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.queue import Message, Queue, QueueDepth
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDepth
 from tests.fixtures import Sessions, Until
 
 Again: TypeAlias = Callable[[], Message]
@@ -310,6 +311,21 @@ def test_a_callers_connection_may_have_a_row_factory_of_its_own(database: Databa
     with psycopg.connect(database.dsn, row_factory=dict_row) as connection:
         sent = queue.send(b"x", connection=connection)
     assert [message.id for message in queue.receive()] == [sent]
+
+
+def test_nothing_is_sent_to_a_queue_that_is_gone_and_was_made_anew(database: Database, queue: Queue) -> None:
+    queue.send(b"before")
+    with database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.queue_message; DELETE FROM eventsql.queue")
+    Queue(database, "commands", ordered=True).definition()
+
+    for sent in (NewMessage(b"x"), NewMessage(b"x", deduplication_id="once")):
+        with pytest.raises(QueueNotFoundError):
+            queue.send_all([sent])
+        with pytest.raises(QueueNotFoundError), database.transaction() as connection:
+            queue.send_all([sent], connection=connection)
+    with database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM eventsql.queue_message").fetchone() == (0,)
 
 
 @pytest.mark.parametrize("name", ["", " ", " commands", "commands ", "a\nb", "a\x00b", "\ud800", "q" * 201, None, 7])

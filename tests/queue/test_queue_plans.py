@@ -53,7 +53,7 @@ def test_a_session_that_planned_on_an_empty_table_reads_little_of_a_full_one(
         connection.execute("VACUUM eventsql.queue_message")
     fill(database)
     queue.send_all([NewMessage(b"x", key=str(number)) for number in range(100)])
-    number = queue._table(None).id()
+    number = queue._shards.all()[0].id()
     with database.transaction() as connection:
         take = QUERIES("take_in_order" if ordered else "take")
         values = {"queue": number, "max_messages": 10, "visibility_timeout": 30.0, "since": None}
@@ -86,7 +86,7 @@ def test_an_acknowledgement_reads_its_messages_alone_though_the_table_counted_as
     """
     with database.connection() as connection, connection.transaction(force_rollback=True):
         (before,) = connection.execute(read).fetchone() or (0,)
-        values = {"queue": queue._table(None).id(), **receipts}
+        values = {"queue": queue._shards.all()[0].id(), **receipts}
         assert connection.execute(QUERIES("acknowledge"), values).fetchone() == ([],)
         (after,) = connection.execute(read).fetchone() or (0,)
     assert after - before <= 40
@@ -102,7 +102,7 @@ def test_a_receive_reads_no_messages_that_were_acknowledged_while_a_snapshot_is_
     session.execute("SELECT count(*) FROM eventsql.queue_message")
     for _ in range(15):
         queue.acknowledge_all(queue.receive(max_messages=100))
-    table = queue._table(None)
+    table = queue._shards.all()[0]
     values = {"queue": table.id(), "max_messages": 100, "visibility_timeout": 30.0}
     read = "SELECT pg_stat_get_xact_tuples_returned('eventsql.queue_message_visible'::regclass)"
     entries = []
@@ -122,7 +122,7 @@ def test_a_receive_of_a_backlog_begins_at_its_first_message_and_one_of_new_messa
     database: Database,
 ) -> None:
     queue = Queue(database, "commands")
-    table = queue._table(None)
+    table = queue._shards.all()[0]
     first = datetime.now(UTC) - timedelta(hours=1)
     queue.send(b"x", due=first)
     assert len(queue.receive()) == 1
@@ -145,7 +145,7 @@ def test_a_message_behind_the_last_receive_is_received_when_no_other_is_left_and
     database: Database, session: Connection
 ) -> None:
     queue = Queue(database, "commands")
-    table = queue._table(None)
+    table = queue._shards.all()[0]
     queue.send_all([b"x"] * 20)
     assert len(queue.receive(max_messages=10)) == 10
 

@@ -34,7 +34,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.orchestration.queue_work import QueueRun, WorkedOff
 from eventsql_orchestration.queue import Message, Queue, QueueDefinition, QueueOptions
-from eventsql_orchestration.queue.queue import checked_options
+from eventsql_orchestration.queue.options import checked_options
 from eventsql_orchestration.queue.worker import Backoff, exponential
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import check_kind, check_name

@@ -1,0 +1,132 @@
+"""A queue in each database of a platform."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeAlias, runtime_checkable
+
+from eventsql_orchestration.database import CallersConnection, Database
+from eventsql_orchestration.errors import ShardError, ValidationError
+from eventsql_orchestration.queue.options import QueueOptions
+from eventsql_orchestration.queue.queue_table import QueueTable
+from eventsql_orchestration.queue.values import Message, NewMessage, QueueDefinition
+from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.validation import check_kind
+
+
+@runtime_checkable
+class Platform(Protocol):
+    """The part of `EventSQL` that a queue uses."""
+
+    @property
+    def shards(self) -> tuple[Shard, ...]: ...
+
+    def open(self) -> object: ...
+
+    def shard_of(self, key: str) -> Shard: ...
+
+
+Source: TypeAlias = Platform | Shard | Database
+
+
+class QueueShards:
+    """The queue `name` in the databases of its source, and the one that a key or a connection belongs to."""
+
+    def __init__(self, source: Source, name: str, options: QueueOptions) -> None:
+        self._source = source
+        self._name = name
+        self._options = options
+        self._tables: dict[int, QueueTable] = {}
+
+    def _shards(self) -> Sequence[Shard]:
+        assert not isinstance(self._source, Database)
+        return (self._source,) if isinstance(self._source, Shard) else self._source.shards
+
+    def databases(self) -> list[Database]:
+        return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
+
+    def _table(self, shard: Shard | None) -> QueueTable:
+        table = self._tables.get(id(shard))
+        if table is None:
+            if shard is None:
+                assert isinstance(self._source, Database)
+                table = QueueTable(self._source, self._name, self._options)
+            else:
+                table = QueueTable(
+                    shard.database, self._name, self._options, shard=shard.name, listener=shard.listener,
+                    notifier=shard.notifier, elsewhere=self._elsewhere,
+                )  # fmt: skip
+            self._tables[id(shard)] = table
+        return table
+
+    def lone(self) -> bool:
+        """Whether the platform has one database. False if it has several and only one is up."""
+        return isinstance(self._source, Database) or len(self._shards()) == 1
+
+    def all(self) -> list[QueueTable]:
+        """The queue in each database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
+        if isinstance(self._source, Database):
+            return [self._table(None)]
+        if self.lone():
+            return [self._table(self._shards()[0])]
+        assert not isinstance(self._source, Shard)
+        self._source.open()
+        up = [shard for shard in self._source.shards if shard.down is None and shard.active]
+        if not up:
+            raise self._source.shards[0].unavailable()
+        return [self._table(shard) for shard in up]
+
+    def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
+        """The queue as another shard has it, so that a queue gets the same options on every shard."""
+        others = (table.existing() for table in self.all() if table is not created)
+        return next((found for found in others if found is not None), None)
+
+    def of(self, message: Message) -> QueueTable:
+        for table in self.all():
+            if table.shard == message.shard:
+                return table
+        raise ShardError(
+            f"message {message.id} is on shard {message.shard!r}, which this platform does not reach now: open it with "
+            "the URLs of all shards, or try again",
+            shard=message.shard or "",
+        )
+
+    def for_key(self, key: str | None, tables: Sequence[QueueTable]) -> QueueTable:
+        if self.lone():
+            return tables[0]
+        if key is None:
+            return random.choice(tables)  # noqa: S311 - no secret
+        assert not isinstance(self._source, Database | Shard)
+        return self._table(self._source.shard_of(key))
+
+    def by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
+        tables, grouped = {table.shard: table for table in self.all()}, dict[str | None, list[Message]]()
+        for message in messages:
+            if type(message) is not Message:
+                check_kind("an item of messages", message, Message)
+            grouped.setdefault(message.shard, []).append(message)
+        return [(tables.get(shard) or self.of(held[0]), held) for shard, held in grouped.items()]
+
+    def where(
+        self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]
+    ) -> QueueTable:
+        """The shard of a caller's connection; in an ordered queue, the keys must belong to it."""
+        for table in tables:
+            try:
+                with table.database.callers(connection):
+                    break
+            except ValidationError:
+                continue
+        else:
+            # Raises the error for a connection to another database.
+            with tables[0].database.callers(connection):
+                table = tables[0]
+        if table.known().ordered:
+            for message in messages:
+                if message.key is not None and (owner := self.for_key(message.key, tables)) is not table:
+                    raise ValidationError(
+                        f"key {message.key!r} belongs to shard {owner.shard!r}, and the connection leads to "
+                        f"{table.shard!r}: take a connection to platform.shard_of(key)"
+                    )
+        return table

@@ -1,0 +1,124 @@
+"""Looking after the messages of a queue in one database, and after the archive of acknowledged messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.errors import DatabaseBusyError
+from eventsql_orchestration.queue.queue_table import QueueTable
+from eventsql_orchestration.queue.rows import archived, peeked
+from eventsql_orchestration.queue.values import ArchivedMessage, PeekedMessage, QueueDefinition, QueueStatistics
+
+PURGED_AT_ONCE: Final = 10_000
+"""Messages that one transaction deletes or moves."""
+
+
+class QueueUpkeep:
+    """Looking at the messages of a queue, deleting them, and moving its dead letters back."""
+
+    def __init__(self, table: QueueTable) -> None:
+        self._table = table
+        self._database = table.database
+        self._queries = Queries("queue", table.database.schema)
+
+    def peek(self, limit: int) -> list[PeekedMessage]:
+        with self._database.connection() as connection:
+            rows = connection.execute(self._queries("peek"), {"queue": self._table.id(), "limit": limit}, prepare=False)
+            return [peeked(row, self._table.shard) for row in rows]
+
+    def statistics(self) -> QueueStatistics:
+        with self._database.connection() as connection:
+            row = connection.execute(self._queries("statistics"), {"queue": self._table.id()}, prepare=False).fetchone()
+        assert row is not None, "an aggregate without GROUP BY has one row"
+        return QueueStatistics(self._table.name, *row)
+
+    def purge(self) -> int:
+        """Delete the messages that are there, in transactions of 10,000. Gives their number."""
+        queue, purged = self._table.id(), 0
+        with self._database.connection() as connection:
+            row = connection.execute(self._queries("newest"), {"queue": queue}, prepare=False).fetchone()
+            values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
+            while True:
+                with connection.transaction():
+                    counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
+                    if self._table.known().ordered:
+                        # If the first message of a key was deleted alone, the next one is the first.
+                        connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
+                assert counted is not None, "an aggregate has one row"
+                if not counted[0]:
+                    return purged
+                purged += counted[0]
+
+    def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
+        """Move dead letters back, in transactions of 10,000. Gives their number."""
+        values = {
+            "queue": self._table.id(),
+            "ordered": self._table.known().ordered,
+            "ids": None if ids is None else list(ids),
+        }
+        redriven = 0
+        with self._database.connection() as connection:
+            while limit is None or redriven < limit:
+                most = PURGED_AT_ONCE if limit is None else min(limit - redriven, PURGED_AT_ONCE)
+                moved = self._redrive({**values, "limit": most}, connection)
+                redriven += moved
+                if moved < most:
+                    break
+        if redriven:
+            self._table.notify()
+        return redriven
+
+    def _redrive(self, values: Mapping[str, Any], connection: Connection) -> int:
+        with connection.transaction():
+            # The rows get their new ids in the order of this index.
+            connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
+            left = connection.execute(self._queries("redrive"), values, prepare=False).fetchall()
+            keys: dict[int, set[str]] = {}
+            for queue, key in left:
+                if queue is not None:
+                    keys.setdefault(queue, set()).add(key)
+            for queue, of_queue in keys.items():
+                # If the dead letter before another one of its key has left, the other one is the first.
+                promoted = {"queue": queue, "keys": sorted(of_queue)}
+                connection.execute(self._queries("promote"), promoted, prepare=False)
+        return len(left)
+
+    def archived(self, limit: int) -> list[ArchivedMessage]:
+        with self._database.connection() as connection:
+            rows = connection.execute(
+                self._queries("archived"), {"queue": self._table.id(), "limit": limit}, prepare=False
+            )
+            return [archived(row, self._table.shard) for row in rows]
+
+
+def list_queues(database: Database) -> list[QueueDefinition]:
+    """Every queue of a database, by name."""
+    with database.connection() as connection:
+        rows = connection.execute(Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
+        return [QueueDefinition(*row[1:]) for row in rows]
+
+
+def drop_expired_archives(database: Database) -> list[str]:
+    """Drop the parts of the archive whose messages have all expired. Gives the names of the dropped tables.
+
+    Raises `DatabaseBusyError` if a reader keeps a part for longer than 5 s; the next call continues.
+    """
+    queries = Queries("queue", database.schema)
+    dropped: list[str] = []
+    with database.connection() as connection:
+        archive = {"archive": f'"{database.schema}".queue_archive'}
+        names = [name for (name,) in connection.execute(queries("expired_archives"), archive, prepare=False)]
+        for name in names:
+            try:
+                with connection.transaction():
+                    connection.execute("SET LOCAL lock_timeout = '5s'")
+                    connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(database.schema, name)))
+            except psycopg.errors.LockNotAvailable as error:
+                raise DatabaseBusyError(f"table {name} of the archive is being read: try again") from error
+            dropped.append(name)
+    return dropped
