@@ -14,10 +14,10 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, TEMPLATE, listed, topic_asset, topic_of
 from eventsql_orchestration.airflow.backfills import RESUME_OPTIONS, ReplayRequest
+from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
-from eventsql_orchestration.airflow.triggers import ClaimEvent
 from eventsql_orchestration.consuming.batch import is_asynchronous
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.errors import (

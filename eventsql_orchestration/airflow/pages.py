@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -12,7 +13,7 @@ from airflow.api_fastapi.auth.managers.models.resource_details import DagAccessE
 from airflow.api_fastapi.core_api.security import GetUserDep, requires_access_dag
 from airflow.sdk.configuration import conf
 from airflow.sdk.exceptions import AirflowNotFoundException
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import HTMLResponse
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
@@ -20,21 +21,38 @@ from rich.text import Text
 from rich.tree import Tree
 
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.errors import DatabaseError, EventSQLError
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    EventSQLError,
+    ShardSetError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.orchestration.owners import airflow_run, read_airflow_run
 from eventsql_orchestration.orchestration.trace.tracer import (
     AIRFLOW,
+    DEPTH,
+    WIDTH,
     TracedEvents,
     TracedInput,
     Tracer,
     orchestrator_of,
 )
-from eventsql_orchestration.orchestration.trace.tree import tree_of, tree_of_inputs
+from eventsql_orchestration.orchestration.trace.tree import TraceTree
 
 app: Final = FastAPI(title="EventSQL", docs_url=None, redoc_url=None, openapi_url=None)
 
-WIDTH: Final = 200
+LINE: Final = 200
 """Characters of a line."""
+
+DEPTHS: Final = 100
+WIDTHS: Final = 1_000
+"""The most runs behind one another that a page follows, and the most publishers of a range that it shows."""
+
+SHOW_MORE: Final = "Show more"
+"""The text of the link to a page that follows twice as many runs and shows twice as many publishers."""
+
+MORE: Final = f"the link “{SHOW_MORE}” below goes on"
 
 HEADERS: Final = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'"}
 """Names of topics and runs are text, whatever they hold."""
@@ -49,7 +67,9 @@ PAGE: Final = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>EventSQL trace</title>
 <style>body {{ margin: 2em; color: {foreground}; background: {background} }} pre {{ font-size: 14px }}
 {stylesheet}</style></head><body><pre>{code}</pre></body></html>"""
+LINK: Final = '<p><a href="?{query}">{text}</a></p></body>'
 
+BACK: Final = "the link “EventSQL trace” of the task leads to its last event"
 
 HIDDEN: Final = "a run of a DAG that you have no rights on"
 
@@ -74,6 +94,7 @@ def rights_of(request: Request, user: GetUserDep) -> Rights:
 # Airflow checks the rights on the DAG, and shows nothing without them.
 @app.get("/trace/{dag_id}", dependencies=[Depends(requires_access_dag("GET", DagAccessEntity.RUN))])
 def trace(
+    request: Request,
     dag_id: str,
     may_see: Annotated[Rights, Depends(rights_of)],
     *,
@@ -82,29 +103,33 @@ def trace(
     topic: str | None = None,
     offset: int = 0,
     shard: str | None = None,
+    depth: Annotated[int, Query(ge=1, le=DEPTHS)] = DEPTH,
+    width: Annotated[int, Query(ge=1, le=WIDTHS)] = WIDTH,
 ) -> HTMLResponse:
     """Where an event of a run comes from; without `topic`, where what the run has read comes from.
 
     An event that the run has not published is not shown, nor is any run of a DAG that the user has no rights on.
     """
-    run, urls = airflow_run(dag_id, run_id), {AIRFLOW: conf.get("api", "base_url", fallback="/").rstrip("/")}
+    more = request.url.include_query_params(depth=min(2 * depth, DEPTHS), width=min(2 * width, WIDTHS)).query
+    tree = TraceTree({AIRFLOW: conf.get("api", "base_url", fallback="/").rstrip("/")}, wider=MORE)
+    run = airflow_run(dag_id, run_id)
     try:
         with EventSQLHook(conn_id) as hook:
-            tracer = Tracer(hook.platform)
+            tracer = Tracer(hook.platform, depth=depth, width=width, deeper=MORE)
             if topic is None:
                 inputs = _seen_inputs(tracer.inputs_of(run), may_see)
                 none = Text("no claim of this run is kept") if not inputs else None
-                return _page(none or tree_of_inputs(f"DAG {dag_id}, run {run_id}", inputs, urls))
+                return _page(none or tree.of_inputs(f"DAG {dag_id}, run {run_id}", inputs), more=more)
             origin = tracer.trace(topic, offset, shard=shard)
     except AirflowNotFoundException as error:
         return _page(Text(str(error)), status=404)
-    except DatabaseError as error:
-        return _page(Text(error.message), status=503)
+    except (TopicNotFoundError, ShardSetError, ValidationError):
+        return _page(Text(f"there is no event {offset} of topic {topic!r}: {BACK}"), status=404)
     except EventSQLError as error:
-        return _page(Text(error.message), status=404)
+        return _page(Text(error.message), status=503 if isinstance(error, DatabaseError) else 404)
     if origin.run_id != run:
         return _page(Text(f"run {run_id} of DAG {dag_id} has not published this event"), status=404)
-    return _page(tree_of(_seen(origin, may_see), urls))
+    return _page(tree.of(_seen(origin, may_see)), more=more)
 
 
 def _seen(origin: TracedEvents, may_see: Rights) -> TracedEvents:
@@ -120,7 +145,11 @@ def _seen_inputs(inputs: Iterable[TracedInput], may_see: Rights) -> tuple[Traced
     return tuple(replace(read, origins=tuple(_seen(each, may_see) for each in read.origins)) for read in inputs)
 
 
-def _page(shown: Tree | Text, *, status: int = 200) -> HTMLResponse:
-    console = Console(file=io.StringIO(), record=True, width=WIDTH, highlight=False, force_terminal=True)
+def _page(shown: Tree | Text, *, status: int = 200, more: str = "") -> HTMLResponse:
+    """A page; where it says that something is left out, with a link to the page with the query `more`."""
+    console = Console(file=io.StringIO(), record=True, width=LINE, highlight=False, force_terminal=True)
     console.print(shown)
-    return HTMLResponse(console.export_html(theme=THEME, code_format=PAGE), status_code=status, headers=HEADERS)
+    text = console.export_html(theme=THEME, code_format=PAGE)
+    if more and MORE in text:
+        text = text.replace("</body>", LINK.format(query=html.escape(more), text=SHOW_MORE))
+    return HTMLResponse(text, status_code=status, headers=HEADERS)

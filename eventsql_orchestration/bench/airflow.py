@@ -5,11 +5,19 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import TYPE_CHECKING
 
+from eventsql_orchestration.bench import airflow_redis
 from eventsql_orchestration.bench.benchmark import Benchmark, option
 from eventsql_orchestration.bench.figure import Figure, percentile
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from eventsql_orchestration.bench.airflow_process import Start
+
+STEPS = ("stored", "made", "queued", "started", "first")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +25,9 @@ class Airflow(Benchmark):
     """Start a separate Airflow and time it: from publish to the first instruction of the task that consumes.
 
     Beside it, in turns, a DAG of the same Airflow runs for each line of a file, by a trigger that does nothing else:
-    the least that Airflow takes from an event to a task, whatever queue the event comes from. Airflow's tables are in
-    a database of their own on this server; the benchmark drops it at the end.
+    the least that Airflow takes from an event to a task, whatever queue the event comes from. Another one runs for
+    messages of Redis, by Airflow's own provider. Airflow's tables are in a database of their own on this server; the
+    benchmark drops it at the end.
     """
 
     name = "airflow"
@@ -26,6 +35,11 @@ class Airflow(Benchmark):
     hidden = frozenset({"partitions", "storage", "raw_events"})
 
     cold: int = option(12, "Runs from rest", quick=1)
+
+    @property
+    def remark(self) -> str:
+        missing = airflow_redis.missing()
+        return f"Airflow's Redis provider is not measured: install {' and '.join(missing)}" if missing else ""
 
     def measure(self, session: Session) -> list[Figure]:
         """Raises `BenchmarkError` for an Airflow that makes no progress, `MissingExtraError` without Airflow."""
@@ -35,13 +49,22 @@ class Airflow(Benchmark):
         from eventsql_orchestration.bench import airflow_process  # noqa: PLC0415
 
         with airflow_process.airflow(session) as running:
-            published, lines = running.cold_starts(self.cold)
-        ours, least = _delays("airflow_cold_start", published), _delays("airflow_least", lines)
-        return [ours, least, Figure("airflow_cold_start_ratio", ours.value / least.value, "of the least")]
+            starts = running.cold_starts(self.cold)
+        ours = _delays("airflow_cold_start", starts.pop(airflow_process.PUBLISHED))
+        others = [_delays(f"airflow_{kind}", those) for kind, those in starts.items()]
+        ratios = [
+            Figure(f"{ours.name}_to_{kind}", ours.value / other.value, f"of {other.name}")
+            for kind, other in zip(starts, others, strict=True)
+        ]
+        return [ours, *others, *ratios]
 
 
-def _delays(name: str, delays: Sequence[float]) -> Figure:
-    """The median of delays in seconds, as milliseconds."""
-    ordered = sorted(1_000 * delay for delay in delays)
-    details = {"least": ordered[0], "p90": percentile(ordered, 0.9), "most": ordered[-1], "measured": len(ordered)}
-    return Figure(name, percentile(ordered, 0.5), "ms", details=details)
+def _delays(name: str, starts: Sequence[Start]) -> Figure:
+    """The median time to the first instruction in milliseconds, with the medians of the steps before it."""
+    steps = {step: sorted(1_000 * each for each in map(attrgetter(step), starts)) for step in STEPS}
+    first = steps["first"]
+    details = {
+        "least": first[0], "p90": percentile(first, 0.9), "most": first[-1], "measured": len(first),
+        **{f"to_{step}": percentile(ordered, 0.5) for step, ordered in steps.items()},
+    }  # fmt: skip
+    return Figure(name, percentile(first, 0.5), "ms", details=details)

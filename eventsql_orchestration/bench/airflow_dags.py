@@ -9,11 +9,21 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from airflow.providers.common.messaging.triggers.msg_queue import MessageQueueTrigger
 from airflow.sdk import DAG, Asset, AssetWatcher, task
 from airflow.triggers.base import BaseEventTrigger, TriggerEvent
 
 from eventsql_orchestration.airflow import claims_asset, eventsql_consume
-from eventsql_orchestration.bench.airflow_process import CONSUMER, DIRECTORY, LINES, PUBLISHED, TOPIC
+from eventsql_orchestration.bench.airflow_process import (
+    CONSUMER,
+    DIRECTORY,
+    LINES,
+    MESSAGES,
+    PUBLISHED,
+    TOPIC,
+    WITH_REDIS,
+)
+from eventsql_orchestration.bench.airflow_redis import CHANNEL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.model import Event
 
@@ -60,12 +70,25 @@ with DAG("bench_published", schedule=[claims_asset(topic, CONSUMER, max_wait=0.0
 
     consume()
 
-watcher = AssetWatcher(name="lines", trigger=LineTrigger(path=str(directory / f"{LINES}.in")))
-with DAG("bench_lines", schedule=[Asset("bench_lines", watchers=[watcher])], catchup=False) as lines:
 
-    @task
-    def note() -> None:
-        """Record the time."""
-        record(LINES)
+def noting(name: str, watchers: list[AssetWatcher]) -> DAG:
+    """A DAG that a watcher runs, and that records the time."""
+    with DAG(f"bench_{name}", schedule=[Asset(f"bench_{name}", watchers=watchers)], catchup=False) as dag:
 
-    note()
+        @task
+        def note() -> None:
+            """Record the time."""
+            record(name)
+
+        note()
+    return dag
+
+
+line_trigger = LineTrigger(path=str(directory / f"{LINES}.in"))
+lines = noting(LINES, [AssetWatcher(name=LINES, trigger=line_trigger)])
+
+messages = None
+if os.environ[WITH_REDIS]:
+    # Its own pause between two looks is 60 s.
+    redis_trigger = MessageQueueTrigger(scheme="redis+pubsub", channels=[CHANNEL], poll_interval=0.01)
+    messages = noting(MESSAGES, [AssetWatcher(name=MESSAGES, trigger=redis_trigger)])

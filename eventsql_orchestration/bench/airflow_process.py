@@ -5,30 +5,37 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
+from urllib.parse import quote
 
 from psycopg import sql
 
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
+from eventsql_orchestration.bench.airflow_redis import Redis, redis
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.model import Publication
 
 DIRECTORY: Final = "EVENTSQL_BENCH_DIRECTORY"
 TOPIC: Final = "EVENTSQL_BENCH_TOPIC"
-"""Variables of the environment of Airflow's processes: where tasks write their times, and the topic."""
+WITH_REDIS: Final = "EVENTSQL_BENCH_REDIS"
+"""Variables of Airflow's processes: where tasks write their times, the topic, and whether Redis is measured (1)."""
 
 CONSUMER: Final = "bench"
 
 PUBLISHED: Final = "published"
-LINES: Final = "lines"
-"""Files with the times of the tasks of both DAGs."""
+LINES: Final = "least"
+MESSAGES: Final = "redis"
+"""The DAGs, each after `bench_`, and the files with the times of their tasks."""
 
-DAGS: Final = "# An Airflow DAG file.\nfrom eventsql_orchestration.bench.airflow_dags import lines, published\n"
+DAGS: Final = (
+    "# An Airflow DAG file.\nfrom eventsql_orchestration.bench.airflow_dags import lines, messages, published\n"
+)
 
 LIMIT: Final = 180.0
 """Seconds that a step may take on a busy machine."""
@@ -38,34 +45,64 @@ REST: Final = 3.0
 
 
 @dataclass(frozen=True, slots=True)
+class Start:
+    """What Airflow did for an event: seconds from the event on.
+
+    It stored the asset event, made the run, queued its task, started the task's process (`started`), and the task's
+    first instruction ran (`first`).
+    """
+
+    stored: float
+    made: float
+    queued: float
+    started: float
+    first: float
+
+
+@dataclass(frozen=True, slots=True)
 class RunningAirflow:
-    """An Airflow with a DAG that consumes `topic`, and one that runs for the lines of a file in `directory`."""
+    """An Airflow with DAGs that run for the events of `topic`, for lines of a file in `directory`, and for Redis."""
 
     session: Session
     local: LocalAirflow
     topic: str
     directory: Path
+    redis: Redis | None
 
-    def cold_starts(self, runs: int) -> tuple[list[float], list[float]]:
-        """Seconds from an event to the first instruction of its task, of so many events and lines in turns.
+    def cold_starts(self, runs: int) -> dict[str, list[Start]]:
+        """So many starts by each kind of event, in turns. No run is under way when an event comes.
 
-        No run is under way when an event is published. One of each is not measured: Airflow has to begin to look.
+        One of each is not measured: Airflow has to begin to look.
         """
-        published, lines = list[float](), list[float]()
+        emitters = {PUBLISHED: self._publish, LINES: self._write_line}
+        if self.redis is not None:
+            emitters[MESSAGES] = self.redis.publish
+        starts: dict[str, list[Start]] = {name: [] for name in emitters}
         for number in range(runs + 1):
-            for name, emit, delays in ((PUBLISHED, self._publish, published), (LINES, self._write_line, lines)):
-                delay = self._cold_start(name, emit)
+            for name, emit in emitters.items():
+                start = self._cold_start(name, emit)
                 if number:
-                    delays.append(delay)
+                    starts[name].append(start)
             self.session.report("cold starts", number, runs)
-        return published, lines
+        return starts
 
-    def _cold_start(self, name: str, emit: Callable[[], None]) -> float:
+    def _cold_start(self, name: str, emit: Callable[[], None]) -> Start:
         self._rest()
         before, began = len(self._times(name)), time.time()
         emit()
         self._await(lambda: len(self._times(name)) > before, f"a task of {name}")
-        return self._times(name)[before] - began
+        return self._start(f"bench_{name}", began, self._times(name)[before])
+
+    def _start(self, dag: str, began: float, first: float) -> Start:
+        """What Airflow did for the latest run of a DAG. Times are of its tables, on the clock of this machine."""
+        run = self.local.api.ask("GET", f"/dags/{dag}/dagRuns?order_by=-id&limit=1")["dag_runs"][0]
+        path = f"/dags/{dag}/dagRuns/{quote(run['dag_run_id'], safe='')}"
+        task = self.local.api.ask("GET", f"{path}/taskInstances")["task_instances"][0]
+        event = self.local.api.ask("GET", f"{path}/upstreamAssetEvents")["asset_events"][0]
+        return Start(
+            _time(event, "timestamp") - began, _time(run, "queued_at") - began, _time(task, "queued_when") - began,
+            _time(task, "start_date") - began, first - began,
+        )  # fmt: skip
 
     def _publish(self) -> None:
         platform = self.session.platform
@@ -84,7 +121,7 @@ class RunningAirflow:
     def _rest(self) -> None:
         def idle() -> bool:
             under_way = self.local.api.pages("/dags/~/dagRuns", "dag_runs", state=["queued", "running"])
-            return not any(under_way)
+            return not any(under_way) and (self.redis is None or self.redis.heard())
 
         self._await(idle, "the end of the runs")
         time.sleep(1.0 + random.uniform(0, REST))  # noqa: S311 - any moment of the loops
@@ -98,6 +135,11 @@ class RunningAirflow:
             time.sleep(0.05)
 
 
+def _time(answer: Mapping[str, Any], field: str) -> float:
+    """Seconds since 1970 of a time in an answer of Airflow."""
+    return datetime.fromisoformat(answer[field]).timestamp()
+
+
 @contextmanager
 def airflow(session: Session) -> Iterator[RunningAirflow]:
     """An Airflow for the block. Raises `LocalAirflowError` if it does not start."""
@@ -109,6 +151,7 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
     ):
         session.consumer(topic, CONSUMER)
         directory, name = Path(made), sql.Identifier(f"{topic}_airflow")
+        server = cleaning.enter_context(redis(directory))
         session.connection.execute(sql.SQL("CREATE DATABASE {}").format(name))
         cleaning.callback(session.connection.execute, sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
         (directory / "dags").mkdir()
@@ -117,8 +160,11 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
         local = LocalAirflow(
             directory / "airflow", directory / "dags",
             url.set(database=f"{topic}_airflow", query={}).render_as_string(hide_password=False),
-            connections={"eventsql_default": connection_of([database.dsn], database.schema)},
-            environment={DIRECTORY: str(directory), TOPIC: topic},
+            connections={
+                "eventsql_default": connection_of([database.dsn], database.schema),
+                **({} if server is None else {"redis_default": server.url}),
+            },
+            environment={DIRECTORY: str(directory), TOPIC: topic, WITH_REDIS: "" if server is None else "1"},
         )  # fmt: skip
         session.report("starting Airflow", 0, 1)
         local.migrate()
@@ -126,4 +172,4 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
         cleaning.enter_context(local)
         local.start()
         local.wait_until_ready()
-        yield RunningAirflow(session, local, topic, directory)
+        yield RunningAirflow(session, local, topic, directory, server)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import shlex
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from enum import StrEnum
-from functools import partial
+from dataclasses import replace
 from typing import Annotated, Final
 
 import click
@@ -16,11 +13,11 @@ from psycopg import sql
 
 from eventsql_orchestration.capture import Captures
 from eventsql_orchestration.cli.context import CliContext, open_platform
+from eventsql_orchestration.cli.doctor_consumers import consumer_findings, dead_letter_findings, leftover_findings
+from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming.dead_letter_values import refused
 from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import (
@@ -31,7 +28,6 @@ from eventsql_orchestration.errors import (
     RestoredStoreError,
     ShardsDifferError,
 )
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.spark.java import find_java
@@ -39,34 +35,11 @@ from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.store.store import Store
-from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.views.catalog import Views
 
 _OLDEST_SERVER: Final = 14
 """The oldest PostgreSQL that still gets fixes."""
 
-
-class Status(StrEnum):
-    """The weight of a finding. Only problems make the command fail."""
-
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One check: its name, its result, and the command that mends it."""
-
-    status: Status
-    check: str
-    message: str
-    remedy: str | None = None
-
-
-ok = partial(Finding, Status.OK)
-warning = partial(Finding, Status.WARNING)
-problem = partial(Finding, Status.PROBLEM)
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
@@ -158,7 +131,7 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     if schema.status is Status.OK and database.revision() is not None:
         yield from _creators(database)
         yield from _transfer(platform, stalled_after)
-        for check in (_sequences, _blocks, _captures, _stranded, _order, _leftovers, _consumers, _views):
+        for check in _CHECKS:
             yield from check(platform)
         yield from _store(platform, stalled_after)
         yield from _queues(platform, stalled_after)
@@ -354,60 +327,10 @@ def _order(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def _leftovers(platform: Shard) -> Iterator[Finding]:
-    """Rows of topics and consumers that another program, or an earlier version, has deleted."""
-    leftovers = Leftovers(platform.database)
-    for left in leftovers.find():
-        yield warning("leftovers", f"{left}", "eventsql topic retain")
-    for name in leftovers.unregistered():
-        yield warning(
-            "leftovers",
-            f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"eventsql topic create {shlex.quote(name)}, or delete them from event_buffer",
-        )
-    for topic in platform.registry.topics():
-        for each in leftovers.lacking(topic.name):
-            yield problem(
-                "consumers",
-                f"{each.consumer} of topic {topic.name} has {each.partitions} of {each.needed} partitions, and gets no "
-                "events of the others",
-                f"eventsql consumer create {topic.name} {shlex.quote(each.consumer)} --partitioned, which adds the "
-                "others from their earliest events on",
-            )
-
-
-def _consumers(platform: Shard) -> Iterator[Finding]:
-    topics = {topic.name for topic in platform.registry.topics()}
-    states = platform.registry.consumers()
-    findings = [finding for state in states if (finding := _consumer(state, topics)) is not None]
-    yield from findings
-    if not findings:
-        yield ok("consumers", f"{counted(len(states), 'partition')}, none blocked or paused")
-
-
-def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
-    partition = "" if state.partition < 0 else f" partition {state.partition}"
-    name = f"{state.name} of topic {state.topic}{partition}"
-    resume = f"eventsql consumer resume {state.topic} {shlex.quote(state.name)}"
-    if state.failing:
-        failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
-        dead_letters = state.topic + DEAD_LETTER_SUFFIX
-        if refused(state):
-            return problem(
-                "consumers",
-                f"{name} is blocked, and the event cannot become a dead letter: {failed}",
-                f"mend the handler and {resume}",
-            )
-        if state.spent and dead_letters not in topics:
-            return problem(
-                "consumers",
-                f"{name} is blocked, {failed}",
-                f"eventsql topic create {dead_letters}, or mend the handler and {resume}",
-            )
-        return warning("consumers", f"{name} is retrying, {failed}")
-    if state.paused:
-        return warning("consumers", f"{name} is paused", resume)
-    return None
+_CHECKS: Final = (
+    _sequences, _blocks, _captures, _stranded, _order, leftover_findings, consumer_findings, dead_letter_findings,
+    _views,
+)  # fmt: skip
 
 
 def _java(context: CliContext) -> Finding:

@@ -33,7 +33,7 @@ from eventsql_orchestration.orchestration.trace.tracer import (
     Tracer,
     orchestrator_of,
 )
-from eventsql_orchestration.orchestration.trace.tree import link_to, tree_of
+from eventsql_orchestration.orchestration.trace.tree import TraceTree, link_to
 
 if TYPE_CHECKING:
     from eventsql_orchestration.orchestration.trace.runs import Runs
@@ -87,7 +87,7 @@ def trace(
     if as_json:
         write_json(_object(origin, urls))
     else:
-        show(tree_of(origin, urls))
+        show(TraceTree(urls).of(origin))
 
 
 @contextlib.contextmanager

@@ -84,10 +84,19 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     return kind(f"{where} {meaning}")
 
 
+_QUESTIONS: Final = {
+    "password": "are the user and the password in the URL right?",
+    "does not exist": "are the user and the database in the URL right?",
+    "pg_hba.conf": "does the server let this user in from this machine?",
+}
+"""What to ask by a word of the server's refusal. A server of another language refuses without a question."""
+
+
 def _unreachable(detail: str) -> str:
     # libpq gives no SQLSTATE for a connection that failed. A server that answers says FATAL, and why.
     if refused := detail.partition("FATAL:")[2].strip():
-        return f"refused the connection: {refused}"
+        question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
+        return f"refused the connection ({refused})" + (f": {question}" if question else "")
     return f"cannot be reached ({detail}): is the server running, is the URL right?"
 
 

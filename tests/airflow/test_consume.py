@@ -13,7 +13,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 
 from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
-from eventsql_orchestration.airflow.triggers import ClaimEvent
+from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 from tests.airflow.conftest import context_of

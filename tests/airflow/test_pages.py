@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import html
+import re
 import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -90,6 +92,22 @@ def test_the_link_of_a_task_that_consumes_opens_the_ranges_that_its_run_has_read
     assert "offsets 1 to 3" in page.text
     assert "as consumer billing" in page.text
     assert "published by a service or a program" in page.text
+
+
+def test_what_a_page_leaves_out_is_a_link_away(rides: EventSQL, forbidden: set[str]) -> None:
+    for number in range(3):
+        publish = EventSQLPublishOperator(task_id="publish", topic="rides", events=["a"], outlet=False)
+        publish.execute(context_of("publish", run_id=f"manual__{number}"))
+    rides.transfer.run_once()
+    page = link_of(billing(), context_of("bill"))
+    narrow = get(f"{page}&width=2")
+    assert "2 publishers more" in narrow.text
+    assert "--" not in narrow.text.partition("<pre>")[2]
+
+    (link,) = re.findall(r'href="(\?[^"]+)">Show more</a>', narrow.text)
+    whole = get(f"{urlsplit(page).path}{html.unescape(link)}")
+    assert "manual__0" in whole.text
+    assert "Show more" not in whole.text
 
 
 def test_a_page_shows_nothing_of_what_another_run_did(rides: EventSQL, forbidden: set[str]) -> None:

@@ -15,7 +15,8 @@ from airflow.triggers.shared_stream import AdvanceItem, AdvanceOutcome
 
 from eventsql_orchestration import Claim, Consumer, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.airflow import EventSQLHook, EventSQLTrigger
-from eventsql_orchestration.airflow.triggers import ClaimEvent, ClaimProducer, EventSQLConditionTrigger
+from eventsql_orchestration.airflow.claim_producer import ClaimEvent, ClaimProducer
+from eventsql_orchestration.airflow.triggers import EventSQLConditionTrigger
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
@@ -164,7 +165,7 @@ def test_events_that_come_later_are_claimed_without_a_restart(rides: EventSQL) -
 
 
 def test_a_consumer_that_does_not_exist_yet_is_waited_for(connected: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.05)
+    monkeypatch.setattr("eventsql_orchestration.airflow.claim_producer.FIRST_BACKOFF", 0.05)
 
     async def test(_: ClaimProducer, stream: Any) -> Any:
         waiting = asyncio.ensure_future(anext(stream))
@@ -218,7 +219,7 @@ def test_a_shard_that_is_down_delays_no_other(rides: EventSQL, monkeypatch: pyte
 def test_a_shard_that_fails_is_tried_again_while_others_are_claimed(
     rides: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr("eventsql_orchestration.airflow.claim_producer.FIRST_BACKOFF", 0.01)
     tries = threading.Semaphore(0)
 
     class Counted(Down):
@@ -257,7 +258,7 @@ def test_an_error_that_is_no_database_error_ends_the_stream(rides: EventSQL, mon
 def test_a_connection_that_airflow_does_not_give_yet_is_waited_for(
     rides: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.FIRST_BACKOFF", 0.05)
+    monkeypatch.setattr("eventsql_orchestration.airflow.claim_producer.FIRST_BACKOFF", 0.05)
     publish(rides, 1)
     asked = []
 

@@ -483,6 +483,17 @@ def test_dead_letters_are_listed_and_shown(run: Run) -> None:
     assert json.loads(run("dlt", "show", TOPIC, 1, "--json").stdout) == listed
 
 
+@pytest.mark.usefixtures("dead_letter", "java")
+def test_the_doctor_warns_of_dead_letters_until_they_are_redriven(run: Run) -> None:
+    code, findings = diagnose(run)
+    (finding,) = findings["dead letters"]
+    assert (code, finding["status"]) == (0, "warning")
+    assert finding["message"].startswith(f"1 event of topic {TOPIC} ")
+    command = finding["remedy"].rpartition("eventsql ")[2].split()
+    assert run(*command).exit_code == 0
+    assert "dead letters" not in diagnose(run)[1]
+
+
 @pytest.mark.usefixtures("dead_letter")
 def test_a_dead_letter_is_redriven_once(run: Run, platform: EventSQL) -> None:
     result = run("dlt", "redrive", TOPIC)

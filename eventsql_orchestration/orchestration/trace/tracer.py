@@ -88,13 +88,14 @@ class Tracer:
     """Follows events back. One object makes one tree: events that were shown are not followed again.
 
     `platform` is on one database or on all shards. `runs` has an orchestrator by its name if it can be asked. `depth`
-    bounds the runs behind one another, `width` the publishers of one range.
+    bounds the runs behind one another, `width` the publishers of one range. `deeper` says how to get more of the runs.
     """
 
     platform: EventSQL
     runs: dict[str, Runs] = field(default_factory=dict)
     depth: int = DEPTH
     width: int = WIDTH
+    deeper: str = "give a larger --depth"
     unreachable: dict[str, LocalProcessError] = field(default_factory=dict, init=False)
     """The error after which an orchestrator was not asked again."""
     _seen: set[tuple[str, str | None, str, int, int]] = field(default_factory=set, init=False)
@@ -156,8 +157,8 @@ class Tracer:
             else:
                 note = f"event {offset} of topic {topic} is not kept any more"
                 original = self._event(topic, offset, copy.shard)
-        except TopicNotFoundError as error:
-            note = error.message
+        except TopicNotFoundError:
+            note = f"a copy of event {offset} of topic {topic}, which does not exist any more"
         if original is None:
             return replace(copy, notes=(note,))
         return replace(copy, original=self._trace_event(original, copy.shard))
@@ -177,7 +178,7 @@ class Tracer:
         read = self._read_by(run_id, traced, run)
         if read and depth < 1:
             ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
-            notes.append(f"it read {ranges}, not followed any further: give a larger --depth")
+            notes.append(f"it read {ranges}, not followed any further: {self.deeper}")
             return replace(traced, run=run, notes=tuple(notes))
         if not read:
             notes.append(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from datetime import UTC
 from urllib.parse import quote
 
@@ -14,18 +15,51 @@ from eventsql_orchestration.orchestration.trace.tracer import AIRFLOW, TracedEve
 from eventsql_orchestration.orchestration.webservers import without_credentials
 
 
-def tree_of(origin: TracedEvents, urls: Mapping[str, str]) -> Tree:
-    """Events and where they come from. `urls` has the URL of an orchestrator by its name: its runs become links."""
-    tree = Tree(_events(origin))
-    _grow(tree, origin, urls)
-    return tree
+@dataclass(frozen=True, slots=True)
+class TraceTree:
+    """Trees of traces. `urls` has the URL of an orchestrator by its name: its runs become links.
 
+    `wider` says how to get publishers that were left out.
+    """
 
-def tree_of_inputs(title: str, inputs: Iterable[TracedInput], urls: Mapping[str, str]) -> Tree:
-    """Ranges that were read, and where their events come from."""
-    tree = Tree(Text(_plain(title)))
-    _grow_inputs(tree, inputs, urls)
-    return tree
+    urls: Mapping[str, str]
+    wider: str = "give a larger --width"
+
+    def of(self, origin: TracedEvents) -> Tree:
+        """Events and where they come from."""
+        tree = Tree(_events(origin))
+        self._grow(tree, origin)
+        return tree
+
+    def of_inputs(self, title: str, inputs: Iterable[TracedInput]) -> Tree:
+        """Ranges that were read, and where their events come from."""
+        tree = Tree(Text(_plain(title)))
+        self._grow_inputs(tree, inputs)
+        return tree
+
+    def _grow(self, tree: Tree, origin: TracedEvents) -> None:
+        """Add to `tree`, which shows these events, where they come from."""
+        branch = tree
+        if origin.run_id is not None:
+            branch = tree.add(_run(origin, self.urls))
+        elif origin.original is None and not origin.notes:
+            tree.add("published by a service or a program, not by a run")
+        for note in origin.notes:
+            branch.add(Text(_plain(note), style="italic"))
+        if origin.original is not None:
+            copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
+            self._grow(copied, origin.original)
+        self._grow_inputs(branch, origin.inputs)
+
+    def _grow_inputs(self, branch: Tree, inputs: Iterable[TracedInput]) -> None:
+        for read in inputs:
+            below = branch.add(_range(read))
+            for note in read.notes:
+                below.add(Text(_plain(note), style="italic"))
+            for each in read.origins:
+                self._grow(below.add(_events(each)), each)
+            if read.left_out:
+                below.add(Text(f"{_counted(read.left_out, 'publisher')} more: {self.wider}", style="italic"))
 
 
 def link_to(run_id: str | None, urls: Mapping[str, str]) -> str | None:
@@ -49,32 +83,6 @@ def _events(origin: TracedEvents) -> Text:
         return Text.assemble((origin.topic, "bold"), f" event {origin.first}{on}")
     offsets = f" {_counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}{on}"
     return Text.assemble((origin.topic, "bold"), offsets)
-
-
-def _grow(tree: Tree, origin: TracedEvents, urls: Mapping[str, str]) -> None:
-    """Add to `tree`, which shows these events, where they come from."""
-    branch = tree
-    if origin.run_id is not None:
-        branch = tree.add(_run(origin, urls))
-    elif origin.original is None and not origin.notes:
-        tree.add("published by a service or a program, not by a run")
-    for note in origin.notes:
-        branch.add(Text(_plain(note), style="italic"))
-    if origin.original is not None:
-        copied = branch.add(Text.assemble("a copy of ", _events(origin.original)))
-        _grow(copied, origin.original, urls)
-    _grow_inputs(branch, origin.inputs, urls)
-
-
-def _grow_inputs(branch: Tree, inputs: Iterable[TracedInput], urls: Mapping[str, str]) -> None:
-    for read in inputs:
-        below = branch.add(_range(read))
-        for note in read.notes:
-            below.add(Text(_plain(note), style="italic"))
-        for each in read.origins:
-            _grow(below.add(_events(each)), each, urls)
-        if read.left_out:
-            below.add(Text(f"{_counted(read.left_out, 'publisher')} more: give a larger --width", style="italic"))
 
 
 def _run(origin: TracedEvents, urls: Mapping[str, str]) -> Text:
