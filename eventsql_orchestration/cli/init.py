@@ -77,16 +77,26 @@ eventsql lag
 pytest
 ```
 
-`src/{module}/definitions.py` has a topic, a consumer of it as an asset, and the table that the consumer fills.
+`src/{module}/stock.py` has a topic, a consumer of it as an asset, and the table that the consumer fills.
+`src/{module}/definitions.py` is the code location: give `build_definitions` each further consumer.
 """,
     "src/{module}/__init__.py": "",
     "src/{module}/definitions.py": '''\
-"""The code location of this project: a topic, a consumer of it, and the table that the consumer fills."""
+"""The code location of this project."""
+
+from eventsql_orchestration.dagster import build_definitions
+
+from {module}.stock import create_table, stock
+
+defs = build_definitions([stock], prepare=create_table)
+''',
+    "src/{module}/stock.py": '''\
+"""A topic, a consumer of it, and the table that the consumer fills."""
 
 import json
 
 from eventsql_orchestration import Connection, Event, Shard, Topic
-from eventsql_orchestration.dagster import build_definitions, consumer_asset
+from eventsql_orchestration.dagster import consumer_asset
 
 ORDER_PLACED = Topic("order_placed", partitions=2)
 
@@ -107,9 +117,6 @@ def create_table(shard: Shard) -> None:
     """Each run of the job `register` calls it."""
     with shard.database.transaction() as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS ordered (item text PRIMARY KEY, pieces bigint)")
-
-
-defs = build_definitions([stock], prepare=create_table)
 ''',
     "tests/test_stock.py": '''\
 """The consumer, on a PostgreSQL of the test's own."""
@@ -119,9 +126,10 @@ from pathlib import Path
 
 import pytest
 from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.dagster import build_definitions
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 
-from {module}.definitions import defs
+from {module}.stock import create_table, stock
 
 
 @pytest.fixture
@@ -137,6 +145,7 @@ def platform(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventS
 
 
 def test_each_order_counts_once(platform: EventSQL) -> None:
+    defs = build_definitions([stock], prepare=create_table)
     assert defs.resolve_job_def("register").execute_in_process().success
     for item in ("tea", "rice", "tea"):
         order = b'{{"item": "%s"}}' % item.encode()

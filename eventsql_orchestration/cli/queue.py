@@ -283,6 +283,8 @@ def work(
     letter after the queue's max receives.
     """
     stop = threading.Event()
+    # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
+    handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
 
     def run(message: Message, _connection: Connection) -> None:
         ended = subprocess.run(handler, input=message.body, check=False)

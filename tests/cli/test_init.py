@@ -26,7 +26,7 @@ def test_it_makes_a_project_that_dev_finds(invoke: Run, directory: Path, monkeyp
     root = directory / "corner-shop"
     assert written(root) == {
         ".gitignore", "README.md", "pyproject.toml", "src/corner_shop/__init__.py", "src/corner_shop/definitions.py",
-        "tests/test_stock.py",
+        "src/corner_shop/stock.py", "tests/test_stock.py",
     }  # fmt: skip
     assert tomllib.loads((root / "pyproject.toml").read_text())["project"]["name"] == "corner-shop"
     for file in root.rglob("*.py"):

@@ -47,11 +47,14 @@ def test_messages_that_are_only_shown_are_given_back(run: Run, database: Databas
     assert Queue(database, "jobs").depth().visible == 1
 
 
-def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(run: Run, database: Database) -> None:
+@pytest.mark.parametrize("separator", [[], ["--"]], ids=["plain", "after dashes"])
+def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
+    run: Run, database: Database, separator: list[str]
+) -> None:
     queue = Queue(database, "jobs", max_receives=1)
     queue.send_all([b"good", b"bad", b"good"])
     code = "import sys; sys.exit(sys.stdin.read() == 'bad')"
-    result = run("queue", "work", "--drain", "jobs", sys.executable, "-c", code)
+    result = run("queue", "work", "--drain", "jobs", *separator, sys.executable, "-c", code)
     assert result.exit_code == 0, result.output
     assert "2 messages of queue 'jobs' handled, 1 failed" in result.output
     assert queue.statistics().dead == 1

@@ -9,7 +9,9 @@ from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, BACKFILL_TAG, D
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 
-DEFINE_IT: Final = "give the code location `build_backfill(…)` of the consumer: its asset and its jobs"
+DEFINE_IT: Final = (
+    "give the code location `build_definitions(…, backfills=True)`, or the asset and the jobs of `build_backfill(…)`"
+)
 
 
 @dataclass(frozen=True, slots=True)
