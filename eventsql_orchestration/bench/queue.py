@@ -151,6 +151,8 @@ class QueueBenchmark(Benchmark):
             outcomes = [crew.outcome(each, limit=600.0) for each in started]
             processor = meter.taken()
         done = sum(outcome["messages"] for outcome in outcomes[-self.connections :])
+        if not done:
+            raise BenchmarkError(f"the queue was empty at the step {' and '.join(steps)!r}: somebody else works on it")
         elapsed = max(outcome["ended"] for outcome in outcomes) - min(outcome["started"] for outcome in outcomes)
         costs = {kind: seconds / done * _MICROSECONDS for kind, seconds in processor.items() if seconds}
         return _Step(done / elapsed, costs)
