@@ -114,6 +114,12 @@ BLOCKS: Final = "blocks"
 STORAGES: Final = (ROWS, BLOCKS)
 """The forms of a topic's log: a row for each event, or a row for many events."""
 
+Compression: TypeAlias = Literal["none", "pglz", "lz4"]
+
+UNCOMPRESSED: Final = "none"
+COMPRESSIONS: Final = (UNCOMPRESSED, "pglz", "lz4")
+"""How the server compresses the events of blocks. A server may be built without lz4."""
+
 
 @dataclass(frozen=True, slots=True)
 class Retention:
@@ -155,10 +161,13 @@ class Topic:
     `storage` is the form of its log: "rows", or "blocks" for events that are published many at a time. In a topic to
     register, None leaves it as it is, and takes rows for a new topic.
 
-    Equality ignores `retention`, `layout`, `shards` and `storage`. In a topic from the registry, the retention None
-    means that everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends
-    it. `layout` counts the changes of the places of its keys. `shards` are the databases that share the topic, if there
-    are several.
+    `compression` is that of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are in small
+    blocks, which are compressed when they are merged. In a topic to register, None leaves it as it is, and takes "none"
+    for a new topic. A topic in rows has a compression too, for the time when its new events are in blocks.
+
+    Equality looks at `name` and `partitions` alone. In a topic from the registry, the retention None means that
+    everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends it. `layout`
+    counts the changes of the places of its keys. `shards` are the databases that share the topic, if there are several.
     """
 
     name: str
@@ -168,6 +177,7 @@ class Topic:
     layout: int = field(default=1, compare=False)
     shards: ShardSet | None = field(default=None, compare=False, repr=False)
     storage: Storage | None = field(default=None, compare=False)
+    compression: Compression | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         check_topic_name(self.name)
@@ -179,6 +189,8 @@ class Topic:
         check_kind("shards", self.shards, ShardSet | None)
         if self.storage is not None:
             check_choice("storage", self.storage, STORAGES)
+        if self.compression is not None:
+            check_choice("compression", self.compression, COMPRESSIONS)
         if self.storage == BLOCKS and self.name.endswith(DEAD_LETTER_SUFFIX):
             raise ValidationError(
                 f"topic {self.name!r} takes dead letters, which are read one by one: its storage must be {ROWS!r}"

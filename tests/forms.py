@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import datetime
 
 from eventsql_orchestration import Event, EventSQL
 from eventsql_orchestration.database import Connection
@@ -45,6 +46,40 @@ def change_value(connection: Connection, topic: str, offset: int, value: bytes) 
         )
     else:
         connection.execute(f"UPDATE eventsql.{topic}_event SET eql_value = %s WHERE eql_id = %s", [value, offset])
+
+
+def drop_events(connection: Connection, topic: str, upto: int) -> None:
+    """Delete the events up to an offset from a log without gaps, as retention leaves a log."""
+    if in_blocks():
+        connection.execute(f"DELETE FROM eventsql.{topic}_block WHERE eql_id <= %s", [upto])
+        gone = "%(upto)s - (eql_id - eql_events) + 1"
+        arrays = ("eql_values", "eql_keys", "eql_metadata", "eql_times", "eql_entered")
+        rest = ", ".join(f"{array} = {array}[{gone}:]" for array in arrays)
+        connection.execute(
+            f"UPDATE eventsql.{topic}_block SET {rest}, eql_events = eql_id - %(upto)s "
+            "WHERE eql_id - eql_events < %(upto)s",
+            {"upto": upto},
+        )
+    else:
+        connection.execute(f"DELETE FROM eventsql.{topic}_event WHERE eql_id <= %s", [upto])
+
+
+def change_time(connection: Connection, topic: str, offset: int, at: datetime) -> None:
+    """Change the time when a stored event entered the log, in a log without gaps."""
+    if in_blocks():
+        connection.execute(
+            f"""
+            UPDATE eventsql.{topic}_block SET eql_entered = ARRAY(
+                SELECT CASE WHEN eql_id - eql_events + n = %(offset)s THEN %(at)s
+                       ELSE coalesce(eql_entered[n], eql_created_at) END
+                FROM generate_series(1, eql_events) n ORDER BY n
+            ), eql_created_at = CASE WHEN eql_id - eql_events + 1 = %(offset)s THEN %(at)s ELSE eql_created_at END
+            WHERE eql_id >= %(offset)s AND eql_id - eql_events < %(offset)s
+            """,
+            {"offset": offset, "at": at},
+        )
+    else:
+        connection.execute(f"UPDATE eventsql.{topic}_event SET eql_created_at = %s WHERE eql_id = %s", [at, offset])
 
 
 def check_order(events: Sequence[Event], expected: Sequence[str], *, staged: bool = False) -> None:

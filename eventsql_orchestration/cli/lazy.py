@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.store.change import Change, StoreCheckpoint
     from eventsql_orchestration.topics.catalog import choose_partitions
     from eventsql_orchestration.topics.offsets import resolve
+    from eventsql_orchestration.topics.registry import default_storage
     from eventsql_orchestration.views import Views
 
 __all__ = [
@@ -43,7 +44,7 @@ __all__ = [
     "Development", "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries",
     "ServedDagRuns", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
     "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers", "dagster_launcher", "dagster_runs",
-    "message_of", "queue_lags", "resolve", "running_airflow", "topics",
+    "default_storage", "message_of", "queue_lags", "resolve", "running_airflow", "topics",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -76,6 +77,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.store.change": ("Change", "StoreCheckpoint"),
         f"{_PACKAGE}.topics.catalog": ("choose_partitions",),
         f"{_PACKAGE}.topics.offsets": ("resolve",),
+        f"{_PACKAGE}.topics.registry": ("default_storage",),
         f"{_PACKAGE}.views": ("Views",),
     },
 )

@@ -44,8 +44,11 @@ from eventsql_orchestration.cli.topic_output import (
 )
 from eventsql_orchestration.errors import InputError, TopicNotFoundError
 from eventsql_orchestration.model import (
+    COMPRESSIONS,
     NOT_PARTITIONED,
     STORAGES,
+    UNCOMPRESSED,
+    Compression,
     Retention,
     Storage,
     Topic,
@@ -97,6 +100,7 @@ def topic() -> None:
 def create(
     context: CliContext,
     topic: TopicName,
+    *,
     partitions: Annotated[
         int, option("1 to 32767; without it the topic is not partitioned.", default=NOT_PARTITIONED, show_default=False)
     ],
@@ -107,6 +111,9 @@ def create(
             type=click.Choice(STORAGES),
         ),
     ],
+    compression: Annotated[
+        Compression | None, option("How its blocks are compressed.", type=click.Choice(COMPRESSIONS))
+    ],
     dead_letters: Annotated[bool, option("Also create TOPIC_dlt for the events that its consumers give up.")],
     **retention: Unpack[_Retention],
 ) -> None:
@@ -115,7 +122,7 @@ def create(
     A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
     gets the number of partitions. Its form stays: rows, unless --storage says blocks when it is created.
     """
-    wanted, bounds = Topic(topic, partitions, storage=storage), _Bounds(**retention)
+    wanted, bounds = Topic(topic, partitions, storage=storage, compression=compression), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None
     with context.definitions() as platform:
         _register(platform, wanted, bounds)
@@ -133,9 +140,12 @@ def alter(
     topic: TopicName,
     partitions: Annotated[int | None, option("1 to 32767, or -1 for none.")],
     storage: Annotated[Storage | None, option("The form of its new events.", type=click.Choice(STORAGES))],
+    compression: Annotated[
+        Compression | None, option("How its new blocks are compressed.", type=click.Choice(COMPRESSIONS))
+    ],
     **retention: Unpack[_Retention],
 ) -> None:
-    """Change the partitions, the form or the retention of TOPIC.
+    """Change the partitions, the form, the compression or the retention of TOPIC.
 
     The number of partitions of a partitioned topic can change while publishers and consumers go on: every consumer
     finishes the old partitions before it begins with the new ones, so that keys stay in their order (`eventsql topic
@@ -146,20 +156,25 @@ def alter(
     bounds = _Bounds(**retention)
     if partitions is not None:
         check_partitions(partitions)
-    elif not bounds and storage is None:
-        raise click.UsageError("nothing to alter: give --partitions, --storage, a bound of retention or --keep-forever")
+    elif not bounds and storage is None and compression is None:
+        raise click.UsageError(
+            "nothing to alter: give --partitions, --storage, --compression, a bound of retention or --keep-forever"
+        )
     with context.definitions() as platform:
         found = platform.registry.topic(topic)
+        if compression is not None:
+            _compress(platform, topic, compression)
         if storage is not None:
             _store(platform, found, storage)
+        if compression is not None or storage is not None:
             if partitions is None and not bounds:
                 return
-            found = replace(found, storage=None)
+            found = platform.registry.topic(topic)
         if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
             _repartition(platform, found, partitions)
             if not bounds:
                 return
-            found = replace(platform.registry.topic(topic), storage=None)
+            found = platform.registry.topic(topic)
         elif partitions is not None:
             found = replace(found, partitions=partitions)
         _register(platform, found, bounds)
@@ -170,6 +185,14 @@ def _store(platform: EventSQL, topic: Topic, storage: Storage) -> None:
         say(f"new events of topic {topic.name!r} are stored in {storage} now; its present events stay as they are")
     else:
         say(f"new events of topic {topic.name!r} are stored in {storage} already")
+
+
+def _compress(platform: EventSQL, topic: str, compression: Compression) -> None:
+    way = "not compressed" if compression == UNCOMPRESSED else f"compressed by {compression}"
+    if platform.registry.set_compression(topic, compression):
+        say(f"new blocks of topic {topic!r} are {way} now; its present blocks stay as they are until they are merged")
+    else:
+        say(f"new blocks of topic {topic!r} are {way} already")
 
 
 def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:

@@ -23,7 +23,7 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, UNCOMPRESSED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest, Place
 
@@ -37,10 +37,15 @@ if TYPE_CHECKING:
 
 
 def form(topic: Topic) -> str:
-    """The partitions and the retention of a topic, in a few words."""
-    partitions = counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"
-    stored = partitions if topic.storage != BLOCKS else f"{partitions}, in blocks"
-    return stored if topic.retention is None else f"{stored}, kept: {kept(topic)}"
+    """The partitions of a topic, its retention, and how it is stored where that is not the default, in a few words."""
+    words = [counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"]
+    if topic.storage not in {None, lazy.default_storage(topic.name)}:
+        words.append(f"in {topic.storage}")
+    if topic.compression not in {None, UNCOMPRESSED}:
+        words.append(f"compressed by {topic.compression}")
+    if topic.retention is not None:
+        words.append(f"kept: {kept(topic)}")
+    return ", ".join(words)
 
 
 def kept(topic: Topic) -> str:
@@ -74,7 +79,7 @@ def size(number: int) -> str:
 
 TOPIC: Final[Columns] = {
     "topic": "name",
-    **same("partitions", "storage", "created_at"),
+    **same("partitions", "storage", "compression", "created_at"),
     "retention": lambda topic: None if topic.retention is None else asdict(topic.retention),
 }
 """A topic for JSON."""
@@ -161,6 +166,8 @@ class Description:
         found = self.topic
         partitions = found.partitions if found.partitioned else "not partitioned"
         fields = {"topic": found.name, "partitions": partitions, "stored in": found.storage}
+        if found.storage == BLOCKS:
+            fields["compression"] = found.compression
         kept_since = {"created": found.created_at, "kept": kept(found)}
         show_fields({**fields, **kept_since, "dead letters": self.dead_letters})
         show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})

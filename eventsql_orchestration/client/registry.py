@@ -14,7 +14,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Storage, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, UNCOMPRESSED, Compression, Retention, Storage, Topic
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
@@ -51,8 +51,9 @@ class ClusterRegistry:
         Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
         Its retention can always change; a topic that names none keeps the retention that it has. Raises
         `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers
-        are in the way.
+        are in the way, and `RegistryError` where a server is built without the topic's compression.
         """
+        self._check_compression(topic.compression)
         done = self._cluster.fan_out(lambda shard: shard.registry.declare_topic(topic))
         return merged(list(done.values()))
 
@@ -145,6 +146,26 @@ class ClusterRegistry:
         """
         done = self._cluster.fan_out(lambda shard: shard.registry.set_storage(name, storage, timeout=timeout))
         return any(done.values())
+
+    def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
+        """Let new blocks of a topic be compressed by `pglz` or `lz4`, or not with `none`; False if they are already.
+
+        Publishers and consumers go on. The present blocks stay as they are; compaction applies the compression to the
+        blocks that it merges. For a topic in rows, the compression counts when its new events are in blocks.
+
+        Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
+        or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
+        `RegistryError` where a server is built without the compression, with nothing changed on any, and
+        `ValidationError`. With several shards, the first may have changed when a later one fails: call this again.
+        """
+        self._check_compression(compression)
+        done = self._cluster.fan_out(lambda shard: shard.registry.set_compression(name, compression, timeout=timeout))
+        return any(done.values())
+
+    def _check_compression(self, compression: Compression | None) -> None:
+        """Raise `RegistryError` if one of several servers is built without a compression, before any is changed."""
+        if self._lone is None and compression not in {None, UNCOMPRESSED}:
+            self._cluster.fan_out(lambda shard: shard.registry.check_compression(compression))
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """Delete a topic with all its events.

@@ -63,6 +63,7 @@ topic = Table(
     Column("eql_retention_events", BigInteger),
     Column("eql_layout", Integer, nullable=False, server_default=text("1")),
     Column("eql_storage", Text, nullable=False, server_default=text("'rows'")),
+    Column("eql_compression", Text, nullable=False, server_default=text("'none'")),
 )
 
 topic_layout = Table("topic_layout", metadata, Column("eql_topic", Text, primary_key=True))

@@ -17,12 +17,12 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.errors import InvalidNameError, ShardSetError
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
+from eventsql_orchestration.model import NOT_PARTITIONED, Retention
 from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
@@ -207,9 +207,7 @@ class ShardAddition:
         existing = {topic.name: topic for topic in self._new.registry.topics()}
         for topic in registry.topics():
             if topic.name not in existing:
-                self._new.registry.register_topic(
-                    Topic(topic.name, topic.partitions, retention=topic.retention or Retention())
-                )
+                self._new.registry.register_topic(replace(topic, retention=topic.retention or Retention()))
             elif topic.partitioned and existing[topic.name].partitions != topic.partitions:
                 self._new.repartitioner.repartition(topic.name, topic.partitions)
         known = {(state.topic, state.name) for state in self._new.registry.consumers()}

@@ -91,7 +91,7 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
     if form.blocks:
         log_table.event_log(name, partitioned=topic.partitioned, name=added).create(connection)
     else:
-        log_table.create_block_table(driver, schema, name, added, partitioned=topic.partitioned)
+        log_table.create_block_table(driver, schema, topic, added)
     new = sql.Identifier(schema, added)
     own = fetch_one(driver, LogQueries("altering", schema)("own_sequence"), {"table": new.as_string(driver)})
     driver.execute(sql.SQL("ALTER TABLE {} ALTER COLUMN eql_id DROP DEFAULT").format(new))

@@ -27,7 +27,8 @@ from eventsql_orchestration.database import driver_connection, tables
 from eventsql_orchestration.database.log_names import block_table, event_table
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
 from eventsql_orchestration.errors import RegistryError
-from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.model import UNCOMPRESSED, Topic
+from eventsql_orchestration.storage import compressing, log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 _TIME: Final = DateTime(timezone=True)
@@ -76,24 +77,24 @@ def exists(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool
     return fetch_first(connection, LogQueries("forms", schema)("exists"), log) == (True,)
 
 
-def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: str, *, partitioned: bool) -> None:
+def create_blocks(connection: psycopg.Connection[Any], schema: str, topic: Topic) -> None:
     """Create a topic's log in blocks, without segments, in the caller's transaction."""
-    check_free(connection, schema, block_table(topic))
-    create_block_table(connection, schema, topic, block_table(topic), partitioned=partitioned)
+    check_free(connection, schema, block_table(topic.name))
+    create_block_table(connection, schema, topic, block_table(topic.name))
     queries = LogQueries("forms", schema)
     for step in ("create_view", "refuse_rows"):
-        connection.execute(queries(step, topic=topic))
-    log_form.learn(connection, schema, topic, "blocks")
+        connection.execute(queries(step, topic=topic.name))
+    log_form.learn(connection, schema, topic.name, "blocks")
 
 
-def create_block_table(
-    connection: psycopg.Connection[Any], schema: str, topic: str, table: str, *, partitioned: bool
-) -> None:
+def create_block_table(connection: psycopg.Connection[Any], schema: str, topic: Topic, table: str) -> None:
     """Create the table of this name for the blocks of a topic's log, without segments."""
     queries = LogQueries("forms", schema)
     steps = ["create_blocks", "store_apart", "create_gap_index"]
-    for step in steps + (["create_partition_index"] if partitioned else []):
-        connection.execute(queries(step, topic=topic, table=table))
+    for step in steps + (["create_partition_index"] if topic.partitioned else []):
+        connection.execute(queries(step, topic=topic.name, table=table))
+    if topic.compression not in {None, UNCOMPRESSED}:
+        compressing.compress(connection, schema, table, topic.compression)
 
 
 def check_free(connection: psycopg.Connection[Any], schema: str, table: str) -> None:

@@ -69,7 +69,7 @@ def create_log(connection: sqlalchemy.Connection, schema: str, topic: Topic) -> 
     driver = driver_connection(connection)
     blocks = log_form.form_now(driver, schema, topic.name).blocks
     if not blocks and topic.storage == BLOCKS and not log_table.exists(driver, schema, topic.name):
-        log_table.create_blocks(driver, schema, topic.name, partitioned=topic.partitioned)
+        log_table.create_blocks(driver, schema, topic)
         blocks = True
     if not blocks:
         _create_rows(connection, schema, topic)

@@ -36,6 +36,7 @@ _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard
 _TOPICS: Final = select(
     _t.eql_name, _t.eql_partitions, _t.eql_created_at,
     _t.eql_retention_seconds, _t.eql_retention_bytes, _t.eql_retention_events, _t.eql_layout, _t.eql_storage,
+    _t.eql_compression,
     select(
         func.json_build_object(
             "set", _s.eql_set, "name", _s.eql_name, "active", _s.eql_active,
@@ -85,11 +86,11 @@ def all_topics(connection: Connection) -> list[Topic]:
 
 
 def _as_topic(row: Sequence[Any]) -> Topic:
-    name, partitions, created_at, *bounds, layout, storage, shards = row
+    name, partitions, created_at, *bounds, layout, storage, compression, shards = row
     retention = Retention(*bounds)
     return Topic(
         name, partitions, created_at, retention=None if retention.for_ever else retention, layout=layout,
-        shards=ShardSet.from_json(shards), storage=storage,
+        shards=ShardSet.from_json(shards), storage=storage, compression=compression,
     )  # fmt: skip
 
 

@@ -15,19 +15,26 @@ from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFil
 from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
-    DatabaseBusyError,
     InvalidNameError,
     RedefinitionError,
     RegistryError,
     ValidationError,
 )
-from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, ROWS, STORAGES, Retention, Storage, Topic
-from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.storage import altering, log_form, log_table, segments
-from eventsql_orchestration.storage.erasing import try_change
+from eventsql_orchestration.model import (
+    BLOCKS,
+    COMPRESSIONS,
+    DEAD_LETTER_SUFFIX,
+    NOT_PARTITIONED,
+    ROWS,
+    STORAGES,
+    UNCOMPRESSED,
+    Compression,
+    Retention,
+    Storage,
+    Topic,
+)
+from eventsql_orchestration.storage import compressing, log_form, log_table, segments
 from eventsql_orchestration.storage.log_table import check_readable
-from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import (
     all_topics,
@@ -43,7 +50,9 @@ from eventsql_orchestration.topics.catalog import (
     refuse_capitals,
     schema_of,
 )
-from eventsql_orchestration.topics.offsets import Earliest, Position, Start, resolve, starting_at
+from eventsql_orchestration.topics.changing import change_compression, change_storage
+from eventsql_orchestration.topics.consumer_rows import change_settings, insert_consumer
+from eventsql_orchestration.topics.offsets import Start, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
 from eventsql_orchestration.validation import check_choice, check_text
 
@@ -58,14 +67,10 @@ class ConsumerSettings(TypedDict, total=False):
 
 
 DEFAULT_STORAGE: Storage = ROWS
-"""The form of a topic that names none."""
-
-WAIT_SECONDS: Final = 0.5
-"""Seconds that one attempt to change the form of a topic makes others wait at most, for each lock. Shorter than the
-server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
+"""The form of a new topic that names none, and takes no dead letters."""
 
 RETRY_SECONDS: Final = 30.0
-"""Seconds for which a change of the form is tried."""
+"""Seconds for which a change of the form or the compression is tried."""
 
 CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
@@ -99,27 +104,19 @@ class Registry:
             lock_registry(connection)
             refuse_capitals(connection, topic.name)
             before = find_topic(connection, topic.name)
-            # EventSQL's Java library registers topics too, and does not take our lock.
-            connection.execute(
-                insert(tables.topic)
-                .values(eql_name=topic.name, eql_partitions=topic.partitions, eql_storage=_storage(topic))
-                .on_conflict_do_nothing()
-            )
+            compressing.check_available(driver_connection(connection), self._database.schema, topic.compression)
             if before is None:
-                _forget_redrives(connection, topic.name)
+                _insert_topic(connection, topic)
             connection.execute(insert(tables.event_buffer_lock).values(eql_topic=topic.name).on_conflict_do_nothing())
 
             existing = existing_topic(connection, topic.name)
-            if topic.storage not in {None, existing.storage}:
-                raise RedefinitionError(
-                    f"topic {topic.name!r} is stored in {existing.storage}, not in {topic.storage}: change it with "
-                    f"`eventsql topic alter {topic.name} --storage {topic.storage}`"
-                )
+            _check_stored(existing, topic)
             if existing.partitions != topic.partitions:
                 self._redefine(connection, existing, topic)
             if topic.retention is not None:
                 _keep(connection, existing, topic.retention)
-            segments.create_log(connection, self._database.schema, replace(topic, storage=existing.storage))
+            stored = replace(topic, storage=existing.storage, compression=existing.compression)
+            segments.create_log(connection, self._database.schema, stored)
             if has_roles:
                 roles.grant(driver_connection(connection), self._database.schema, [topic.name])
             registration = topic_registration(before, existing_topic(connection, topic.name))
@@ -200,39 +197,21 @@ class Registry:
         check_choice("storage", storage, STORAGES)
         if Topic(name, storage=storage).storage == self.topic(name).storage:
             return False
-        schema, retry = self._database.schema, Backoff(timeout)
-        while True:
-            try:
-                with self._database.errors(), self._database.dedicated() as driver:
-                    segments.adopt(driver, schema, name, "another form")
-                with self._database.core() as connection:
-                    driver = driver_connection(connection)
-                    changed = self._change_storage(connection, name, storage)
-            except DatabaseBusyError as error:
-                if not retry.lasts():
-                    raise DatabaseBusyError(
-                        f"topic {name!r} keeps its form, because transactions that read or write it do not end: {error}"
-                    ) from error
-            else:
-                log_form.forget(driver, schema, name)
-                self.forget(name)
-                return changed
-
-    def _change_storage(self, connection: Connection, name: str, storage: Storage) -> bool:
-        driver, schema = driver_connection(connection), self._database.schema
-        has_roles = roles.act_as_owner(driver, schema)
-        lock_registry(connection)
-        driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
-        if not try_retain(driver, schema, name):
-            raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")
-        if not try_change(driver, schema, name):
-            raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way: try again when it has ended")
-        topic = existing_topic(connection, name)
-        lock_topic(connection, name)
-        changed = altering.change(connection, schema, topic, storage)
-        if changed and has_roles:
-            roles.grant(driver, schema, [name])
+        changed = change_storage(self._database, name, storage, timeout=timeout)
+        self.forget(name)
         return changed
+
+    def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
+        """See `ClusterRegistry.set_compression`."""
+        check_choice("compression", compression, COMPRESSIONS)
+        changed = change_compression(self._database, name, compression, timeout=timeout)
+        self.forget(name)
+        return changed
+
+    def check_compression(self, compression: Compression | None) -> None:
+        """Raise `RegistryError` if the server is built without a compression."""
+        with self._database.connection() as connection:
+            compressing.check_available(connection, self._database.schema, compression)
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """See `ClusterRegistry.unregister_topic`."""
@@ -292,9 +271,9 @@ class Registry:
             if before:
                 if consumer.partitioned:
                     layouts.complete(driver_connection(connection), self._database.schema, topic.name, consumer.name)
-                _change_settings(connection, before, stored)
+                change_settings(connection, before, stored)
             else:
-                _insert_consumer(connection, consumer, topic, position, stored, held=held)
+                insert_consumer(connection, consumer, topic, position, stored, held=held)
             return consumer_registration(consumer, before, consumer_states(connection, topic.name, consumer.name))
 
     def consumers(self, topic: str | None = None) -> list[ConsumerState]:
@@ -341,47 +320,45 @@ class Registry:
             connection.execute(update(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name).values(values))
 
 
-def _change_settings(connection: Connection, states: list[ConsumerState], settings: dict[str, Any]) -> None:
-    """Set the declared settings that differ. Leaves the others: an update waits for the consumption under way."""
-    declared = EventFilter.from_json(settings["eql_filter"]) if isinstance(settings.get("eql_filter"), dict) else None
-    if any(
-        settings.get("eql_max_attempts", state.max_attempts) != state.max_attempts
-        or ("eql_filter" in settings and state.filter != declared)
-        for state in states
+def default_storage(topic: str) -> Storage:
+    """The form of a new topic of this name."""
+    return ROWS if topic.endswith(DEAD_LETTER_SUFFIX) else DEFAULT_STORAGE
+
+
+def _check_stored(existing: Topic, wanted: Topic) -> None:
+    """Raise `RedefinitionError` if a topic is not stored as it is declared."""
+    for option, found, given in (
+        ("storage", existing.storage, wanted.storage),
+        ("compression", existing.compression, wanted.compression),
     ):
-        own = (_c.eql_topic == states[0].topic, _c.eql_name == states[0].name)
-        connection.execute(update(tables.consumer).where(*own).values(settings))
+        if given not in {None, found}:
+            raise RedefinitionError(
+                f"topic {existing.name!r} has {option} {found!r}, not {given!r}: change it with "
+                f"`eventsql topic alter {existing.name} --{option} {given}`"
+            )
 
 
-def _insert_consumer(
-    connection: Connection, consumer: Consumer, topic: Topic, start: Position, settings: dict[str, Any], *, held: bool
-) -> None:
-    """Insert the rows of a new consumer, for the partitions of the layout where it begins and of all later ones."""
-    driver, schema = driver_connection(connection), schema_of(connection)
-    offset = None
-    if not isinstance(start, Earliest):
-        offset = resolve(driver, schema, topic.name, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
-    partitions, until = topic.all_partitions, None
-    if not consumer.partitioned:
-        partitions = (NOT_PARTITIONED,)
-    elif known := layouts.layouts(driver, schema, topic.name):
-        bounds = layouts.bounds_at(known, offset or 0)
-        partitions, until = tuple(range(bounds.partitions)), bounds.until
+def _insert_topic(connection: Connection, topic: Topic) -> None:
+    """Insert the row of a new topic. EventSQL's Java library registers topics too, and does not take our lock."""
     connection.execute(
-        insert(tables.consumer).values(eql_consumed_events=0, **settings).on_conflict_do_nothing(),
-        [
-            {
-                "eql_topic": topic.name, "eql_name": consumer.name, "eql_partition": partition,
-                "eql_last_event_id": offset, "eql_until": HELD if held else until,
-            }
-            for partition in partitions
-        ],
-    )  # fmt: skip
+        insert(tables.topic)
+        .values(
+            eql_name=topic.name,
+            eql_partitions=topic.partitions,
+            eql_storage=_storage(connection, topic),
+            eql_compression=topic.compression or UNCOMPRESSED,
+        )
+        .on_conflict_do_nothing()
+    )
+    _forget_redrives(connection, topic.name)
 
 
-def _storage(topic: Topic) -> Storage:
-    """The form of a new topic's log."""
-    return topic.storage or (ROWS if topic.name.endswith(DEAD_LETTER_SUFFIX) else DEFAULT_STORAGE)
+def _storage(connection: Connection, topic: Topic) -> Storage:
+    """The form of a new topic's log. Programs that share the database may have made the log already."""
+    driver, schema = driver_connection(connection), schema_of(connection)
+    if log_table.exists(driver, schema, topic.name):
+        return BLOCKS if log_form.form_now(driver, schema, topic.name).writes_blocks else ROWS
+    return topic.storage or default_storage(topic.name)
 
 
 def _partitions(count: int) -> str:

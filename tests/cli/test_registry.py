@@ -125,8 +125,9 @@ def old(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
     platform.registry.register_topic(Topic("old"))
     platform.registry.register_consumer(Consumer("old", "mailer"))
-    for _ in range(6):
-        platform.publisher.publish_all(Publication("old", b"") for _ in range(5))
+    for _ in range(10):
+        # Blocks of three end where the first segment ends.
+        platform.publisher.publish_all(Publication("old", b"") for _ in range(3))
         platform.transfer.run_once()
     platform.consumers.consume_once("old", "mailer", lambda *_: None, max_events=12)
     assert run("topic", "alter", "old", "--retention-events", 5).exit_code == 0
@@ -142,7 +143,7 @@ def test_retention_is_planned_and_kept_to(run: Run, platform: EventSQL, old: str
     assert platform.reader.count(old) == 21
     assert [(each["topic"], each["segments"], each["upto"]) for each in planned] == [("old", 1, 9)]
     assert run("topic", "retain", old, "--force").exit_code == 0
-    assert platform.reader.count(old) < 12
+    assert platform.reader.count(old) <= 12
 
 
 def test_nothing_is_dropped_where_no_topic_has_a_retention(run: Run, topic: str) -> None:

@@ -32,6 +32,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
+from tests.forms import stored
 
 Run = Callable[..., Result]
 
@@ -359,7 +360,7 @@ def test_events_that_retention_dropped_end_the_trace(
     pipeline.publish(3)
     pipeline.run(doubled, "rides", "doubles")
     with pipeline.platform.database.connection() as connection:
-        connection.execute("DELETE FROM eventsql.rides_event")
+        connection.execute(f"DELETE FROM eventsql.{stored('rides')}")
     found, _ = trace(run, "doubles", 1)
     assert found["inputs"][0]["notes"] == ["none of its events is kept any more"]
 

@@ -43,6 +43,7 @@ from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earlie
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench, await_
+from tests.forms import change_time, change_value, drop_events
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,10 +155,7 @@ def test_windows_of_time_hold_what_was_logged_in_the_same_period(bench: Workbenc
     noon = datetime(2026, 5, 1, 12, tzinfo=UTC)
     with bench.platform.database.connection() as connection:
         for minutes, event in zip((0, 10, 59, 60, 61, 240), ids, strict=True):
-            connection.execute(
-                "UPDATE eventsql.orders_event SET eql_created_at = %s WHERE eql_id = %s",
-                (noon + timedelta(minutes=minutes), event),
-            )
+            change_time(connection, "orders", event, noon + timedelta(minutes=minutes))
     plan = everything(backfills, "fragile", window=timedelta(hours=1))
     assert [(run.window.upto, run.events) for run in plan.runs] == [(ids[2], 3), (ids[4], 2), (ids[5], 1)]
 
@@ -214,7 +212,7 @@ def test_a_plan_names_events_beyond_the_end_and_in_the_buffer(bench: Workbench, 
 def test_a_plan_names_events_that_retention_dropped(bench: Workbench, backfills: Backfills) -> None:
     ids = bench.publish("orders", 10)
     with bench.platform.database.connection() as connection:
-        connection.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= %s", (ids[5],))
+        drop_events(connection, "orders", ids[5])
     plan = backfills.plan("orders", "ledger", ReplayRange(AtOffset(ids[2])))
     assert plan.events == 4
     (gone,) = plan.remarks
@@ -227,7 +225,7 @@ def test_registering_refuses_a_plan_whose_events_retention_dropped(bench: Workbe
     ids = bench.publish("orders", 10)
     plan = everything(backfills)
     with bench.platform.database.connection() as connection:
-        connection.execute("DELETE FROM eventsql.orders_event WHERE eql_id <= %s", (ids[0],))
+        drop_events(connection, "orders", ids[0])
     with pytest.raises(RegistryError, match="make the plan again"):
         backfills.register(plan, "late")
     assert backfills.registered() == []
@@ -524,7 +522,7 @@ def test_an_event_that_blocks_its_window_fails_the_run_and_resuming_gives_it_new
 
     backfills.renew(backfills.get("orders", "one"))
     with bench.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.orders_event SET eql_value = 'mended' WHERE eql_id = %s", (poison,))
+        change_value(connection, "orders", poison, b"mended")
     assert replay(bench, location.fragile_backfill, key).success
     assert bench.effects() == [*ids, poison, *more]
 

@@ -14,6 +14,7 @@ from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Database, Queries, queries
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.log_names import event_table
+from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.views import Logs, Timeline, Views
 from tests.plans import numbered
@@ -58,6 +59,8 @@ def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     if room == "storage":
         blocks = in_room.startswith(("blocks_", "compacting")) or (in_room, name) in OF_BLOCKS
         topic = "packed" if blocks else "orders"
+        if (in_room, name) == ("forms", "compress"):
+            return Queries(in_room, "eventsql", room=ROOM)(name, table="packed_block", method="pglz")
         return LogQueries(in_room, "eventsql")(name, topic=topic, table=f"{topic}_{'block' if blocks else 'event'}")
     if file == "database/views" or name in FILLING:
         of_logs = name in {"write_log", "fill_logs"}
@@ -79,7 +82,9 @@ def test_every_statement_has_a_name_of_its_own_and_a_description(file: str) -> N
 def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
     """A database with a topic `orders`, for statements that are understood and not run."""
     with EventSQL(server.create_database("understood"), transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders")).register_topic(Topic("packed", storage="blocks"))
+        platform.registry.register_topic(Topic("orders", storage="rows")).register_topic(
+            Topic("packed", storage="blocks")
+        )
         Views(platform.database).declare(Timeline("entries"), Logs("runs"))
         with platform.database.connection() as connection:
             connection.execute("CREATE TABLE eventsql.ordered (eql_transaction xid8, eql_id bigint, eql_value bytea)")

@@ -20,6 +20,7 @@ from eventsql_orchestration.queue import lag as queue_lag
 from eventsql_orchestration.storage import metrics as storage_metrics
 from eventsql_orchestration.store import Change
 from tests.fixtures import SaidBy, Sessions
+from tests.forms import stored
 from tests.roles.conftest import As, as_, login, owner, prefix
 
 __all__ = ["as_", "login", "owner", "prefix"]
@@ -246,7 +247,7 @@ def test_counters_do_not_go_back_and_begin_anew_with_a_new_topic(
     consume(orders, "orders", "mailer")
     assert scrape()("eventsql_events_consumed_total", consumer="mailer") == 4
     # As retention leaves the log, and a repartitioning to fewer partitions the consumer.
-    execute(orders, "DELETE FROM eventsql.orders_event")
+    execute(orders, f"DELETE FROM eventsql.{stored('orders')}")
     execute(orders, "DELETE FROM eventsql.consumer WHERE eql_name = 'mailer' AND eql_partition = 2")
     found = scrape()
     assert found("eventsql_events_published_total") == found("eventsql_events_transferred_total") == 4

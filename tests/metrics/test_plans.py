@@ -8,7 +8,7 @@ from tests.plans import plans
 
 
 def test_what_waits_is_counted_and_dated_through_indexes(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", 10)).register_topic(Topic("orders_dlt"))
+    platform.registry.register_topic(Topic("orders", 10, storage="rows")).register_topic(Topic("orders_dlt"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("orders", "auditor"))
     with platform.database.connection() as connection:

@@ -20,6 +20,7 @@ from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.erasing import FAILURE
 from eventsql_orchestration.topics.leftovers import Leftovers
+from tests.forms import stored
 from tests.maintenance.test_erasure import stage
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     with owner.database.connection() as connection:
-        connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
+        connection.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 15000000)")
     owner.publisher.publish_all(_orders(45))
     platform = as_("transfer")
     assert platform.transfer.run_once() == {"orders": 45}
@@ -81,7 +82,7 @@ def test_segments_belong_to_the_admin_whoever_makes_them(
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     with owner.database.connection() as connection:
-        connection.execute("SELECT setval('eventsql.orders_event_eql_id_seq', 15000000)")
+        connection.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 15000000)")
     owner.publisher.publish(Publication("orders", b"v"))
     maker = owner if role == "superuser" else as_(role)
     assert maker.transfer.run_once() == {"orders": 1}

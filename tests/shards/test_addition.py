@@ -195,6 +195,17 @@ def test_a_shard_knows_all_that_was_registered_while_it_was_added(
     whole.registry.check_same("late")
 
 
+def test_a_new_shard_stores_topics_as_the_others_do(dsns: list[str], opened: Open, addition: Adding) -> None:
+    registry = opened(*dsns[:2]).registry
+    registry.register_topic(Topic("shared", 3, storage="rows"))
+    registry.register_topic(Topic("packed", 3, storage="blocks", compression="pglz"))
+    addition(dsns).execute()
+    for shard in opened(*dsns).shards:
+        assert shard.registry.topic("shared").storage == "rows"
+        packed = shard.registry.topic("packed")
+        assert (packed.storage, packed.compression) == ("blocks", "pglz")
+
+
 def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], opened: Open) -> None:
     platform = opened(*dsns[:2])
     shard = platform.shard_of(MOVING)

@@ -23,7 +23,7 @@ from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
-from eventsql_orchestration.topics import registry
+from eventsql_orchestration.topics import changing
 
 OTHER: dict[Storage, Storage] = {"rows": "blocks", "blocks": "rows"}
 
@@ -260,7 +260,7 @@ def test_a_change_gives_way_before_the_server_ends_a_reader_that_waits_for_it(
         "SELECT extract(epoch FROM boot_val::int * interval '1 ms') FROM pg_settings WHERE name = 'deadlock_timeout'"
     ).fetchone()
     assert look is not None
-    assert max(registry.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
+    assert max(changing.WAIT_SECONDS, retention.SIMPLIFY_SECONDS) < look[0]
 
 
 def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, dsn: str, storage: Storage) -> None:

@@ -36,7 +36,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.model import Retention
+from eventsql_orchestration.model import STORAGES, Retention, Storage
 from eventsql_orchestration.topics.offsets import Place, Start
 from tests.forms import stored
 
@@ -125,6 +125,18 @@ def test_an_event_table_that_is_missing_is_made_when_its_topic_is_registered(pla
     with platform.database.connection() as connection:
         connection.execute(f"DROP TABLE eventsql.{stored('orders')} CASCADE")
     platform.registry.register_topic(Topic("orders", 3))
+    fill(platform, "orders")
+    assert platform.reader.count("orders") == 3
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_log_that_is_there_before_its_topic_keeps_its_form(platform: EventSQL, storage: Storage) -> None:
+    platform.registry.register_topic(Topic("orders", 3, storage=storage))
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.topic")
+    platform.registry.forget("orders")
+    platform.registry.register_topic(Topic("orders", 3))
+    assert platform.registry.topic("orders").storage == storage
     fill(platform, "orders")
     assert platform.reader.count("orders") == 3
 

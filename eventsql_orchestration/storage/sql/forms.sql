@@ -97,6 +97,20 @@ ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,
     ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL;
 
+-- compress -- Compress the arrays of a table of blocks. Those that tell the ids of events stay as they are: counting reads
+-- them.
+ALTER TABLE {schema}.{table}
+    ALTER COLUMN eql_times SET STORAGE EXTENDED, ALTER COLUMN eql_keys SET STORAGE EXTENDED,
+    ALTER COLUMN eql_metadata SET STORAGE EXTENDED, ALTER COLUMN eql_values SET STORAGE EXTENDED,
+    ALTER COLUMN eql_times SET COMPRESSION {method}, ALTER COLUMN eql_keys SET COMPRESSION {method},
+    ALTER COLUMN eql_metadata SET COMPRESSION {method}, ALTER COLUMN eql_values SET COMPRESSION {method};
+
+-- compressions -- The compressions that the server has.
+SELECT enumvals FROM pg_settings WHERE name = 'default_toast_compression';
+
+-- note_compression -- Note the compression of a topic's blocks.
+UPDATE {schema}.topic SET eql_compression = %(compression)s WHERE eql_name = %(topic)s;
+
 -- create_partition_index -- The index that the readers of one partition need.
 CREATE INDEX ON {schema}.{table} (eql_partition, eql_id);
 

@@ -1,0 +1,55 @@
+"""The compression of a log's blocks: a setting of the columns of their tables, for new blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database import Queries
+from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.errors import RegistryError
+from eventsql_orchestration.model import UNCOMPRESSED, Compression
+from eventsql_orchestration.storage.log_form import ROOM
+
+
+def check_available(connection: psycopg.Connection[Any], schema: str, compression: Compression | None) -> None:
+    """Raise `RegistryError` if the server is built without a compression."""
+    if compression in {None, UNCOMPRESSED}:
+        return
+    (available,) = fetch_one(connection, Queries("forms", schema, room=ROOM)("compressions"))
+    if compression not in available:
+        raise RegistryError(
+            f"this PostgreSQL server is built without {compression}: take {' or '.join((*available, UNCOMPRESSED))} "
+            f"for the compression, or a server that has {compression}"
+        )
+
+
+def compress(connection: psycopg.Connection[Any], schema: str, table: str, compression: Compression) -> None:
+    """Let a table of blocks, or a segment of one, compress the blocks that enter it from now on, or compress none.
+
+    Segments that are made later follow their table.
+    """
+    queries = Queries("forms", schema, room=ROOM)
+    if compression == UNCOMPRESSED:
+        connection.execute(queries("store_apart", table=table))
+    else:
+        connection.execute(queries("compress", table=table, method=compression))
+
+
+def change(
+    connection: psycopg.Connection[Any], schema: str, topic: str, tables: list[str], compression: Compression
+) -> None:
+    """Note the compression of a topic, and change it in the tables of its blocks, in the caller's transaction.
+
+    The first of `tables` is the whole log, the others are its segments. Readers and writers of the log wait.
+    """
+    queries = Queries("forms", schema, room=ROOM)
+    connection.execute(queries("note_compression"), {"topic": topic, "compression": compression})
+    if tables:
+        # Of all of them at once, so that nobody who has one of them keeps the others locked for long.
+        log = sql.Identifier(schema, tables[0])
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(log))
+    for table in tables:
+        compress(connection, schema, table, compression)

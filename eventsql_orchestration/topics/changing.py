@@ -1,0 +1,92 @@
+"""Changing how the log of a topic is stored while it is used: its form, and the compression of its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from sqlalchemy import Connection
+
+from eventsql_orchestration.database import Database, driver_connection, roles
+from eventsql_orchestration.errors import DatabaseBusyError
+from eventsql_orchestration.model import Compression, Storage, Topic
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.storage import altering, compressing, log_form, segments
+from eventsql_orchestration.storage.erasing import try_change
+from eventsql_orchestration.storage.segment_drops import try_retain
+from eventsql_orchestration.topics.catalog import existing_topic, lock_registry, lock_topic
+
+WAIT_SECONDS: Final = 0.5
+"""Seconds that one attempt to change the log of a topic makes others wait at most, for each lock. Shorter than the
+server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
+
+
+def change_storage(database: Database, name: str, storage: Storage, *, timeout: float) -> bool:
+    """Let new events of a topic have a form. Raises as `ClusterRegistry.set_storage`."""
+    schema = database.schema
+
+    def attempt() -> bool:
+        with database.errors(), database.dedicated() as driver:
+            segments.adopt(driver, schema, name, "another form")
+        with database.core() as connection:
+            driver = driver_connection(connection)
+            topic, has_roles = _take_log(connection, schema, name)
+            changed = altering.change(connection, schema, topic, storage)
+            if changed and has_roles:
+                roles.grant(driver, schema, [name])
+        log_form.forget(driver, schema, name)
+        return changed
+
+    return _retried(name, "form", timeout, attempt)
+
+
+def change_compression(database: Database, name: str, compression: Compression, *, timeout: float) -> bool:
+    """Let new blocks of a topic have a compression. Raises as `ClusterRegistry.set_compression`."""
+    schema = database.schema
+
+    def attempt() -> bool:
+        with database.core() as connection:
+            driver = driver_connection(connection)
+            compressing.check_available(driver, schema, compression)
+            topic, _ = _take_log(connection, schema, name)
+            if topic.compression == compression:
+                return False
+            form, tables = log_form.form_in_transaction(driver, schema, name), list[str]()
+            if form.blocks:
+                log = log_form.store(name, form, blocks=True)
+                own = [each.table for each in segments.segments(driver, schema, name) or () if each.log == log]
+                tables = [log, *own]
+            compressing.change(driver, schema, name, tables, compression)
+            return True
+
+    return _retried(name, "compression", timeout, attempt)
+
+
+def _retried(name: str, what: str, timeout: float, attempt: Callable[[], bool]) -> bool:
+    retry = Backoff(timeout)
+    while True:
+        try:
+            return attempt()
+        except DatabaseBusyError as error:
+            if not retry.lasts():
+                raise DatabaseBusyError(
+                    f"topic {name!r} keeps its {what}, because transactions that read or write it do not end: {error}"
+                ) from error
+
+
+def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bool]:
+    """Let nobody else write to a log, or retain or erase its events, until the transaction ends.
+
+    Gives the topic, and whether the database has roles. Waits for others for `WAIT_SECONDS`.
+    """
+    driver = driver_connection(connection)
+    has_roles = roles.act_as_owner(driver, schema)
+    lock_registry(connection)
+    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
+    if not try_retain(driver, schema, name):
+        raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")
+    if not try_change(driver, schema, name):
+        raise DatabaseBusyError(f"an erasure of events of topic {name!r} is under way: try again when it has ended")
+    topic = existing_topic(connection, name)
+    lock_topic(connection, name)
+    return topic, has_roles
