@@ -28,7 +28,7 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
-from eventsql_orchestration.model import ROWS, Storage, Topic
+from eventsql_orchestration.model import ROWS, UNCOMPRESSED, Compression, Storage, Topic
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
@@ -107,14 +107,23 @@ class Session:
         """The newest offset of a topic on each shard."""
         return [self._log.end(each, topic) for each in self.connections]
 
+    def disk(self, topic: str) -> int:
+        """The bytes of a topic's log on all shards, with its indexes."""
+        schema = self.queries.schema
+        found = [each for connection in self.connections for each in segments.segments(connection, schema, topic) or ()]
+        return sum(each.bytes for each in found)
+
     # Topics, tables and processes
 
     @contextmanager
-    def topic(self, label: str, *, partitions: int, storage: str = ROWS) -> Iterator[str]:
+    def topic(
+        self, label: str, *, partitions: int, storage: str = ROWS, compression: str = UNCOMPRESSED
+    ) -> Iterator[str]:
         """A topic of the benchmark for the block. Gives its name."""
         name = f"{PREFIX}{label}_{self._token}"
+        stored = cast("Storage", storage), cast("Compression", compression)
         try:
-            self.platform.registry.register_topic(Topic(name, partitions, storage=cast("Storage", storage)))
+            self.platform.registry.register_topic(Topic(name, partitions, storage=stored[0], compression=stored[1]))
             yield name
         finally:
             with _uninterrupted():

@@ -18,8 +18,10 @@ from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import COMPRESSIONS, UNCOMPRESSED
 
 _PROCESSOR_UNIT: Final = "CPU µs per event"
+_DISK_UNIT: Final = "bytes per event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +30,7 @@ class Run:
 
     `started` is the start of the first publication and `published` the end of the last, by `time.monotonic`.
     `of_shards` is the number of events on each shard. `processor` is the processor seconds of each kind of process
-    until the last offset, if the system tells them.
+    until the last offset, if the system tells them. `disk` is the bytes of the log with its indexes.
     """
 
     events: int
@@ -37,6 +39,7 @@ class Run:
     samples: Sequence[Sample]
     of_shards: Sequence[int]
     processor: dict[str, float]
+    disk: int
 
     @property
     def seconds(self) -> float:
@@ -58,11 +61,11 @@ class Run:
         )  # fmt: skip
 
     def figures(self, name: str) -> list[Figure]:
-        """The rate, and the processor time per event of all processes if the system tells it."""
-        if not self.processor:
-            return [self.figure(name)]
+        """The rate, the processor time of an event in all processes if the system tells it, and its disk."""
         costs = {kind: seconds / self.events * 1e6 for kind, seconds in self.processor.items()}
-        return [self.figure(name), Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs)]
+        processor = Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs)
+        disk = Figure(f"{name}_disk", self.disk / self.events, _DISK_UNIT)
+        return [self.figure(name), *([processor] if costs else []), disk]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,7 @@ class Stream(Benchmark):
         0.0, "The handler sleeps for up to so many milliseconds on each batch",
         least=0, most=60_000, metavar="MS", scale=0.001,
     )  # fmt: skip
+    compression: str = option(UNCOMPRESSED, "How the blocks of the topic are compressed", choices=COMPRESSIONS)
     shards: int | None = option(
         None, "On 1, 2, … N embedded servers of its own, here, instead of the database", kind=int, most=16
     )
@@ -150,7 +154,8 @@ class Stream(Benchmark):
         `servers` are the process ids of the database servers to meter; by default the session's, if it runs here.
         """
         events = self.total
-        with session.topic("stream", partitions=self.partitions, storage=self.storage) as topic, session.crew() as crew:
+        stored = {"storage": self.storage, "compression": self.compression}
+        with session.topic("stream", partitions=self.partitions, **stored) as topic, session.crew() as crew:
             consumer = session.consumer(topic)
             processes = {
                 "publishers": start_publishers(
@@ -183,9 +188,10 @@ class Stream(Benchmark):
                 )  # fmt: skip
             processor = meter.taken()
             of_shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
+            disk = session.disk(topic)
             outcomes = [crew.outcome(publisher, limit=60.0) for publisher in processes["publishers"]]
 
-        return Run(events, *span(outcomes), samples, of_shards, processor)
+        return Run(events, *span(outcomes), samples, of_shards, processor, disk)
 
     # On servers of its own
 
@@ -225,9 +231,9 @@ class Stream(Benchmark):
 
         def measure() -> list[Figure]:
             run = self._run(session, servers=pids)
-            figure, *processor = run.figures(name)
+            figure, *costs = run.figures(name)
             of_shards = {"of_shards": [events / run.seconds for events in run.of_shards]}
-            return [replace(figure, details={**figure.details, **of_shards}), *processor]
+            return [replace(figure, details={**figure.details, **of_shards}), *costs]
 
         if self.rate is None:
             return session.beside_raw_copy(measure)

@@ -24,10 +24,12 @@ Run = Callable[..., Result]
 PATIENCE = 60.0
 
 FIGURES: dict[str, list[str]] = {
-    "stream": ["publish_and_consume", "publish_and_consume_processor", "raw_copy"],
+    "stream": ["publish_and_consume", "publish_and_consume_processor", "publish_and_consume_disk", "raw_copy"],
     "stream --through-buffer --hold-xmin": [
         "publish_and_consume_through_buffer", "publish_and_consume_through_buffer_processor",
+        "publish_and_consume_through_buffer_disk",
         "publish_and_consume_through_buffer_xmin_held", "publish_and_consume_through_buffer_xmin_held_processor",
+        "publish_and_consume_through_buffer_xmin_held_disk",
         "publish_and_consume_through_buffer_xmin_held_ratio",
         "raw_copy",
     ],
