@@ -13,6 +13,9 @@ from selenium import webdriver
 from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.support.wait import WebDriverWait
 
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.system.operated_system import System, operating
+
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SCREENSHOTS = os.environ.get("EVENTSQL_SCREENSHOTS")
 """A directory for the screenshots, `docs/images` for those of the documents; a temporary one by default."""
@@ -30,6 +33,12 @@ def wait_for(condition: Callable[[], object], what: str, *, timeout: float) -> N
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
         time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def system(server: EmbeddedPostgres) -> Iterator[System]:
+    with operating(server) as started:
+        yield started
 
 
 @pytest.fixture

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import dagster as dg
 
-from eventsql_orchestration import Event, Topic
+from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     SPARK_POOL,
     AssetOptions,
     CheckAlert,
     EventSQLResource,
+    RangeLimits,
     RunLimits,
     build_alert_sensor,
     build_backfill,
@@ -20,12 +22,17 @@ from eventsql_orchestration.dagster import (
     build_lag_check,
     build_lag_sensor,
     consumer_asset,
+    publish_events,
+    range_asset,
 )
 from eventsql_orchestration.database import Connection
 
 ORDERS = Topic("ride_orders", 2)
 FARES = Topic("zone_fares")
 CHARGES = Topic("ride_charges")
+
+TIPS = Topic("ride_tips")
+TIP_TOTALS = Topic("tip_totals")
 
 BROKEN = b"not a ride order"
 GATE = b"a slow one"
@@ -42,6 +49,12 @@ CARD_FILE = "EVENTSQL_TEST_CARD"
 
 CHARGED = "CREATE TABLE public.charged (place bigserial, id bigint NOT NULL)"
 """The effects of consumer charges."""
+
+SPOILT_FILE = "EVENTSQL_TEST_SPOILT"
+"""The same of a file with which consumer tips fails."""
+
+TIPPED = "CREATE TABLE public.tipped (place bigserial, id bigint NOT NULL)"
+"""The effects of consumer tips."""
 
 ALERTS_FILE = "EVENTSQL_TEST_ALERTS"
 
@@ -85,6 +98,41 @@ def charges(events: Sequence[Event], connection: Connection) -> None:
         raise ConnectionError("the bank does not answer")
 
 
+@consumer_asset(
+    topic=TIPS,
+    consumer="tips",
+    limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+    options=AssetOptions(tags={"dagster/max_retries": "2"}),
+)
+def tips(events: Sequence[Event], connection: Connection) -> None:
+    for event in events:
+        connection.execute("INSERT INTO public.tipped (id) VALUES (%s)", [event.id])
+    if Path(os.environ[SPOILT_FILE]).exists():
+        raise ConnectionError("the till does not answer")
+
+
+@range_asset(
+    topic=TIPS,
+    consumer="tip_totals",
+    publishes=TIP_TOTALS,
+    limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
+    options=AssetOptions(tags={"dagster/max_retries": "2"}),
+)
+def tip_totals(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, object]:
+    events = eventsql.platform.reader.read(TIPS.name, after=claim.remaining.after, upto=claim.remaining.upto)
+    total = [Publication(TIP_TOTALS.name, str(len(events)).encode())]
+    return publish_events(context, total, eventsql=eventsql, topic=TIP_TOTALS.name, claim=claim)
+
+
+tips_backfill = build_backfill(tips)
+
+
+@dg.asset
+def bonus(context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> dg.MaterializeResult[None]:
+    published = publish_events(context, [{"value": b"a bonus"}], eventsql=eventsql, topic=TIP_TOTALS.name)
+    return dg.MaterializeResult(metadata=published)
+
+
 @dg.asset(pool=SPARK_POOL)
 def session() -> None:
     while not Path(os.environ[SESSION_FILE]).exists():
@@ -114,16 +162,30 @@ defs = dg.Definitions(
         fare_totals.asset,
         fare_totals_backfill.asset,
         charges.asset,
+        tips.asset,
+        tips_backfill.asset,
+        tip_totals.asset,
+        bonus,
         session,
         other_session,
         without_session,
     ],
     asset_checks=[check.definition for check in CHECKS],
-    jobs=[order_status.job, fare_totals.job, *fare_totals_backfill.jobs, charges.job],
+    jobs=[
+        order_status.job,
+        fare_totals.job,
+        *fare_totals_backfill.jobs,
+        charges.job,
+        tips.job,
+        *tips_backfill.jobs,
+        tip_totals.job,
+    ],
     sensors=[
         *order_status.sensors,
         *fare_totals.sensors,
         *charges.sensors,
+        *tips.sensors,
+        *tip_totals.sensors,
         build_lag_sensor([order_status, fare_totals], checks=CHECKS, interval_seconds=1),
         build_alert_sensor(CHECKS, notify, interval_seconds=1),
     ],
