@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Connection, Database, Queries, roles
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
+from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.validation import check_kind, check_whole
 from eventsql_orchestration.views.comparison import ViewComparison
 from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline, start_of, start_of_partition
@@ -173,11 +174,14 @@ class Views:
     def retain(self, *, now: datetime | None = None) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
-        `now` is the time to go by, the server's by default. Where a transaction uses the view for longer than a second,
-        the rest stays for the next run. Also makes the partition after the current one, so that no handler has to.
+        `now` is the time to go by, the server's by default, and at most 100 years from it. Where a transaction uses the
+        view for longer than a second, the rest stays for the next run. Also makes the partition after the current one,
+        so that no handler has to.
         """
         with self._database.connection() as connection:
             (time,) = fetch_one(connection, self._queries("clock"))
+        if now is not None and abs(now - time) > MAX_AGE:
+            raise ValidationError(f"now must be at most 100 years from {time}, not {now}")
         results = [self._retain(each, time if now is None else now) for each in self.definitions()]
         return [result for result in results if result is not None]
 
@@ -198,7 +202,12 @@ class Views:
         return Retained(view.name, dropped, busy=len(due) - dropped)
 
     def overdue(self, *, by: timedelta = timedelta(days=1)) -> dict[str, int]:
-        """How many partitions of each view `retain` should have dropped for so long; views without any are left out."""
+        """How many partitions of each view `retain` should have dropped for so long; views without any are left out.
+
+        `by` is at most 100 years.
+        """
+        if not timedelta() <= by <= MAX_AGE:
+            raise ValidationError(f"by must be a length of time of at most 100 years, not {by}")
         views = self.definitions()
         with self._database.connection() as connection:
             (now,) = fetch_one(connection, self._queries("clock"))

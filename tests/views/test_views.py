@@ -303,6 +303,16 @@ def test_times_at_the_ends_of_the_calendar_are_stored_or_refused(database: Datab
     assert views.retain() == []
 
 
+def test_a_time_that_is_far_from_the_servers_is_refused(views: Views) -> None:
+    views.declare(Timeline("steps", retention=DAY))
+    for now in (datetime.min.replace(tzinfo=UTC), datetime.max.replace(tzinfo=UTC)):
+        with pytest.raises(ValidationError):
+            views.retain(now=now)
+    for by in (timedelta.max, -DAY):
+        with pytest.raises(ValidationError):
+            views.overdue(by=by)
+
+
 def test_transactions_that_need_the_same_new_partition_make_it_once(
     database: Database, views: Views, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
