@@ -270,7 +270,7 @@ def test_a_wrong_password_is_not_repeated(invoke: Run, dsn: str, server: Embedde
         result = invoke(*debug, "--dsn", wrong, "lag")
         assert result.exit_code == 1
         assert "password authentication failed" in result.stderr
-        assert one_line(result).endswith("are the user and the password in the URL right?")
+        assert result.stderr.rstrip().endswith("are the user and the password in the URL right?")
         assert QUOTED not in result.output
         assert PASSWORD not in result.output
 
