@@ -158,12 +158,20 @@ class CommitLog:
 
     def _check_stream(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
         events, query, checksum = self._record(connection, batch) or (None, None, None)
+        same_query = query is not None and query == stream.query
+        same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
         if events != batch.events:
             difference = f"with {events} events, and has {batch.events} now"
-        elif None not in (query, stream.query) and query != stream.query and checksum != stream.checksum:
-            difference = "by another streaming query, and has other events now"
-        else:
+        elif same_query or same_rows:
             return
+        elif None in (query, stream.query):
+            raise ConfigurationError(
+                f"{batch} was published before with other rows, or with its rows in another order, and Spark does not "
+                "name its streaming query. If the checkpoint was deleted, give writerId a new value, and begin where "
+                "the deleted checkpoint ended. If not, the batch is published: skip it in the function of foreachBatch"
+            )
+        else:
+            difference = "by another streaming query, and has other events now"
         raise ConfigurationError(
             f"{batch} was published before {difference}, with another checkpoint: give writerId a new value, and begin "
             "where the deleted checkpoint ended"

@@ -78,8 +78,8 @@ class ClaimHold:
 class StreamBatch:
     """The identity of a stream's batch: a batch with the same number that was published before must have the same.
 
-    `query` is the id of the streaming query, which lives as long as its checkpoint. `checksum` is the sum of its tasks'
-    checksums. Both are None if the writer is the query itself.
+    `query` is the id of the streaming query, which lives as long as its checkpoint, or None if Spark does not name it.
+    `checksum` is the sum of its tasks' checksums. Both are None if the writer is the query itself.
     """
 
     query: str | None = None

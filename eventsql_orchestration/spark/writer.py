@@ -35,6 +35,10 @@ _COLUMNS: Final = {
 _GIVEN_BY_THE_LOG: Final = ("offset", "timestamp", "shard")
 
 _QUERY_ID: Final = "sql.streaming.queryId"
+"""A property of a streaming query's thread and its tasks. Spark Connect runs `foreachBatch` in another thread."""
+
+_OF_A_STREAM: Final = "spark.sql.streaming.internal.stateStore.partitions"
+"""A setting that Spark gives the session of each streaming query, where `foreachBatch` writes too."""
 
 
 def check_schema(schema: StructType, *, topic: str | None) -> None:
@@ -63,11 +67,14 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
 
 @dataclass(frozen=True)
 class Staged(WriterCommitMessage):
-    """A task's message to the driver: its attempt, its streaming query, and a checksum of its rows if one is needed."""
+    """A task's message to the driver: its attempt, its streaming query, and a checksum of its rows if one is needed.
+
+    `query` is None outside of streams, and where Spark does not name the query.
+    """
 
     attempt: Attempt
     query: str | None
-    checksum: int = 0
+    checksum: int | None = None
 
 
 class _Writing:
@@ -94,12 +101,15 @@ class _Writing:
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         context = TaskContext.get()
-        query = None if context is None else context.getLocalProperty(_QUERY_ID)
-        checksums: list[int] = []
+        query, setting = (
+            None if context is None else context.getLocalProperty(name) for name in (_QUERY_ID, _OF_A_STREAM)
+        )
+        if self._options.writer is None or query is setting is None:
+            return Staged(stage(self._targets, iterator), query, None)
+
         # A writer with a name may outlive the checkpoint of its stream.
-        named = query is not None and self._options.writer is not None
-        batches = _summed(iterator, checksums) if named else iterator
-        return Staged(stage(self._targets, batches), query, sum(checksums))
+        checksums: list[int] = []
+        return Staged(stage(self._targets, _summed(iterator, checksums)), query, sum(checksums))
 
     def _publish(self, writer: str | None, batch: int, messages: Sequence[Staged], stream: StreamBatch | None) -> None:
         attempts = [message.attempt for message in messages]
@@ -113,9 +123,10 @@ class _Writing:
     def _stream(self, messages: Sequence[Staged]) -> StreamBatch | None:
         """The stream of a batch, which only the messages know: Spark plans and commits with different instances."""
         query = next((message.query for message in messages if message.query), None)
-        if query is None:
+        checksums = [message.checksum for message in messages if message.checksum is not None]
+        if query is None and not checksums:
             return None
-        return StreamBatch(query, sum(message.checksum for message in messages) % MAX_BIGINT)
+        return StreamBatch(query, sum(checksums) % MAX_BIGINT)
 
 
 class BatchWriter(_Writing, DataSourceArrowWriter):

@@ -13,7 +13,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from pyspark.sql import SparkSession
+from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration.dagster.io.spark_progress import spark_progress
 from eventsql_orchestration.spark import FORMAT, eventsql_error
@@ -45,6 +45,23 @@ def copy(spark: SparkSession, *, reading: dict[str, str], writing: dict[str, str
     query = (
         rows.writeStream.format(FORMAT)
         .options(checkpointLocation=checkpoint, **writing)
+        .trigger(availableNow=True)
+        .start()
+    )
+    query.awaitTermination()
+    return "copied"
+
+
+def copy_batches(spark: SparkSession, *, reading: dict[str, str], writing: dict[str, str], checkpoint: str) -> str:
+    """The same with a function that writes each batch."""
+
+    def publish(frame: DataFrame, batch: int) -> None:
+        frame.write.format(FORMAT).options(**writing, batchId=batch).mode("append").save()
+
+    rows = spark.readStream.format(FORMAT).options(**reading).load().selectExpr("key", "value")
+    query = (
+        rows.writeStream.foreachBatch(publish)
+        .option("checkpointLocation", checkpoint)
         .trigger(availableNow=True)
         .start()
     )

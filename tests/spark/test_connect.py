@@ -166,6 +166,26 @@ def test_a_stream_copies_a_topic(client: Driver, platform: EventSQL, orders: str
     assert sorted(values(platform, "copies")) == sorted(values(platform, orders))
 
 
+@pytest.mark.nightly
+def test_a_batch_of_foreach_batch_that_has_other_events_is_refused_instead_of_losing_them(
+    client: Driver, platform: EventSQL, orders: str, dsn: str, tmp_path: Path
+) -> None:
+    platform.registry.register_topic(Topic("copies"))
+    writing = {"dsn": dsn, "topic": "copies", "writerId": "copy"}
+
+    def copy(checkpoint: str, **options: str) -> str:
+        given = {"dsn": dsn, "subscribe": orders, **options}
+        return client.do("copy_batches", reading=given, writing=writing, checkpoint=str(tmp_path / checkpoint))
+
+    assert copy("first", startingOffsets="501") == "copied"
+    assert copy("the same again", startingOffsets="501") == "copied"
+    # Without its checkpoint, the stream's batch 0 has as many events, and others.
+    platform.publisher.publish_all(Publication(orders, b"later", key="key-1") for _ in range(500))
+    platform.transfer.run_once()
+    assert "ConfigurationError" in copy("second", startingOffsets="1001")
+    assert len(values(platform, "copies")) == 500
+
+
 def test_an_error_of_ours_is_found_in_the_clients(client: Driver, platform: EventSQL, dsn: str) -> None:
     platform.registry.register_topic(Topic("orders"))
     answer = client.do("read", columns=["*"], options={"dsn": dsn, "subscribe": "rides"})

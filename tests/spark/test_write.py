@@ -723,6 +723,28 @@ def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_even
     assert in_numbers(values_in(platform, "fares")) == list(range(35))
 
 
+def test_a_batch_of_a_stream_that_spark_does_not_name_is_compared_by_its_rows(
+    spark: SparkSession, platform: EventSQL, write: Write
+) -> None:
+    def copy(*values: str) -> None:
+        write(spark.createDataFrame([(value,) for value in values], "value string"), topic="fares", writerId="copy")
+
+    setting = "spark.sql.streaming.internal.stateStore.partitions"
+    spark.conf.set(setting, 2)
+    try:
+        copy("1", "2")
+        copy("1", "2")
+        with pytest.raises(PySparkException) as failure:
+            copy("3", "4")
+    finally:
+        spark.conf.unset(setting)
+    assert isinstance(eventsql_error(failure.value), ConfigurationError)
+    # A batch write outside of streams is repeated by its number alone.
+    copy("3", "4")
+    assert publications_in(platform) == [("copy", 0, 2)]
+    assert in_numbers(values_in(platform, "fares")) == [1, 2]
+
+
 @pytest.mark.nightly
 def test_a_batch_of_foreach_batch_that_has_other_events_is_refused_instead_of_losing_them(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path, write: Write
