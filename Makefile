@@ -112,7 +112,8 @@ nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool ja
 
 blocks: setup ## Run the tests of logs with every topic in blocks (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --storage blocks --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \
-		$(addprefix tests/,log publishing consuming topics maintenance queue views capture shards spark dagster storage client cli))
+		$(addprefix tests/,log publishing consuming topics maintenance queue views capture store shards spark dagster storage database \
+			metrics roles client languages assets cli))
 
 THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 

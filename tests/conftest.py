@@ -165,9 +165,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The form of topics that name none: that of the run, or the one that a test with both forms is run for."""
+    """The form of topics that name none: that of the run, or the one that a test's mark says."""
     if hasattr(request, "param"):
         monkeypatch.setattr(registry, "DEFAULT_STORAGE", request.param)
+    elif request.node.get_closest_marker("in_rows") is not None:
+        monkeypatch.setattr(registry, "DEFAULT_STORAGE", ROWS)
 
 
 @pytest.fixture(scope="session")

@@ -24,6 +24,7 @@ from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until, UntilBlocked
+from tests.forms import stored
 
 Run = Callable[..., Result]
 
@@ -206,6 +207,7 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
     assert (code, findings["consumers"][0]["status"]) == (0, "warning")
 
 
+@pytest.mark.in_rows
 @pytest.mark.usefixtures("java")
 def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, consumer: str, platform: EventSQL) -> None:
     platform.repartitioner.repartition(TOPIC, 1)
@@ -227,7 +229,7 @@ def test_events_that_were_written_past_a_repartitioning_are_named(run: Run, cons
 
 
 @pytest.mark.usefixtures("java")
-@pytest.mark.parametrize("table", [f"{TOPIC}_event", "event_buffer", "queue_message"])
+@pytest.mark.parametrize("table", [stored(TOPIC), "event_buffer", "queue_message"])
 def test_a_sequence_that_is_set_otherwise_is_a_problem_that_its_remedy_mends(
     run: Run, consumer: str, platform: EventSQL, table: str
 ) -> None:

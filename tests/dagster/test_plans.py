@@ -28,7 +28,7 @@ def filled(server: EmbeddedPostgres, tmp_path_factory: pytest.TempPathFactory) -
     """A log of many events in partitions of very different sizes, and a long history of Dagster's beside it."""
     dsn = server.create_database("dagster_plans")
     with pytest.MonkeyPatch.context() as patch, EventSQL(dsn, transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders", 10))
+        platform.registry.register_topic(Topic("orders", 10, storage="rows"))
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
         platform.registry.register_consumer(Consumer("orders", "auditor"))
         patch.setenv(STORAGE_VARIABLE, "of another instance")

@@ -19,6 +19,7 @@ from tests.dagster.conftest import Workbench
 from tests.dagster.location import record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
+from tests.forms import drop_events
 
 TOPIC = Topic("rides")
 
@@ -316,7 +317,7 @@ def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench
     requested = request(bench, definition)
     assert bench.run(definition, requested).success
     with bench.platform.database.connection() as connection:
-        connection.execute("DELETE FROM eventsql.rides_event WHERE eql_id = %s", (ids[0],))
+        drop_events(connection, "rides", ids[0])
     found = again(bench, definition, requested, replay=True)
     assert not found.success
     (failed,) = [event for event in found.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]

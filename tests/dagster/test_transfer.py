@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableErro
 from eventsql_orchestration.publishing.transfer import Transfer
 from tests.dagster.conftest import Workbench, await_
 from tests.dagster.test_shards import NOWHERE, ONE
+from tests.forms import stored
 
 ROOT = Path(__file__).parents[2]
 
@@ -178,7 +179,7 @@ def broken(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(platform, "rides", 1)
     publish(platform, "orders", 1)
     with platform.database.connection() as connection:
-        connection.execute("ALTER TABLE eventsql.rides_event ADD CONSTRAINT none CHECK (false) NOT VALID")
+        connection.execute(f"ALTER TABLE eventsql.{stored('rides')} ADD CONSTRAINT none CHECK (false) NOT VALID")
 
 
 @pytest.mark.usefixtures("broken")

@@ -45,7 +45,9 @@ def hostile_dsn(server: EmbeddedPostgres) -> Iterator[str]:
 def hostile(hostile_dsn: str) -> Iterator[EventSQL]:
     """The platform in the hostile database, migrated there from nothing, with a topic `orders`."""
     with EventSQL(hostile_dsn, transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders")).register_topic(Topic("packed", storage="blocks"))
+        platform.registry.register_topic(Topic("orders", storage="rows")).register_topic(
+            Topic("packed", storage="blocks")
+        )
         Views(platform.database).declare(Timeline("entries"), Logs("runs"))
         with platform.database.connection() as connection:
             connection.execute(

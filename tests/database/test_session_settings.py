@@ -76,6 +76,7 @@ def encoded(server: EmbeddedPostgres) -> Iterator[Callable[[str], str]]:
         server.drop_database(name)
 
 
+@pytest.mark.both_forms
 def test_every_part_of_the_platform_works_in_a_database_with_odd_settings(direct_dsn: str) -> None:
     setting(direct_dsn, **ODD)
     with EventSQL(direct_dsn, transfer=False) as platform:

@@ -18,6 +18,8 @@ from eventsql_orchestration.topics.leftovers import Lacking, Leftovers
 from tests.fixtures import Until
 from tests.java.sides import Side, Written
 
+pytestmark = pytest.mark.in_rows
+
 KEYS = [str(number) for number in range(40)]
 
 

@@ -21,6 +21,8 @@ from tests.fixtures import Until
 from tests.java.conftest import Open
 from tests.java.sides import JavaError, Side, Written
 
+pytestmark = pytest.mark.in_rows
+
 ODD = 'żółw "quoted" back\\slash /slash\nline\ttab \u2028 \u007f 🐢'
 """What a JSON writer of one's own may get wrong."""
 

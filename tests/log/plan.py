@@ -107,7 +107,7 @@ def players(settings: Settings, home: Path) -> list[Player]:
             for slot, each in enumerate(publishers(settings))
         ),
         *(Player(f"transfer {number}", "transfer", "transfer", ()) for number in range(2)),
-        *([Player("compact 0", "compact", "compact", ())] if settings.storage == "blocks" else ()),
+        *([Player("compact 0", "compact", "compact", ())] if settings.storage == "blocks" or settings.changes else ()),
         *(
             Player(f"{role} {number}", role, role, (consumer, most))
             for role, consumer in settings.consumers.items()

@@ -105,6 +105,12 @@ class Plan:
         return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
 
     @property
+    def buffers_before_writing(self) -> int:
+        """The buffers without those of a log's own pages and indexes, which grow by more at times."""
+        parts = self.root["Plans"] if self.root["Node Type"] == "ModifyTable" else [self.root]
+        return max(int(part["Shared Hit Blocks"] + part["Shared Read Blocks"]) for part in parts)
+
+    @property
     def visited(self) -> float:
         """Rows of tables that were looked at, whether they were wanted or not."""
         removed = ("Rows Removed by Filter", "Rows Removed by Index Recheck")
@@ -653,7 +659,7 @@ def check_buffer(plan: Plan, *, rows: int, blocks: int) -> None:
         if node["Node Type"] != "ModifyTable"
     )
     assert visited <= rows, str(plan)
-    assert plan.buffers <= blocks, str(plan)
+    assert plan.buffers_before_writing <= blocks, str(plan)
 
 
 def test_a_round_of_the_transfer_visits_what_it_moves(buffered: EventSQL, watch: Watch) -> None:

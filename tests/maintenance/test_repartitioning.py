@@ -36,9 +36,6 @@ from tests.fixtures import Until
 from tests.forms import in_blocks
 from tests.plain import REPLACE_ORDERS
 
-of_rows = pytest.mark.parametrize("form", ["rows"], indirect=True)
-"""Marks a test of the guard of a log in rows. A log in blocks takes no rows of other writers, and needs none."""
-
 KEYS = [f"rider {number}" for number in range(40)]
 
 
@@ -460,7 +457,7 @@ def write_past(platform: EventSQL, partition: int, key: str | None = None) -> Ev
     return event
 
 
-@of_rows
+@pytest.mark.in_rows
 def test_what_is_written_for_a_partition_that_is_gone_lies_where_its_key_does(platform: EventSQL) -> None:
     assert write_past(platform, 2, "rider 1").partition == 2
     for number, gone in ((2, range(2, 9)), (5, range(5, 9)), (1, range(1, 9)), (7, range(7, 9))):
@@ -480,7 +477,7 @@ def test_a_log_whose_topic_never_lost_a_partition_has_no_guard(platform: EventSQ
         assert not legacy_writer_trigger.is_guarded(connection, "eventsql", "orders")
 
 
-@of_rows
+@pytest.mark.in_rows
 def test_segments_that_come_later_are_guarded_too(platform: EventSQL) -> None:
     platform.repartitioner.repartition("orders", 2)
     for number in range(1, 5):
@@ -494,7 +491,7 @@ def test_segments_that_come_later_are_guarded_too(platform: EventSQL) -> None:
         assert len(segments.segments(connection, "eventsql", "orders") or []) > 5
 
 
-@of_rows
+@pytest.mark.in_rows
 def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQL) -> None:
     with platform.database.connection() as connection:
         connection.execute(REPLACE_ORDERS)
@@ -513,7 +510,7 @@ def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform
         assert platform.repartitioner.repartition("orders", 2, timeout=0) is not None
 
 
-@of_rows
+@pytest.mark.in_rows
 def test_events_in_partitions_that_were_gone_are_found(platform: EventSQL, orders: Orders) -> None:
     orders.publish(20)
     platform.repartitioner.repartition("orders", 1)
@@ -660,7 +657,7 @@ def test_a_server_that_is_killed_during_a_change_has_made_none_and_it_is_made_by
     check_killed_server(dsn, server, platform, orders, last)
 
 
-@of_rows
+@pytest.mark.in_rows
 def test_a_server_that_is_killed_while_the_log_gets_its_guard_has_made_no_change(
     dsn: str, server: EmbeddedPostgres, platform: EventSQL, orders: Orders
 ) -> None:

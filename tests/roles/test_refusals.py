@@ -13,6 +13,7 @@ from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, PermissionDeniedError
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
@@ -48,14 +49,16 @@ NOBODY: Final = (
     "UPDATE eventsql.consumer_claim SET eql_topic = 'payments'",
     "DELETE FROM eventsql.orders_event",
     "UPDATE eventsql.orders_event SET eql_value = 'x'",
-    "TRUNCATE eventsql.orders_event",
     "INSERT INTO eventsql.orders_event VALUES (1, 0, NULL, 'x', now(), now(), '{}')",
+    f"DELETE FROM eventsql.{stored('orders')}",
+    f"UPDATE eventsql.{stored('orders')} SET eql_id = 1",
+    f"TRUNCATE eventsql.{stored('orders')}",
     "UPDATE eventsql.event_buffer SET eql_value = 'x'",
     "TRUNCATE eventsql.event_buffer",
     "INSERT INTO eventsql.event_buffer (eql_id) VALUES (1)",
     "INSERT INTO eventsql.event_buffer (eql_created_at) VALUES ('1999-01-01')",
     "SELECT setval('eventsql.event_buffer_eql_id_seq', 1)",
-    "SELECT setval('eventsql.orders_event_eql_id_seq', 1)",
+    f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 1)",
     "INSERT INTO eventsql.redriven_dead_letter VALUES ('orders_dlt', 1)",
     "DELETE FROM eventsql.redriven_dead_letter",
     "INSERT INTO eventsql.shard (eql_name, eql_set) VALUES ('a', gen_random_uuid())",
@@ -65,8 +68,8 @@ NOBODY: Final = (
     "INSERT INTO eventsql.access_role VALUES ('mine', 'admin', NULL)",
     "UPDATE eventsql.access_role SET eql_topic = NULL",
     "CREATE TABLE eventsql.mine (id integer)",
-    "ALTER TABLE eventsql.orders_event ADD COLUMN mine integer",
-    "DROP TABLE eventsql.orders_event",
+    f"ALTER TABLE eventsql.{stored('orders')} ADD COLUMN mine integer",
+    f"DROP TABLE eventsql.{stored('orders')}",
     "DROP TRIGGER event_buffer_granted ON eventsql.event_buffer",
     "ALTER TABLE eventsql.event_buffer DISABLE TRIGGER ALL",
     "ALTER TABLE eventsql.consumer DISABLE ROW LEVEL SECURITY",
@@ -287,7 +290,7 @@ def test_a_refusal_names_the_role_the_object_and_the_grant(as_: As, prefix: str)
         ("reader", "event_buffer", "publisher", lambda p: p.publisher.publish(Publication("orders", b"v"))),
         ("publisher_orders", "payments", "publisher", lambda p: p.publisher.publish(Publication("payments", b"v"))),
         ("publisher", "event_buffer_eql_id_seq", "transfer", lambda p: p.transfer.run_once()),
-        ("publisher", "orders_event", "reader", lambda p: list(p.reader.read("orders", after=0, limit=1))),
+        ("publisher", stored("orders"), "reader", lambda p: list(p.reader.read("orders", after=0, limit=1))),
         ("reader", "topic", "admin", lambda p: p.registry.register_topic(Topic("mine"))),
         ("consumer", "event_buffer_lock", "admin", lambda p: p.registry.unregister_topic("orders", force=True)),
         ("publisher", "consumer", "consumer", lambda p: p.claims.claim("orders", "mailer", 0, owner="run")),
@@ -315,7 +318,7 @@ def test_a_consumer_of_another_topic_is_refused_by_name(as_: As, prefix: str, ac
         else:
             platform.registry.consumer("payments", "mailer")
     assert isinstance(raised.value, PermissionDeniedError)
-    assert raised.value.object == "payments_event"
+    assert raised.value.object == stored("payments")
     assert prefix in str(raised.value)
     with pytest.raises(ConsumerNotFoundError):
         platform.registry.consumer("orders", "nobody")

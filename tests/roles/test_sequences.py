@@ -11,6 +11,7 @@ from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import SequenceError
 from eventsql_orchestration.storage import sequences
+from tests.forms import stored
 
 if TYPE_CHECKING:
     from tests.roles.conftest import As
@@ -27,7 +28,7 @@ def test_a_reader_is_told_of_no_fault_where_a_sequence_is_hidden_from_it(owner: 
         assert sequences.faults(connection, "eventsql", ["orders"]) == []
 
 
-@pytest.mark.parametrize("sequence", ["event_buffer_eql_id_seq", "orders_event_eql_id_seq"])
+@pytest.mark.parametrize("sequence", ["event_buffer_eql_id_seq", f"{stored('orders')}_eql_id_seq"])
 def test_a_transfer_names_a_sequence_that_was_set_back_and_the_remedy_mends_it(
     owner: EventSQL, as_: As, sequence: str
 ) -> None:

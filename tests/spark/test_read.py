@@ -37,6 +37,7 @@ from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from tests.forms import stored
 from tests.spark.processes import wait_until
 
 Read = Callable[..., DataFrame]
@@ -159,7 +160,7 @@ def test_splits_are_even_where_offsets_are_rare(
 ) -> None:
     # Every id of the second half is followed by 99 that were given out in vain.
     with platform.database.connection() as connection:
-        connection.execute("ALTER SEQUENCE eventsql.orders_event_eql_id_seq INCREMENT BY 100")
+        connection.execute(f"ALTER SEQUENCE eventsql.{stored('orders')}_eql_id_seq INCREMENT BY 100")
     publish(1_000, first=1_000)
     counts = [
         platform.reader.count(orders, after=split.after, upto=split.upto)
@@ -174,7 +175,7 @@ def test_splits_are_even_over_events_and_not_over_offsets(
 ) -> None:
     # A third of the events after a gap that is far wider than all of them.
     with platform.database.connection() as connection:
-        connection.execute("ALTER SEQUENCE eventsql.orders_event_eql_id_seq RESTART WITH 5000000000")
+        connection.execute(f"ALTER SEQUENCE eventsql.{stored('orders')}_eql_id_seq RESTART WITH 5000000000")
     publish(500, first=1_000)
     splits = splits_of(dsn, orders, numPartitions=6)
     assert [split.after for split in splits[1:]] == [split.upto for split in splits[:-1]]

@@ -115,6 +115,7 @@ def test_a_range_of_times_is_read(platform: EventSQL, publish: Publish, dsn: str
     assert offsets_read(reader_of(dsn, subscribe=orders, endingOffsetsByTimestamp=by_topic)) == []
 
 
+@pytest.mark.in_rows
 def test_times_without_a_zone_are_in_utc(
     platform: EventSQL, dsn: str, orders: str, read: Read, spark: SparkSession
 ) -> None:

@@ -31,6 +31,7 @@ from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
+from tests.forms import stored
 
 Publish = Callable[..., None]
 
@@ -406,7 +407,7 @@ def test_ids_of_an_open_transaction_are_not_passed(platform: EventSQL, dsn: str,
         start = reader.initialOffset()
         with platform.database.transaction() as writer:
             writer.execute("SELECT eql_topic FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
-            writer.execute("SELECT nextval('eventsql.orders_event_eql_id_seq')")
+            writer.execute(f"SELECT nextval('eventsql.{stored('orders')}_eql_id_seq')")
             assert reader.latestOffset(start, ReadAllAvailable()) == start
         assert reader.latestOffset(start, ReadAllAvailable()) == {orders: {"0": 1_002}}
 
