@@ -16,9 +16,11 @@ from types import NoneType, UnionType
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 from uuid import UUID
 
+from eventsql_orchestration.errors import EventSQLError
+
 PACKAGE = "eventsql_orchestration"
 
-ROOMS = (PACKAGE, f"{PACKAGE}.queue", f"{PACKAGE}.store", f"{PACKAGE}.views")
+ROOMS = (PACKAGE, f"{PACKAGE}.queue", f"{PACKAGE}.store", f"{PACKAGE}.views", f"{PACKAGE}.capture")
 """The modules whose `__all__` users import from."""
 
 Function: TypeAlias = Callable[..., Any]
@@ -39,14 +41,24 @@ def is_service(value: object) -> bool:
     return kind.__module__.startswith(PACKAGE) and not is_dataclass(kind) and not issubclass(kind, Enum)
 
 
+def _shown_as(owner: object, name: str) -> object:
+    """An attribute or property of an object; None if the object has none, as a platform over several shards."""
+    try:
+        value = getattr(owner, name)
+    except EventSQLError:
+        return None
+    return None if inspect.ismethod(value) else value
+
+
 def reachable(root: object) -> dict[str, object]:
     """The objects with methods that an object shows under public names, and what those show, by their path."""
     found: dict[str, object] = {}
     left = [("", root)]
     while left:
         path, owner = left.pop()
-        for name, value in vars(owner).items() if hasattr(owner, "__dict__") else ():
-            if not name.startswith("_") and is_service(value) and all(value is not known for known in found.values()):
+        for name in dir(owner):
+            value = None if name.startswith("_") else _shown_as(owner, name)
+            if is_service(value) and all(value is not known for known in found.values()):
                 found[f"{path}{name}"] = value
                 left.append((f"{path}{name}.", value))
     return found

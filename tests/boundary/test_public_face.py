@@ -36,7 +36,7 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.publishing.publisher import Publisher, TransactionPublisher
-from eventsql_orchestration.queue import Message, Queue
+from eventsql_orchestration.queue import AsyncQueue, Message, NewMessage, Queue
 from eventsql_orchestration.store import (
     Aggregate,
     Change,
@@ -55,7 +55,7 @@ from eventsql_orchestration.store import (
 from eventsql_orchestration.topics.offsets import Earliest
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
-from eventsql_orchestration.views import Logs, Rollup, Timeline
+from eventsql_orchestration.views import LogEntry, LogLine, Logs, Rollup, RollupEntry, Timeline, ViewFeed, Views
 from tests.boundary import face
 from tests.boundary.face import Argument, Method
 from tests.shards.conftest import database_of
@@ -66,7 +66,8 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
     "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
-    "ArchivedMessage", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement", "QueueDefinition",
+    "ArchivedMessage", "Capture", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement",
+    "QueueDefinition",
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
     "AggregateInfo", "Comparison", "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
@@ -78,6 +79,8 @@ EXEMPT = {
     "Database.execute": "only the platform calls it, for each event",
     "Projection.apply": "the user's",
     "Projection.create": "the user's",
+    "GlobalOrder.read": "only the store calls it",
+    "ViewFeed.apply": "the user's",
     "Projections.follow": "the repository calls it, and the subscription",
     "Database.fetch": "only the platform calls it",
     "Database.fetch_values": "only the platform calls it",
@@ -88,6 +91,8 @@ EXEMPT = {
 }
 
 WORDS: Mapping[str, str] = {
+    "by": "dimension|by",
+    "where": "dimension|where",
     "dsn": "database URL",
     "more": "database URL",
     "table": "name of a table or column",
@@ -130,6 +135,15 @@ class Totals(Projection):
         connection.execute("CREATE TABLE totals (id text)")
 
     def apply(self, change: RecordedChange, connection: Connection) -> None:
+        pass
+
+
+class Parcels(ViewFeed):
+    view: ClassVar[Timeline] = Timeline("parcels")
+    topic: ClassVar[str] = "orders"
+    consumer: ClassVar[str] = "audit"
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
         pass
 
 
@@ -208,6 +222,15 @@ class Face:
             Store: lambda: Store(self.one.database),
             Consumers: lambda: self.one.consumers,
             psycopg.Connection: self.connection,
+            NewMessage: lambda: NewMessage(b"{}"),
+            Views: lambda: self.views,
+            LogLine: lambda: LogLine(1, "7", "info", "moved", {}, NOON),
+            ViewFeed: Parcels,
+            collections.abc.Iterable[tuple[str, Mapping[str, Any], datetime]]: lambda: [("7", {}, NOON)],
+            collections.abc.Iterable[RollupEntry]: lambda: [RollupEntry(NOON)],
+            collections.abc.Iterable[LogEntry]: lambda: [LogEntry("7", "moved", NOON)],
+            "table": lambda: "public.parcel",
+            "compression": lambda: "lz4",
             collections.abc.Callable: lambda: lambda *_: None,
             collections.abc.Sequence: lambda: ["orders"],
             collections.abc.Iterable: list,
@@ -217,6 +240,10 @@ class Face:
     @property
     def queue(self) -> Queue:
         return Queue(self.one.database, "commands")
+
+    @property
+    def views(self) -> Views:
+        return Views(self.one.database)
 
     @property
     def store(self) -> Store:
@@ -244,6 +271,7 @@ class Face:
             if not shard.reader.read("orders", limit=1):
                 shard.publisher.publish_all([Publication("orders", b"{}")], placed=_anywhere())
         self.platform.transfer.run_once()
+        self.views.declare(Timeline("parcels"), Rollup("moves", timedelta(minutes=1)), Logs("tracking"))
 
     def services(self) -> dict[type, Callable[[], object]]:
         """How to get an object of each class that has methods; new objects, because a call may close one."""
@@ -267,6 +295,11 @@ class Face:
                 lambda: Projections(self.store, [Totals()]),
                 lambda: Events([EventType("placed", Order)]),
                 self.subscription,
+                lambda: AsyncQueue(self.queue),
+                lambda: self.views,
+                lambda: self.views.timeline(Timeline("parcels")),
+                lambda: self.views.rollup(Rollup("moves", timedelta(minutes=1))),
+                lambda: self.views.logs(Logs("tracking")),
             ]
         return {**known, **{type(make()): make for make in made}}
 
