@@ -339,6 +339,19 @@ def test_a_listener_hears_what_is_told_shortly_after_nobody_listened(
         until(lambda: len(heard) > looked)
 
 
+def test_a_listener_says_that_it_cannot_announce_itself_and_does_so_later(
+    database: Database, dsn: str, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    with psycopg.connect(dsn, autocommit=True) as other, closing(Listener(database)) as listener:
+        key = {"channel": channel_of(database.schema)}
+        other.execute("SELECT pg_advisory_lock(hashtextextended(%(channel)s, 6074605))", key)
+        listener.subscribe(LOG, "orders", lambda: None)
+        until(lambda: "no notifications from" in caplog.text)
+        assert not listener.listening
+        other.execute("SELECT pg_advisory_unlock_all()")
+        until(lambda: listener.listening)
+
+
 def test_nothing_connects_before_there_is_something_to_tell(until: Until) -> None:
     with (
         Database("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as database,

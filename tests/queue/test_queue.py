@@ -328,6 +328,16 @@ def test_nothing_is_sent_to_a_queue_that_is_gone_and_was_made_anew(database: Dat
         assert connection.execute("SELECT count(*) FROM eventsql.queue_message").fetchone() == (0,)
 
 
+def test_a_plain_message_is_not_sent_to_a_queue_that_keeps_an_order_by_now(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.queue SET eql_ordered = true")
+    with pytest.raises(QueueNotFoundError):
+        queue.send(b"x", key="a")
+    with database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM eventsql.queue_message").fetchone() == (0,)
+
+
 @pytest.mark.parametrize("name", ["", " ", " commands", "commands ", "a\nb", "a\x00b", "\ud800", "q" * 201, None, 7])
 def test_a_name_that_cannot_be_used_is_refused(nowhere: Database, name: Any) -> None:
     with pytest.raises(InvalidNameError, match="name"):
