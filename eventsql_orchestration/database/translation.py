@@ -78,7 +78,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
             kind, meaning = DatabaseUnavailableError, _unreachable(detail)
         case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
-            kind, meaning = DatabaseUnavailableError, f"closed the connection ({detail}): is the server running?"
+            kind, meaning = DatabaseUnavailableError, _closed(cause, detail)
         case _:
             return None
     return kind(f"{where} {meaning}")
@@ -98,6 +98,12 @@ def _unreachable(detail: str) -> str:
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         return f"refused the connection ({refused})" + (f": {question}" if question else "")
     return f"cannot be reached ({detail}): is the server running, is the URL right?"
+
+
+def _closed(error: psycopg.Error, detail: str) -> str:
+    if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
+        return f"ended a session that stood still in a transaction ({detail}): shorten the transaction, or try again"
+    return f"closed the connection ({detail}): is the server running?"
 
 
 def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLError:

@@ -222,7 +222,7 @@ def test_another_database_that_is_gone_is_not_this_one(
 
 
 def test_a_transaction_that_idled_too_long_is_an_error_of_ours(database: Database) -> None:
-    with pytest.raises(DatabaseUnavailableError), database.transaction() as connection:
+    with pytest.raises(DatabaseUnavailableError) as failure, database.transaction() as connection:
         connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 1")
         with database.connection() as other:
             while other.execute(
@@ -230,6 +230,8 @@ def test_a_transaction_that_idled_too_long_is_an_error_of_ours(database: Databas
             ).fetchone():
                 pass
         connection.execute("SELECT 1")
+    assert "stood still in a transaction" in failure.value.message
+    assert "is the server running" not in failure.value.message
 
 
 # Errors of ours, and those that are not
