@@ -15,7 +15,7 @@ from eventsql_orchestration.capture import Captures
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.doctor_consumers import consumer_findings, dead_letter_findings, leftover_findings
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
-from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Database, Queries, migrations
@@ -281,11 +281,19 @@ def _queues(platform: Shard, stalled_after: float) -> Iterator[Finding]:
 
 
 def _views(platform: Shard) -> Iterator[Finding]:
-    """Views whose retention nobody applies."""
+    """Views whose retention nobody applies, and rebuilds that have not ended."""
+    views = Views(platform.database)
     try:
-        overdue = Views(platform.database).overdue()
+        overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
     except PermissionDeniedError:
         return
+    for name, began in rebuilds.items():
+        yield warning(
+            "views",
+            f"a rebuild of view {name} began at {timestamp(began)} and has not ended: if no process runs it, it was "
+            "killed, and its table takes room",
+            f"eventsql view give-up {shlex.quote(name)}",
+        )
     for name, partitions in overdue.items():
         yield warning(
             "views",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable
+from datetime import datetime
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -24,12 +25,12 @@ from eventsql_orchestration.cli.output import (
     write_json,
     write_lines,
 )
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Follow, Name, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Follow, Moment, Name, argument, command, option
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
+    from eventsql_orchestration.store.appending import ExpectedVersion
     from eventsql_orchestration.store.change import RecordedChange
-    from eventsql_orchestration.store.store import ExpectedVersion
 
 _BATCH: Final = 1_000
 
@@ -61,7 +62,7 @@ def list_aggregates(
             _show(types, ["type", "aggregates"], as_json=as_json)
             return
         found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
-        columns: Columns = same("id", "version", "created_at", "closed_at")
+        columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")
         context.show_items(found, as_json=as_json, json=columns, table=columns)
         if len(found) == limit:
             say(f"there may be more: --after {found[-1].id}")
@@ -145,6 +146,45 @@ def append(
 
 def _append(opened: Any, aggregate_type: str, aggregate_id: str, change: Any, expected: ExpectedVersion) -> int:
     return int(opened.append(aggregate_type, aggregate_id, [change], expected_version=expected))
+
+
+@command(store)
+def close(context: CliContext, *, aggregate_type: AggregateType, aggregate_id: AggregateId) -> None:
+    """Close an aggregate for ever: it takes no more changes, and can be archived."""
+    with context.platform() as platform:
+        platform.store.close_stream(aggregate_type, aggregate_id)
+    say(f"{aggregate_type} {aggregate_id!r} is closed")
+
+
+@command(store)
+def archive(
+    context: CliContext,
+    *,
+    aggregate_type: AggregateType,
+    aggregate_id: Annotated[str | None, argument(metavar="[ID]")],
+    closed_before: Annotated[
+        datetime | None, option("All that were closed before this time, or for so long (90d).", type=Moment())
+    ],
+    limit: Annotated[int, option("At most N aggregates.", type=POSITIVE, default=10_000)],
+) -> None:
+    """Move the changes of closed aggregates into the archive. Everything reads them there as before."""
+    if (aggregate_id is None) == (closed_before is None):
+        raise click.UsageError("name an ID, or give --closed-before")
+    with context.platform() as platform:
+        if aggregate_id is not None:
+            moved = platform.store.archive_stream(aggregate_type, aggregate_id)
+            say(f"{aggregate_type} {aggregate_id!r}: {counted(moved, 'change')} archived")
+        elif closed_before is not None:
+            done = platform.store.archive_closed(aggregate_type, before=closed_before, limit=limit)
+            say(f"{counted(done.aggregates, 'aggregate')} archived, with {counted(done.changes, 'change')}")
+
+
+@command(store)
+def unarchive(context: CliContext, *, aggregate_type: AggregateType, aggregate_id: AggregateId) -> None:
+    """Move the changes of an aggregate out of the archive again. It stays closed."""
+    with context.platform() as platform:
+        moved = platform.store.unarchive_stream(aggregate_type, aggregate_id)
+    say(f"{aggregate_type} {aggregate_id!r}: {counted(moved, 'change')} moved out of the archive")
 
 
 @command(store)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timedelta
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
 
@@ -32,10 +33,12 @@ from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.views import Definition, LogLine, LogsView, RollupBucket, Views
+    from eventsql_orchestration.views import Definition, LogLine, LogsView, Rollup, RollupBucket, Views
 
 _BAR: Final = 30
 """Characters of the longest bar of a rollup."""
+
+_QUANTILES: Final = (0.5, 0.9, 0.99)
 
 _FOLLOW_DELAY: Final = 0.5
 """Seconds between two looks for new lines."""
@@ -53,7 +56,7 @@ Limit: TypeAlias = Annotated[int, option("At most N.", type=POSITIVE, default=10
 
 @click.group()
 def view() -> None:
-    """List and drop views, and drop what is beyond their retention."""
+    """List and drop views, and drop what is beyond their retention or left of rebuilds."""
 
 
 @command(view, "list")
@@ -107,6 +110,14 @@ def drop(
             say(f"{definition.kind} {name!r} would be dropped with all of its entries: --execute drops it")
 
 
+@command(view, "give-up")
+def give_up(context: CliContext, *, name: ViewName) -> None:
+    """Drop what a killed rebuild of the view NAME has left. A rebuild under way fails."""
+    with _views(context) as views:
+        views.give_up(name)
+    say(f"view {name!r} has no rebuild any more")
+
+
 @command(short_help="Show what happened to a resource.")
 def timeline(
     context: CliContext,
@@ -135,10 +146,16 @@ def rollup(
     since: Since,
     until: Until,
     tenant: Tenant,
+    quantile: Annotated[
+        tuple[float, ...],
+        option("Show this quantile, from 0 to 1; repeat it  [default: 0.5 0.9 0.99].", type=click.FloatRange(0, 1)),
+    ],
     plot: Annotated[Path | None, option("Draw counts and sums to this file: .png, .svg or .pdf.", type=FILE)],
     as_json: AsJson,
 ) -> None:
     """Show the buckets of the rollup NAME: counts, and sum, minimum and maximum of each value.
+
+    Numbers of distinct texts are estimates above 2,048, and quantiles above some 200 numbers.
 
     --plot draws them instead, with a line for each combination of dimensions; it needs the extra [plots].
     """
@@ -161,7 +178,25 @@ def rollup(
     for value in opened.definition.values:
         for measure in ("sum", "min", "max"):
             columns[f"{measure} {value}"] = lambda each, of=value, what=measure: _number(getattr(each.values[of], what))
+    columns |= _sketches(opened.definition, quantile or _QUANTILES)
     _show(buckets, columns if as_json else {**columns, "": bar}, as_json=as_json)
+
+
+def _sketches(rollup: Rollup, ranks: Iterable[float]) -> dict[str, Any]:
+    """The columns of a rollup's sketches."""
+
+    def distinct(bucket: RollupBucket, name: str) -> int | None:
+        found = bucket.distinct[name]
+        return None if found is None else round(found.estimate)
+
+    def quantile(bucket: RollupBucket, name: str, rank: float) -> int | float | None:
+        found = bucket.quantiles[name]
+        return None if found is None else _number(Decimal(repr(found.at(rank))))
+
+    columns: dict[str, Any] = {f"distinct {name}": partial(distinct, name=name) for name in rollup.distinct}
+    for name in rollup.quantiles:
+        columns |= {f"p{rank * 100:g} {name}": partial(quantile, name=name, rank=rank) for rank in ranks}
+    return columns
 
 
 def _plot(buckets: list[RollupBucket], path: Path, name: str) -> None:

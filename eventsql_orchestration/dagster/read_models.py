@@ -8,7 +8,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration.store import Projection
-from eventsql_orchestration.store.projection import subscription_of
+from eventsql_orchestration.store.projection_definition import subscription_of
 from eventsql_orchestration.validation import check_name
 from eventsql_orchestration.views import Definition
 

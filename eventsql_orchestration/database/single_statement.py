@@ -7,8 +7,10 @@ preparing at each execution. Measured for publishing one event, whose wait for t
 
 from __future__ import annotations
 
+import math
 import re
 import struct
+import time
 import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
@@ -59,11 +61,12 @@ class SingleStatement:
 
     A connection prepares the statement at the first execution; a connection to a pooler by transactions does not.
     Without `prepare`, the server plans each execution. A statement that reads tables needs that: a plan from when they
-    were small would stay.
+    were small would stay. Where planning takes longer than reading, `keep` is for how many seconds a plan may stay.
     """
 
-    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True) -> None:
+    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True, keep: float = math.inf) -> None:
         self._prepares = prepare
+        self._keep = keep
         text = query.as_string()
         self._placeholders = list(dict.fromkeys(_PLACEHOLDER.findall(text)))
         numbers = {placeholder: f"${number}" for number, placeholder in enumerate(self._placeholders, 1)}
@@ -104,9 +107,14 @@ class SingleStatement:
             pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
             return _result(connection)
 
+        now = time.monotonic()
+        if self._name in prepared and now - prepared[self._name] >= self._keep:
+            pgconn.send_query(b"DEALLOCATE " + self._name)
+            _result(connection)
+            del prepared[self._name]
         if self._name not in prepared:
             # Noted before it is prepared: after an interruption, the server may have the statement.
-            prepared[self._name] = True
+            prepared[self._name] = now
             self._prepare(connection)
         pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
         result = _result(connection)

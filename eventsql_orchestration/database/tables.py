@@ -35,7 +35,7 @@ NAMES: Final = (
     "event_buffer", "event_buffer_lock", "shard", "shard_layout", "shard_fence", "access_role",
     "spark_staged_event", "spark_publication", "spark_decision", "spark_part",
     "queue", "queue_message", "queue_deduplication", "queue_archive",
-    "aggregate", "aggregate_change", "aggregate_snapshot", "adopted_change", "store_home",
+    "aggregate", "aggregate_change", "archived_change", "aggregate_snapshot", "adopted_change", "store_home",
     "store_subscription", "store_dead_letter", "store_rebuild",
     "timeline_entry", "rollup_bucket", "log_line", "view_definition", "capture", "erasure",
 )  # fmt: skip

@@ -21,6 +21,7 @@ from eventsql_orchestration.views import Logs, Rollup, Timeline, ViewFeed, ViewF
 from eventsql_orchestration.views.definitions import EPOCH, start_of
 from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
 from eventsql_orchestration.views.partitions import NO_TENANT
+from eventsql_orchestration.views.sketches import DISTINCT_SIZE, QUANTILE_SIZE
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -50,7 +51,7 @@ class SparkViewFeed(ViewFeed):
         Its columns are, by the kind of the view:
 
         - of a timeline: `offset`, `resource`, `data` (JSON as text), `occurred_at`;
-        - of a rollup: `at`, and its dimensions and values; values are whole numbers or decimals;
+        - of a rollup: `at`, its dimensions, values and distinct texts; values are whole numbers or decimals;
         - of logs: `offset`, `resource`, `line`, `written_at`, and `level` and `attributes` (JSON as text), which may
           be left out.
 
@@ -122,7 +123,7 @@ def _conditions(chosen: EventFilter | None) -> list[Column]:
 def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetime | None) -> DataFrame:
     """The entries after `oldest` with the columns of the view's table, beside `number`. Raises `ViewConflictError`."""
     if isinstance(view, Rollup):
-        wanted = ["at", *view.dimensions, *view.values]
+        wanted = ["at", *view.dimensions, *view.values, *view.distinct]
         given = {"eql_bucket": _floored(f.col("at"), view.grain), **{name: f.col(name) for name in wanted[1:]}}
     else:
         wanted = (
@@ -180,6 +181,12 @@ def _buckets(view: Rollup, entries: DataFrame) -> DataFrame:
             total.otherwise(f.sum(exact)).alias(f"sum_{name}"), f.min(exact).alias(f"min_{name}"),
             f.max(exact).alias(f"max_{name}"),
         ]  # fmt: skip
+    # Sketches of Spark are of the same library, and of the same form in Python.
+    measures += [f.theta_sketch_agg(f.col(name), DISTINCT_SIZE).alias(f"eql_distinct_{name}") for name in view.distinct]
+    measures += [
+        f.kll_sketch_agg_double(f.col(name).cast("double"), QUANTILE_SIZE).alias(f"eql_quantiles_{name}")
+        for name in view.quantiles
+    ]
     rows = entries.groupBy("eql_tenant", "eql_bucket", *view.dimensions).agg(*measures)
     return rows.withColumn("eql_slot", f.lit(0))
 

@@ -7,23 +7,19 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Final, Literal, TypeAlias
-from uuid import UUID
+from typing import Any, Final
 from weakref import WeakSet
 
-from psycopg.errors import SerializationFailure, UniqueViolation
-
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener, Notifier
 from eventsql_orchestration.database.rows import fetch_first, query_all
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
-    AggregateClosedError,
-    ConcurrentAppendError,
-    DatabaseError,
     ValidationError,
 )
+from eventsql_orchestration.store.appending import Appender, Appending, ExpectedVersion
+from eventsql_orchestration.store.archive import Archive, Archived
 from eventsql_orchestration.store.change import (
     Change,
     RecordedChange,
@@ -31,48 +27,36 @@ from eventsql_orchestration.store.change import (
     StoreCheckpoint,
     check_schema_version,
     encode,
-    encode_metadata,
     read_snapshot,
 )
+from eventsql_orchestration.store.dead_letters import StoreDeadLetter, letters
 from eventsql_orchestration.store.home import Adopted
 from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.store.order import GlobalOrder, fetch_raw, filters
 from eventsql_orchestration.store.subscription import (
     ChangeHandler,
     Start,
-    StoreDeadLetter,
     Subscription,
     SubscriptionOptions,
     delete,
-    letters,
     move,
 )
-from eventsql_orchestration.validation import check_name, check_whole, shown
-
-ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
-"""The version that an aggregate must have for an append; `none` is 0, `exists` is any after the first change."""
-
-_EXPECTED: Final[Mapping[str, int]] = {"none": 0, "any": -1, "exists": -2}
+from eventsql_orchestration.validation import check_name, check_time, check_whole
 
 _UNBOUNDED: Final = 2**63 - 1
 
-_ATTEMPTS: Final = 3
-"""How often an append at any version is tried: another writer may create the aggregate meanwhile."""
-
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
-
-_TEXT, _INTEGER, _UUID = 25, 23, 2950
-"""OIDs of types."""
 
 
 @dataclass(frozen=True, slots=True)
 class AggregateInfo:
-    """An aggregate's id and version, when its first change was stored, and when it was closed, if it was."""
+    """An aggregate's id and version, and when its first change was stored, it was closed, and it was archived."""
 
     id: str
     version: int
     created_at: datetime
     closed_at: datetime | None
+    archived_at: datetime | None
 
 
 @checked
@@ -95,9 +79,10 @@ class Store:
         self.listener = listener
         self._notifier = notifier
         self._queries = Queries("store", database.schema)
-        self._append = SingleStatement("append", self._queries("append"), prepare=False)
+        self._appender = Appender(database)
         self._load = SingleStatement("load", self._queries("load"), prepare=False)
         self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), prepare=False)
+        self._archive = Archive(database)
         self.order = GlobalOrder(database)
         self._at_home = False
         # A subscription that runs is kept by its thread.
@@ -121,63 +106,15 @@ class Store:
         uncommitted append.
         """
         _check_aggregate(aggregate_type, aggregate_id)
-        expected = _expected(expected_version)
-        if not changes:
-            raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
-        ids = [change.id for change in changes if change.id is not None]
-        if len(set(ids)) < len(ids):
-            raise ValidationError("two of the changes have one id: give each its own")
-
-        appending = _Appending(aggregate_type, aggregate_id, changes, expected)
+        appending = Appending(aggregate_type, aggregate_id, changes, expected_version)
         if not self._at_home:
             with self.database.joined(connection) as joined:
                 self.order.home.era(joined)
             self._at_home = True
-        if connection is not None and ids:
-            # A change that is there would abort the caller's transaction.
-            with self.database.callers(connection) as joined:
-                stored = self._already_stored(joined, appending, ids)
-            if stored is not None:
-                return stored
-        for _ in range(_ATTEMPTS):
-            version = (
-                self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
-            )
-            if version is not None:
-                if connection is None:
-                    self.announce()
-                return version
-            with self.database.joined(connection) as joined:
-                stored = self._already_stored(joined, appending, ids)
-            if stored is not None:
-                return stored
-            if expected >= 0:
-                break
-        raise ConcurrentAppendError(
-            f"{aggregate_type} {aggregate_id!r} {_not_any_more(expected)}: load it again and decide anew"
-        )
-
-    def _append_alone(self, appending: _Appending) -> int | None:
-        """The new version; None if the aggregate is not as expected, or has one of the changes."""
-        try:
-            rows = self.database.fetch(self._append, appending.raw_values)
-        except DatabaseError as error:
-            if not isinstance(error.__cause__, UniqueViolation):
-                raise
-            return None
-        return _last_version(rows)
-
-    def _append_joined(self, appending: _Appending, connection: CallersConnection) -> int | None:
-        """As `_append_alone`, in the caller's transaction."""
-        with self.database.callers(connection) as joined:
-            try:
-                rows = fetch_raw(joined, self._queries("append"), appending.values)
-            except (SerializationFailure, UniqueViolation) as error:
-                raise ConcurrentAppendError(
-                    f"another writer has appended to {appending.type} {appending.id!r} at the same time: roll back, "
-                    "load it again and decide anew"
-                ) from error
-        return _last_version(rows)
+        version, stored = self._appender.append(appending, connection)
+        if stored and connection is None:
+            self.announce()
+        return version
 
     def announce(self) -> None:
         """Tell the subscriptions that changes were committed, if this store has a notifier.
@@ -188,36 +125,10 @@ class Store:
         if self._notifier is not None:
             self._notifier.notify(STORE, None)
 
-    def _already_stored(self, connection: Connection, appending: _Appending, ids: Sequence[UUID]) -> int | None:
-        """The aggregate's version after these changes if all are stored already; None if none of them is.
-
-        If the changes cannot be appended for another reason, raises the error that says why.
-        """
-        of = f"{appending.type} {appending.id!r}"
-        values = {"type": appending.type, "id": appending.id, "change_ids": list(ids)}
-        row = fetch_first(connection, self._queries("standing"), values, prepare=False)
-        version, closed, stored, last = row or (0, False, 0, None)
-        if ids and stored == len(appending.changes):
-            return int(last)
-        if stored:
-            raise ValidationError(
-                f"{of} has {stored} of these {len(appending.changes)} changes already, by their ids: repeat an append "
-                "with the changes that it had, or give new changes new ids"
-            )
-        if ids and (other := fetch_first(connection, self._queries("stored_elsewhere"), values, prepare=False)):
-            raise ValidationError(
-                f"{other[0]} {other[1]!r} has a change with one of these ids: give new changes new ids"
-            )
-        if closed:
-            raise AggregateClosedError(f"{of} was closed at version {version}, and takes no more changes")
-        if appending.expected == _EXPECTED["exists"] and not version:
-            raise ConcurrentAppendError(f"{of} does not exist yet: append with expected_version='none' or 'any'")
-        return None
-
     def close_stream(
         self, aggregate_type: str, aggregate_id: str, *, connection: CallersConnection | None = None
     ) -> None:
-        """Let an aggregate take no more changes; it can be read as before.
+        """Let an aggregate take no more changes; it can be read as before, and archived.
 
         Raises `ValidationError` for an aggregate without changes.
         """
@@ -227,6 +138,29 @@ class Store:
             closed = joined.execute(self._queries("close_stream"), values, prepare=False).rowcount
         if not closed:
             raise ValidationError(f"{aggregate_type} {aggregate_id!r} has no changes: there is nothing to close")
+
+    def archive_stream(self, aggregate_type: str, aggregate_id: str) -> int:
+        """Move the changes of a closed aggregate into the archive. Gives their number; 0 if they are there already.
+
+        Everything reads them there as before: `load`, `read_all`, subscriptions and rebuilds. Raises `ValidationError`
+        for an aggregate that is not closed.
+        """
+        _check_aggregate(aggregate_type, aggregate_id)
+        return self._archive.move(aggregate_type, aggregate_id)
+
+    def unarchive_stream(self, aggregate_type: str, aggregate_id: str) -> int:
+        """Move the changes of an aggregate out of the archive again; it stays closed. Gives their number."""
+        _check_aggregate(aggregate_type, aggregate_id)
+        return self._archive.move_back(aggregate_type, aggregate_id)
+
+    def archive_closed(self, aggregate_type: str, *, before: datetime, limit: int = 1_000) -> Archived:
+        """Archive aggregates of a type that were closed before a time, the first closed first, `limit` at most.
+
+        Each 100 are a transaction. Leaves out aggregates that another transaction has locked.
+        """
+        check_name("aggregate type", aggregate_type)
+        check_whole("limit", limit, least=1)
+        return self._archive.move_closed(aggregate_type, check_time("before", before), limit)
 
     def load(
         self, aggregate_type: str, aggregate_id: str, *, after_version: int = 0,
@@ -443,63 +377,6 @@ class Store:
             return int(row[0])
 
 
-class _Appending:
-    """The values of one append."""
-
-    def __init__(self, aggregate_type: str, aggregate_id: str, changes: Sequence[Change], expected: int) -> None:
-        self.type = aggregate_type
-        self.id = aggregate_id
-        self.changes = changes
-        self.expected = expected
-
-    @property
-    def values(self) -> dict[str, object]:
-        """The values for psycopg."""
-        changes = self.changes
-        return {
-            "type": self.type, "id": self.id, "expected": self.expected, "count": len(changes),
-            "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
-            "schema_versions": [change.schema_version for change in changes],
-            "change_ids": [change.id for change in changes],
-            "metadata": [encode_metadata(change) for change in changes],
-        }  # fmt: skip
-
-    @property
-    def raw_values(self) -> dict[str, bytes]:
-        """The values in PostgreSQL's binary format."""
-        changes = self.changes
-        ids = [None if change.id is None else change.id.bytes for change in changes]
-        return {
-            "type": self.type.encode(), "id": self.id.encode(),
-            "expected": self.expected.to_bytes(8, signed=True), "count": len(changes).to_bytes(8),
-            "kinds": encode_array([change.kind.encode() for change in changes], of=_TEXT),
-            "data": encode_array([change.encoded.encode() for change in changes], of=_TEXT),
-            "schema_versions": encode_array([change.schema_version.to_bytes(4) for change in changes], of=_INTEGER),
-            "change_ids": encode_array(ids, of=_UUID),
-            "metadata": encode_array([encode_metadata(change).encode() for change in changes], of=_TEXT),
-        }  # fmt: skip
-
-
-def _last_version(rows: Sequence[RawRow]) -> int | None:
-    return int.from_bytes(rows[-1][0] or b"") if rows else None
-
-
 def _check_aggregate(aggregate_type: str, aggregate_id: str) -> None:
     check_name("aggregate type", aggregate_type)
     check_name("aggregate id", aggregate_id)
-
-
-def _expected(version: object) -> int:
-    if isinstance(version, str):
-        if version not in _EXPECTED:
-            raise ValidationError(
-                f"expected_version must be a version, 'any', 'exists' or 'none', not {shown(version)}"
-            )
-        return _EXPECTED[version]
-    return check_whole("expected_version", version, least=0)
-
-
-def _not_any_more(expected: int) -> str:
-    if expected < 0:
-        return "changes all the time"
-    return f"is not at version {expected} any more" if expected else "is not new any more"

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final, Literal, Self, TypeAlias
 
 import psycopg
@@ -17,10 +16,11 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF, transaction_lost
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener
-from eventsql_orchestration.database.rows import fetch_all, fetch_first
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
-from eventsql_orchestration.store.order import Filters, GlobalOrder, fetch_raw
+from eventsql_orchestration.store.dead_letters import change_of, letters
+from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, shown
 
@@ -62,20 +62,6 @@ class Progress:
     more: bool = False
     due_in: float | None = None
     active: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class StoreDeadLetter:
-    """A change that a subscription has given up after `attempts` attempts; `failure` is the last one's."""
-
-    id: int
-    subscription: str
-    aggregate_type: str
-    aggregate_id: str
-    version: int
-    attempts: int
-    failure: str
-    created_at: datetime
 
 
 class _FailedError(Exception):
@@ -327,7 +313,7 @@ class Subscription:
                 with self._database.transaction() as connection:
                     if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
                         continue
-                    self._call(self._change_of(letter, connection), 0, connection)
+                    self._call(change_of(letter, connection, self._database.schema), 0, connection)
                     connection.execute(self._queries("delete_letter"), values)
                 done += 1
             except _FailedError as failed:
@@ -335,14 +321,6 @@ class Subscription:
                     failure = describe(failed.cause)
                     connection.execute(self._queries("fail_letter"), {**values, "failure": failure})
         return done
-
-    def _change_of(self, letter: StoreDeadLetter, connection: Connection) -> RecordedChange:
-        values = {
-            "type": letter.aggregate_type, "id": letter.aggregate_id,
-            "after_version": letter.version - 1, "upto_version": letter.version,
-        }  # fmt: skip
-        (row,) = fetch_raw(connection, Queries("store", self._database.schema)("load"), values)
-        return RecordedChange(letter.aggregate_type, letter.aggregate_id, row)
 
 
 def _check_transaction(connection: Connection) -> None:
@@ -357,13 +335,6 @@ def _rejects(error: BaseException) -> bool:
     """Whether the server refused a commit for what the transaction has written, as by a deferred constraint."""
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
     return isinstance(cause, psycopg.IntegrityError | psycopg.errors.RaiseException | psycopg.DataError)
-
-
-def letters(database: Database, name: str) -> list[StoreDeadLetter]:
-    """The changes that a subscription has given up, in that order."""
-    with database.connection() as connection:
-        rows = fetch_all(connection, Queries("subscriptions", database.schema)("letters"), {"name": name})
-        return [StoreDeadLetter(*row) for row in rows]
 
 
 def _check_start(start: object) -> None:

@@ -92,8 +92,9 @@ class Views:
     def declare(self, *definitions: Definition) -> list[str]:
         """Make views, or change them to their definitions, in one transaction. Gives the names of those that changed.
 
-        A view that exists may get another `retention`, and further `values` or a `language`; an index of words is built
-        then, while writers wait. Raises `ViewConflictError`, with nothing changed, for any other difference.
+        A view that exists may get another `retention`, and further `values`, `distinct`, `quantiles` or a `language`;
+        an index of words is built then, while writers wait. Raises `ViewConflictError`, with nothing changed, for any
+        other difference.
         """
         changed = []
         with self._database.transaction() as connection:
@@ -164,6 +165,22 @@ class Views:
         the room of a rebuild. The arguments and errors are those of `rebuild`.
         """
         return self._rebuilding(feed, batch).compare(fill, partial=partial)
+
+    def unfinished_rebuilds(self) -> dict[str, datetime]:
+        """The views with a rebuild that has not ended, and when it began: it is under way, or was killed."""
+        with self._database.connection() as connection:
+            return dict(fetch_all(connection, self._queries("unfinished_rebuilds")))
+
+    def give_up(self, name: str) -> None:
+        """Drop what a killed rebuild or comparison of a view has left. One that is under way fails.
+
+        Raises `ViewNotFoundError`.
+        """
+        with self._database.transaction() as connection:
+            roles.act_as_owner(connection, self._database.schema)
+            connection.execute(self._queries("lock_views"))
+            self._existing(connection, name)
+            drop_rebuilds(connection, self._database.schema, name)
 
     def _rebuilding(self, feed: ViewFeed, batch: int) -> Rebuilding:
         check_kind("feed", feed, ViewFeed)
@@ -271,9 +288,8 @@ class Views:
                 "name, and fill it from the topic"
             )
         table = self._table(wanted.table)
-        if isinstance(wanted, Rollup) and isinstance(held, Rollup):
-            for name in wanted.values[len(held.values) :]:
-                self._alter(connection, wanted, adding_columns(table, name))
+        if isinstance(wanted, Rollup) and (wanted.values or wanted.sketches):
+            self._alter(connection, wanted, adding_columns(table, wanted))
         if isinstance(wanted, Logs) and isinstance(held, Logs) and wanted.language != held.language:
             # `differences` lets a language only be added.
             assert wanted.language is not None, "a language is not taken away"

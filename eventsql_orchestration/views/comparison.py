@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from psycopg import sql
 
 from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline
 from eventsql_orchestration.views.partitions import sent
+from eventsql_orchestration.views.rollup_sql import collected
+from eventsql_orchestration.views.sketches import same_distinct, same_quantiles
 
 
 @dataclass(frozen=True, slots=True)
 class ViewComparison:
     """A view compared with a rebuild: entries that it lacks, and entries that it has beside those of the rebuild.
 
-    An entry of a rollup that differs counts as both. `examples` are some of them, as JSON.
+    An entry of a rollup that differs counts as both; quantiles differ if the error of estimates does not explain it.
+    `examples` are some entries, as JSON.
     """
 
     view: str
@@ -43,7 +47,42 @@ def comparison(view: Definition, schema: str, rebuilt: str) -> bytes:
     return sent(statement)
 
 
-def _entries(view: Definition, table: sql.Identifier) -> sql.Composed:
+def sketch_comparison(view: Rollup, schema: str, rebuilt: str) -> bytes:
+    """The statement that gives the sketches of buckets that two tables have alike otherwise: key as JSON, then each
+    table's sketches.
+    """
+    keys = ["eql_tenant", "eql_bucket", *view.dimensions]
+    plain = [*keys, "eql_count", *(f"{kind}_{name}" for name in view.values for kind in ("sum", "min", "max"))]
+    live, made = (_entries(view, sql.Identifier(schema, table), sketches=True) for table in (view.table, rebuilt))
+    same = [
+        sql.SQL("(live.{0} = made.{0} OR live.{0} IS NULL AND made.{0} IS NULL)").format(sql.Identifier(name))
+        for name in plain[len(keys) :]
+    ]
+    statement = sql.SQL(
+        "WITH live AS ({live}), made AS ({made}) "
+        "SELECT pg_catalog.jsonb_build_object({key})::pg_catalog.text, {sketches} FROM live JOIN made ON {joined} "
+        "WHERE {same}"
+    ).format(
+        live=live,
+        made=made,
+        key=sql.SQL(", ").join(
+            part for name in keys for part in (sql.Literal(name), sql.Identifier("live", name))
+        ),
+        sketches=sql.SQL(", ").join(sql.Identifier(side, name) for side in ("live", "made") for name in view.sketches),
+        joined=sql.SQL(" AND ").join(sql.SQL("live.{0} = made.{0}").format(sql.Identifier(name)) for name in keys),
+        same=sql.SQL(" AND ").join(same),
+    )  # fmt: skip
+    return sent(statement)
+
+
+def sketches_differ(view: Rollup, row: Sequence[Sequence[bytes] | None]) -> bool:
+    """Whether the sketches of one bucket, those of both tables, cannot be of the same entries."""
+    count = len(view.sketches)
+    checks = [*([same_distinct] * len(view.distinct)), *([same_quantiles] * len(view.quantiles))]
+    return not all(same(one, other) for same, one, other in zip(checks, row[:count], row[count:], strict=True))
+
+
+def _entries(view: Definition, table: sql.Identifier, *, sketches: bool = False) -> sql.Composed:
     """The entries of a view's table without what depends on how they were written."""
     match view:
         case Rollup():
@@ -71,6 +110,11 @@ def _entries(view: Definition, table: sql.Identifier) -> sql.Composed:
         for name in values
         for kind in ("sum", "min", "max")
     ]
+    if sketches and isinstance(view, Rollup):
+        summed += [
+            sql.SQL(", {0} AS {1}").format(column, sql.Identifier(name))
+            for column, name in zip(collected(view), view.sketches, strict=True)
+        ]
     return sql.SQL(template).format(
         columns=sql.SQL(", ").join(map(sql.Identifier, keys)),
         values=sql.Composed(summed),

@@ -90,7 +90,10 @@ class Rollup(_Definition):
     """The number of entries, and sums, minima and maxima of their values, for each `grain` of time and each combination
     of dimensions.
 
-    `dimensions` and `values` are names of columns: lower-case SQL identifiers.
+    `distinct` names texts of entries whose different ones are counted. `quantiles` names those of the `values` whose
+    quantiles are kept. Both are estimates, and need the extra [sketches]; see `Distinct` and `Quantiles`.
+
+    `dimensions`, `values` and `distinct` are names of columns: lower-case SQL identifiers.
     """
 
     kind: ClassVar[str] = "rollup"
@@ -99,6 +102,8 @@ class Rollup(_Definition):
     grain: timedelta
     dimensions: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    distinct: tuple[str, ...] = field(default=(), kw_only=True)
+    quantiles: tuple[str, ...] = field(default=(), kw_only=True)
     retention: timedelta | None = field(default=None, kw_only=True)
     period: timedelta = field(default=timedelta(days=30), kw_only=True)
 
@@ -107,13 +112,25 @@ class Rollup(_Definition):
         _check_minutes("grain", self.grain, MINUTE, self.period)
         if self.period % self.grain:
             raise ValidationError(f"period {self.period} is no multiple of grain {self.grain}")
-        for what in ("dimensions", "values"):
+        for what in ("dimensions", "values", "distinct", "quantiles"):
             object.__setattr__(self, what, _check_columns(what, getattr(self, what)))
+        if unknown := set(self.quantiles) - set(self.values):
+            raise ValidationError(f"quantiles {', '.join(sorted(unknown))} are not among the values: add them there")
 
     def described(self) -> dict[str, Any]:
-        return {
+        described: dict[str, Any] = {
             "grain": self.grain.total_seconds(), "dimensions": list(self.dimensions), "values": list(self.values),
         }  # fmt: skip
+        sketches = {"distinct": list(self.distinct), "quantiles": list(self.quantiles)}
+        return described | {what: names for what, names in sketches.items() if names}
+
+    @property
+    def sketches(self) -> tuple[str, ...]:
+        """The names of the columns of sketches, those of `distinct` first."""
+        return (
+            *(f"eql_distinct_{name}" for name in self.distinct),
+            *(f"eql_quantiles_{name}" for name in self.quantiles),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +170,10 @@ def define(kind: str, name: str, described: Mapping[str, Any], **common: Any) ->
     if kind == Logs.kind:
         return Logs(name, language=described["language"], **common)
     grain = timedelta(seconds=described["grain"])
-    return Rollup(name, grain, tuple(described["dimensions"]), tuple(described["values"]), **common)
+    dimensions, values, distinct, quantiles = (
+        tuple(described.get(what, ())) for what in ("dimensions", "values", "distinct", "quantiles")
+    )
+    return Rollup(name, grain, dimensions, values, distinct=distinct, quantiles=quantiles, **common)
 
 
 def start_of(view: Definition, time: datetime) -> datetime:

@@ -12,16 +12,8 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database
-from eventsql_orchestration.database.binary import (
-    decode_bigint,
-    decode_jsonb,
-    decode_text,
-    decode_time,
-    encode_bigint,
-    encode_jsonb,
-    encode_time,
-)
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
+from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint, encode_jsonb, encode_time
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
     check_kind,
@@ -34,7 +26,7 @@ from eventsql_orchestration.validation import (
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
+from eventsql_orchestration.views.partitions import NO_TENANT, PLAN_SECONDS, ViewTable, check_tenant, sent
 
 _COLUMNS: Final = sql.SQL(
     "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "
@@ -106,7 +98,11 @@ class LogsView:
             values["before_id"] = encode_bigint(before.id)
         values["limit"] = encode_bigint(check_whole("limit", limit, least=1))
         query = _search(self.definition, self._schema, frozenset(values))
-        return [_line(row) for row in self._table.fetch(query, values)]
+        rows = self._table.fetch_values(query, values)
+        return [
+            LogLine(of_id, name, of_level, line, decode_jsonb(given), written_at)
+            for of_id, name, of_level, line, given, written_at in rows
+        ]
 
     def follow(
         self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,
@@ -150,17 +146,12 @@ _ENCODERS: Final[Mapping[str, Callable[[str], bytes]]] = {"attributes": encode_j
 """The encoders of conditions that are not sent as text."""
 
 
-def _line(row: RawRow) -> LogLine:
-    of_id, resource, level, line, attributes, written_at = row
-    return LogLine(
-        decode_bigint(of_id), decode_text(resource), decode_text(level), decode_text(line), decode_jsonb(attributes),
-        decode_time(written_at),
-    )  # fmt: skip
-
-
 @lru_cache(maxsize=256)
 def _search(logs: Logs, schema: str, given: frozenset[str]) -> SingleStatement:
-    return SingleStatement("search", sql.SQL(_selection(logs, schema, given).decode()), prepare=False)
+    """The statement of a search. One without a resource is planned each time: its range of time decides on the plan."""
+    prepared = "resource" in given and "words" not in given
+    text = sql.SQL(_selection(logs, schema, given).decode())
+    return SingleStatement("search", text, prepare=prepared, keep=PLAN_SECONDS)
 
 
 @lru_cache(maxsize=256)

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from itertools import groupby
-from operator import attrgetter
-from typing import Final, TypeAlias
+from dataclasses import replace
+from typing import Any, Final, TypeAlias
 from uuid import uuid4
 
 import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from eventsql_orchestration.consumer import EventFilter
-from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
-from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, roles
+from eventsql_orchestration.database import Connection, Database, Queries, roles
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.errors import (
-    ConsumerNotFoundError,
-    DatabaseBusyError,
-    ViewConflictError,
-    ViewNotFoundError,
-)
+from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
-from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name
-from eventsql_orchestration.views.comparison import ViewComparison, comparison
-from eventsql_orchestration.views.definitions import Definition, Rollup, start_of_partition
-from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling, make_periods
+from eventsql_orchestration.views.comparison import ViewComparison, comparison, sketch_comparison, sketches_differ
+from eventsql_orchestration.views.consumed import Consumed, check_history
+from eventsql_orchestration.views.definitions import Definition, Rollup
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling
 from eventsql_orchestration.views.logs import LogsView
 from eventsql_orchestration.views.rollups import RollupView
+from eventsql_orchestration.views.switching import Shadow, Switch, sequence_of
 from eventsql_orchestration.views.tables import differences, seconds_of, statements_of, stored_definition
 from eventsql_orchestration.views.timelines import TimelineView
 
@@ -53,31 +45,6 @@ _EXAMPLES: Final = 10
 _MAKE_LEDGER: Final = sql.SQL(
     "CREATE TABLE {} (eql_table pg_catalog.text, eql_part pg_catalog.int4, PRIMARY KEY (eql_table, eql_part))"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Offsets:
-    """How far the partitions of a topic are consumed; the default of no offset is the beginning."""
-
-    by_partition: Mapping[int, int] = field(default_factory=dict)
-
-    @property
-    def most(self) -> int:
-        return max(self.by_partition.values(), default=0)
-
-    def of(self, partition: int) -> int:
-        # All events of partitions that the topic no longer has come before those of its present ones.
-        return self.by_partition.get(partition, self.most)
-
-
-@dataclass(frozen=True, slots=True)
-class _Shadow:
-    """The new table of a rebuild, which is a view of its own until it replaces `held`. Its ids follow `after_id`."""
-
-    held: Definition
-    definition: Definition
-    ledger: str
-    after_id: int
 
 
 def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
@@ -107,8 +74,8 @@ class Rebuilding:
         self._batch = batch
         self._queries = Queries("views", database.schema)
         self._log = LogReader(database.schema)
-        self._filter: EventFilter | None = None
-        self._partial = self._whole = False
+        self._tables = Switch(database.schema)
+        self._partial = False
         self._layout = 1
         self._name = getattr(feed.view, "name", "")
         check_name("consumer of a feed", feed.consumer)
@@ -118,7 +85,7 @@ class Rebuilding:
         applied = 0
         with self._shadow(partial=partial) as shadow:
             with self._database.connection() as connection:
-                self._check_kept(connection, shadow)
+                self._tables.check_kept(connection, shadow)
             done = self._fill(shadow, fill)
             for attempt in range(tries):
                 if attempt:
@@ -148,10 +115,23 @@ class Rebuilding:
                 statement = comparison(shadow.held, self._schema, shadow.definition.table)
                 row = connection.execute(statement, values, prepare=False).fetchone()
                 assert row is not None, "the statement gives a row"
-        missing, surplus, examples = row
+                missing, surplus, examples = row
+                others = self._differing_sketches(connection, shadow, values)
+        missing, surplus, examples = missing + len(others), surplus + len(others), [*examples, *others[:_EXAMPLES]]
         return ViewComparison(shadow.held.name, missing, surplus, tuple(examples))
 
-    def _hold(self, connection: Connection, shadow: _Shadow) -> None:
+    def _differing_sketches(self, connection: Connection, shadow: Shadow, values: Mapping[str, Any]) -> list[str]:
+        """The buckets of a rollup whose sketches alone differ, as JSON."""
+        view = shadow.held
+        if not isinstance(view, Rollup) or not view.sketches:
+            return []
+        statement = sketch_comparison(view, self._schema, shadow.definition.table)
+        # A named cursor reads the buckets in parts.
+        with psycopg.ServerCursor(connection, "eventsql_sketches") as cursor:
+            cursor.execute(statement, values, binary=True)
+            return [key for key, *sketches in cursor if sketches_differ(view, sketches)]
+
+    def _hold(self, connection: Connection, shadow: Shadow) -> None:
         """Keep both tables as they are. A snapshot that is taken before would miss a switch and dropped partitions."""
         tables = sql.SQL(", ").join(self._table(each.table) for each in (shadow.held, shadow.definition))
         try:
@@ -162,7 +142,7 @@ class Rebuilding:
     # The new table
 
     @contextmanager
-    def _shadow(self, *, partial: bool) -> Iterator[_Shadow]:
+    def _shadow(self, *, partial: bool) -> Iterator[Shadow]:
         """A new table, which is dropped if it does not replace the live one."""
         shadow = self._begin(partial=partial)
         try:
@@ -177,7 +157,7 @@ class Rebuilding:
                 if found is not None:
                     drop_rebuilds(connection, self._schema, shadow.held.name)
 
-    def _begin(self, *, partial: bool) -> _Shadow:
+    def _begin(self, *, partial: bool) -> Shadow:
         topic = Registry(self._database).topic(self._feed.topic)
         if topic.retention is not None and not partial:
             raise ViewConflictError(
@@ -187,7 +167,7 @@ class Rebuilding:
         self._partial = partial
         self._layout = topic.layout
         with self._database.transaction() as connection:
-            self._offsets(connection)
+            self._consumed(connection)
             roles.act_as_owner(connection, self._schema)
             connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
@@ -196,7 +176,7 @@ class Rebuilding:
 
             name = f"rebuild_{uuid4().hex[:24]}"
             after_id = self._last_id(connection, held) + _AHEAD
-            shadow = _Shadow(held, replace(held, name=name), _ledger_of(name), after_id)
+            shadow = Shadow(held, replace(held, name=name), _ledger_of(name), after_id)
             for statement in statements_of(shadow.definition, self._table(shadow.definition.table)):
                 connection.execute(statement)
             values = {
@@ -221,18 +201,18 @@ class Rebuilding:
             )
         return held
 
-    def _fill(self, shadow: _Shadow, fill: ViewFill | None) -> _Offsets:
-        """Write what follows from the events so far, and give their offsets; none of them without a fill."""
-        done = _Offsets()
+    def _fill(self, shadow: Shadow, fill: ViewFill | None) -> Consumed | None:
+        """Write what follows from the events so far, and give the consumer's state; nothing without a fill."""
+        done = None
         if fill is not None:
             with self._database.connection() as connection:
-                done = self._offsets(connection)
+                done = self._consumed(connection)
                 (now,) = fetch_one(connection, self._queries("clock"))
             oldest = None if shadow.held.retention is None else now - shadow.held.retention
             fill(
                 ViewFilling(
-                    self._feed, self._database, shadow.definition, shadow.ledger, done.by_partition, self._filter,
-                    oldest, shadow.after_id,
+                    self._feed, self._database, shadow.definition, shadow.ledger, done.offsets.by_partition,
+                    done.filter, oldest, shadow.after_id,
                 )
             )  # fmt: skip
         with self._database.transaction() as connection:
@@ -245,18 +225,18 @@ class Rebuilding:
             self._go_on_behind(connection, shadow)
         return done
 
-    def _go_on_behind(self, connection: Connection, shadow: _Shadow) -> None:
+    def _go_on_behind(self, connection: Connection, shadow: Shadow) -> None:
         """Have the new table's ids go on behind all of the live one, and behind its own."""
         if isinstance(shadow.held, Rollup):
             return
         table = shadow.definition.table
-        values = {"sequence": self._table(_sequence(table)).as_string(connection), "after": shadow.after_id}
+        values = {"sequence": self._table(sequence_of(table)).as_string(connection), "after": shadow.after_id}
         connection.execute(self._queries("go_on_behind", table=table), values)
 
     def _last_id(self, connection: Connection, view: Definition) -> int:
         if isinstance(view, Rollup):
             return 0
-        values = {"sequence": self._table(_sequence(view.table)).as_string(connection)}
+        values = {"sequence": self._table(sequence_of(view.table)).as_string(connection)}
         (last,) = fetch_one(connection, self._queries("last_id"), values)
         return int(last)
 
@@ -268,55 +248,29 @@ class Rebuilding:
 
     # Events
 
-    def _offsets(self, connection: Connection, since: _Offsets | None = None) -> _Offsets:
+    def _consumed(self, connection: Connection, since: Consumed | None = None) -> Consumed:
         """How far the consumer has consumed. Raises `ViewConflictError` if the view follows from other events, too."""
-        feed = self._feed
-        values = {"topic": feed.topic, "consumer": feed.consumer}
-        rows = fetch_all(connection, self._queries("consumer_offsets"), values, prepare=False)
-        if not rows:
-            raise ConsumerNotFoundError(f"topic {feed.topic!r} has no consumer {feed.consumer!r}")
-        found = _Offsets({partition: offset for partition, offset, *_ in rows})
-        before = since if since is not None and since.by_partition else found
-        chosen = EventFilter.from_json(rows[0][3])
-        for what, wrong in (
-            ("follows a change of the topic's partitions", any(row[2] is not None for row in rows)),
-            ("is consumed as a queue, out of order", any(row[4] for row in rows)),
-            (
-                "got other partitions meanwhile",
-                rows[0][5] != self._layout or found.by_partition.keys() != before.by_partition.keys(),
-            ),
-            ("got another filter meanwhile", since is not None and before is since and chosen != self._filter),
-            ("was moved back meanwhile", any(found.of(each) < offset for each, offset in before.by_partition.items())),
-        ):
-            if wrong:
-                raise ViewConflictError(
-                    f"view {self._name!r} was not rebuilt: consumer {feed.consumer!r} {what}; rebuild once it has "
-                    "consumed in order"
-                )
-        if not self._partial and (floor := segments.floor(connection, self._schema, feed.topic)) > 1:
-            raise ViewConflictError(
-                f"view {self._name!r} is not rebuilt: retention has dropped the events of topic {feed.topic!r} before "
-                f"offset {floor}, so entries that follow from them would be lost; give partial=True if that is right"
-            )
-        self._filter = chosen
-        self._whole = NOT_PARTITIONED in found.by_partition
+        found = Consumed.read(connection, self._schema, self._feed)
+        found.check(self._layout, since)
+        if not self._partial:
+            check_history(connection, self._schema, self._feed)
         return found
 
     def _catch_up(
-        self, shadow: _Shadow, done: _Offsets, applied: int, on_progress: Callable[[int], object]
-    ) -> tuple[_Offsets, int]:
-        """Apply the events up to the consumer's offsets. Gives these, and the number of events applied in all.
+        self, shadow: Shadow, done: Consumed | None, applied: int, on_progress: Callable[[int], object]
+    ) -> tuple[Consumed, int]:
+        """Apply the events up to the consumer's offsets. Gives its state, and the number of events applied in all.
 
         Goes on with what the consumer consumed meanwhile: handlers would wait while the switch applies it.
         """
         before: int | None = None
         while True:
             with self._database.connection() as connection:
-                upto = self._offsets(connection, done)
+                upto = self._consumed(connection, done)
             events_of_round = 0
             for events in self._between(done, upto):
                 with self._database.transaction() as connection:
-                    events_of_round += self._apply(shadow, events, connection)
+                    events_of_round += self._apply(shadow, upto, events, connection)
                 on_progress(applied + events_of_round)
             done, applied = upto, applied + events_of_round
 
@@ -326,12 +280,14 @@ class Rebuilding:
                 return done, applied
             before = events_of_round
 
-    def _between(self, done: _Offsets, upto: _Offsets, connection: Connection | None = None) -> Iterator[list[Event]]:
-        """The events that were consumed between two places, in batches."""
-        ranges = [(NOT_PARTITIONED, 0, upto.most)]
-        if done.by_partition:
+    def _between(
+        self, done: Consumed | None, upto: Consumed, connection: Connection | None = None
+    ) -> Iterator[list[Event]]:
+        """The events that were consumed between two states, in batches."""
+        ranges = [(NOT_PARTITIONED, 0, upto.offsets.most)]
+        if done is not None:
             # A partition that is far behind must not have the events of all others read again.
-            ranges = [(each, offset, upto.of(each)) for each, offset in done.by_partition.items()]
+            ranges = [(each, offset, upto.offsets.of(each)) for each, offset in done.offsets.by_partition.items()]
         for partition, begin, last in ranges:
             after = begin
             while after < last:
@@ -342,7 +298,7 @@ class Rebuilding:
                 if not read:
                     break
                 after = read[-1].id
-                if events := [each for each in read if each.id <= upto.of(each.partition) and self._takes(each)]:
+                if events := [each for each in read if each.id <= upto.offsets.of(each.partition) and upto.takes(each)]:
                     yield events
 
     @contextmanager
@@ -353,38 +309,20 @@ class Rebuilding:
         with self._database.connection() as own:
             yield own
 
-    def _takes(self, event: Event) -> bool:
-        """Whether the event counts. A redriven event stands for one that comes before it, and was counted there."""
-        if self._filter is not None and not self._filter.matches(event):
-            return False
-        return event.metadata.get(REDRIVEN_CONSUMER) != self._feed.consumer
-
-    def _apply(self, shadow: _Shadow, events: Sequence[Event], connection: Connection) -> int:
+    def _apply(self, shadow: Shadow, state: Consumed, events: Sequence[Event], connection: Connection) -> int:
         view = self._open(shadow.definition)
-        for group in self._groups(events):
+        for group in state.groups(events):
             self._feed.apply(group, view, connection)
         return len(events)
 
-    def _groups(self, events: Sequence[Event]) -> Iterable[Sequence[Event]]:
-        """Events as the consumer's handler gets them."""
-        if self._whole:
-            return [events]
-        if self._layout > 1:
-            # Events of a key come first from one partition, and then from another.
-            return [list(group) for _, group in groupby(events, attrgetter("partition"))]
-        by_partition: dict[int, list[Event]] = {}
-        for event in events:
-            by_partition.setdefault(event.partition, []).append(event)
-        return by_partition.values()
-
     # The switch
 
-    def _apply_rest(self, shadow: _Shadow, done: _Offsets, connection: Connection) -> int:
+    def _apply_rest(self, shadow: Shadow, done: Consumed, connection: Connection) -> int:
         """Apply the events that were consumed since `done`, in the caller's transaction."""
-        upto = self._offsets(connection, done)
-        return sum(self._apply(shadow, events, connection) for events in self._between(done, upto, connection))
+        upto = self._consumed(connection, done)
+        return sum(self._apply(shadow, upto, events, connection) for events in self._between(done, upto, connection))
 
-    def _switch(self, shadow: _Shadow, done: _Offsets) -> int | None:
+    def _switch(self, shadow: Shadow, done: Consumed) -> int | None:
         """Put the new table in the place of the live one.
 
         Gives the number of events that were applied, or None if the view is in use.
@@ -406,76 +344,10 @@ class Rebuilding:
 
                     # A handler commits its entries and its offset at once, and nobody has entries without a commit now.
                     applied = self._apply_rest(shadow, done, connection)
-                    self._replace(connection, shadow)
+                    self._tables.replace(connection, shadow)
                     return applied
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 return None
 
-    def _replace(self, connection: Connection, shadow: _Shadow) -> None:
-        held, table = shadow.held, shadow.definition.table
-        # A handler that waits for the lock has found its partition in the live table.
-        starts = [start_of_partition(each) for each in self._partitions(connection, held.table)]
-        make_periods(connection, self._schema, shadow.definition, starts)
-        self._check_kept(connection, shadow)
-        self._keep_rights(connection, held.table, table, "TABLE")
-        self._keep_comments(connection, held.table, table)
-        if not isinstance(held, Rollup):
-            self._keep_rights(connection, _sequence(held.table), _sequence(table), "SEQUENCE")
-        try:
-            connection.execute(sql.SQL("DROP TABLE {}").format(self._table(held.table)))
-        except psycopg.errors.DependentObjectsStillExist as error:
-            raise ViewConflictError(
-                f"the table of view {held.name!r} has what the switch would lose ({error.diag.message_detail}): drop "
-                "it, rebuild, and make it anew"
-            ) from error
-
-        renamed = [(each, f"{held.table}{each[len(table) :]}") for each in self._partitions(connection, table)]
-        for before, after in [*renamed, (table, held.table)]:
-            self._rename(connection, "TABLE", before, after)
-        if not isinstance(held, Rollup):
-            self._rename(connection, "SEQUENCE", _sequence(table), _sequence(held.table))
-        connection.execute(self._queries("forget_view"), {"name": shadow.definition.name})
-
-    def _check_kept(self, connection: Connection, shadow: _Shadow) -> None:
-        """Raise `ViewConflictError` if the live table has what the new one lacks."""
-        live, new = shadow.held.table, shadow.definition.table
-        lost = replaced_tables.lost(connection, (self._schema, live), (self._schema, new))
-        tables = {"live": self._table(live).as_string(connection), "made": self._table(new).as_string(connection)}
-        lost += [what for (what,) in fetch_all(connection, self._queries("lost_indexes"), tables)]
-        if lost:
-            raise ViewConflictError(
-                f"the table of view {self._name!r} has what the switch would lose "
-                f"({', '.join(lost)}): drop it, rebuild, and make it anew"
-            )
-
-    def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
-        """Grant the rights on a live relation on the new one, and no others."""
-        made = self._schema, new
-        replaced_tables.revoke_all(connection, made, kind)
-        replaced_tables.grant_as_on(connection, (self._schema, live), made, kind)
-
-    def _keep_comments(self, connection: Connection, live: str, new: str) -> None:
-        values = {"table": self._table(live).as_string(connection)}
-        for column, comment in fetch_all(connection, self._queries("comments"), values):
-            kind, named = ("TABLE", (new,)) if column is None else ("COLUMN", (new, column))
-            connection.execute(
-                sql.SQL("COMMENT ON {} {} IS {}").format(
-                    sql.SQL(kind), sql.Identifier(self._schema, *named), sql.Literal(comment)
-                )
-            )
-
-    def _partitions(self, connection: Connection, table: str) -> list[str]:
-        values = {"table": self._table(table).as_string(connection)}
-        return [name for (name,) in fetch_all(connection, self._queries("view_partitions"), values)]
-
-    def _rename(self, connection: Connection, kind: str, before: str, after: str) -> None:
-        statement = sql.SQL("ALTER {} {} RENAME TO {}")
-        connection.execute(statement.format(sql.SQL(kind), self._table(before), sql.Identifier(after)))
-
     def _table(self, name: str) -> sql.Identifier:
         return sql.Identifier(self._schema, name)
-
-
-def _sequence(table: str) -> str:
-    """The sequence of the ids of a timeline's or a log's table."""
-    return f"{table}_eql_id_seq"

@@ -1,4 +1,4 @@
-"""Rollups: counts, sums, minima and maxima per bucket of time. Events add to them, and nothing is recomputed."""
+"""Rollups: counts, sums, minima, maxima and sketches per bucket of time. Events add to them; nothing is recomputed."""
 
 from __future__ import annotations
 
@@ -6,17 +6,25 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from decimal import Context, Decimal, Inexact
-from functools import lru_cache
-from typing import Any, Final
-
-from psycopg import sql
+from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import CallersConnection, Database
+from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import check_kind, check_range, check_text, check_time, check_whole, shown
 from eventsql_orchestration.views.definitions import Rollup, floor
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
+from eventsql_orchestration.views.rollup_sql import addition, merging, selection
+from eventsql_orchestration.views.sketches import (
+    Distinct,
+    Quantiles,
+    merge_distinct,
+    merge_quantiles,
+    read_distinct,
+    read_quantiles,
+    sketch_distinct,
+    sketch_quantiles,
+)
 
 MAX_DIMENSION_LENGTH: Final = 200
 
@@ -28,12 +36,13 @@ _MAX_DIGITS: Final = 1_000
 _EXACT: Final = Context(prec=3 * _MAX_DIGITS, traps=[Inexact])
 """Adds numbers without rounding: Python's own context keeps 28 digits."""
 
-_Key = tuple[datetime, tuple[str, ...]]
+_Added: TypeAlias = "dict[tuple[datetime, tuple[str, ...]], _Sums]"
+"""What a call adds, by bucket and dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollupEntry:
-    """An entry that a rollup counts: a time, a text for each dimension, and a number for each value.
+    """An entry that a rollup counts: a time, a text for each dimension and each `distinct`, a number for each value.
 
     A float is taken as it is printed. Raises `ValidationError` for an entry that cannot be stored.
     """
@@ -41,13 +50,17 @@ class RollupEntry:
     at: datetime
     dimensions: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, int | float | Decimal] = field(default_factory=dict)
+    distinct: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at", check_time("at", self.at))
-        for what in ("dimensions", "values"):
+        for what in ("dimensions", "values", "distinct"):
             check_kind(f"the {what} of an entry", getattr(self, what), Mapping)
         object.__setattr__(self, "dimensions", {name: _check_dimension(text) for name, text in self.dimensions.items()})
         object.__setattr__(self, "values", {name: _number(name, each) for name, each in self.values.items()})
+        object.__setattr__(
+            self, "distinct", {name: _check_distinct(name, text) for name, text in self.distinct.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,25 +74,41 @@ class Measure:
 
 @dataclass(frozen=True, slots=True)
 class RollupBucket:
-    """The entries of the bucket of time that begins at `bucket`, for one combination of dimensions."""
+    """The entries of the bucket of time that begins at `bucket`, for one combination of dimensions.
+
+    `distinct` and `quantiles` are None for a bucket from before the rollup got them.
+    """
 
     bucket: datetime
     dimensions: dict[str, str]
     count: int
     values: dict[str, Measure]
+    distinct: dict[str, Distinct | None] = field(default_factory=dict)
+    quantiles: dict[str, Quantiles | None] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
 class _Sums:
-    """The sums that a call adds to one bucket."""
+    """What a call adds to one bucket."""
 
-    count: int
-    values: list[tuple[Decimal, Decimal, Decimal]]
+    __slots__ = ("count", "numbers", "texts", "values")
 
-    def add(self, numbers: Sequence[Decimal]) -> None:
+    def __init__(self, rollup: Rollup) -> None:
+        self.count = 0
+        self.values: list[tuple[Decimal, Decimal, Decimal]] = []
+        self.texts: list[set[str]] = [set() for _ in rollup.distinct]
+        self.numbers: dict[int, list[float]] = {rollup.values.index(name): [] for name in rollup.quantiles}
+
+    def add(self, numbers: Sequence[Decimal], texts: Sequence[str]) -> None:
+        if self.count:
+            pairs = zip(self.values, numbers, strict=True)
+            self.values = [(_EXACT.add(total, new), min(low, new), max(high, new)) for (total, low, high), new in pairs]
+        else:
+            self.values = [(number, number, number) for number in numbers]
         self.count += 1
-        pairs = zip(self.values, numbers, strict=True)
-        self.values = [(_EXACT.add(total, new), min(low, new), max(high, new)) for (total, low, high), new in pairs]
+        for known, text in zip(self.texts, texts, strict=True):
+            known.add(text)
+        for place, found in self.numbers.items():
+            found.append(float(numbers[place]))
 
 
 @checked
@@ -117,23 +146,36 @@ class RollupView:
             added = self._summed(each for each in checked if oldest is None or each[0] > oldest)
             if added:
                 self._table.make_partitions(joined, (bucket for bucket, _ in added))
-                statement = _addition(self.definition, self._schema)
-                joined.execute(statement, self._values(added, tenant, slot), prepare=False)
+                self._write(joined, added, tenant, slot)
         return sum(sums.count for sums in added.values())
 
-    def _summed(self, entries: Iterable[tuple[datetime, tuple[str, ...], list[Decimal]]]) -> dict[_Key, _Sums]:
-        """The sums that entries add to each bucket."""
-        added: dict[_Key, _Sums] = {}
-        for at, dimensions, numbers in entries:
-            bucket = floor(at, self.definition.grain)
-            sums = added.get((bucket, dimensions))
-            if sums is None:
-                added[bucket, dimensions] = _Sums(1, [(number, number, number) for number in numbers])
-            else:
-                sums.add(numbers)
+    def _summed(self, entries: Iterable[tuple[datetime, tuple[str, ...], list[Decimal], list[str]]]) -> _Added:
+        """What entries add to each bucket."""
+        added: _Added = {}
+        for at, dimensions, numbers, texts in entries:
+            key = floor(at, self.definition.grain), dimensions
+            if key not in added:
+                added[key] = _Sums(self.definition)
+            added[key].add(numbers, texts)
         return added
 
-    def _values(self, added: Mapping[_Key, _Sums], tenant: str, slot: int) -> dict[str, Any]:
+    def _write(self, joined: Connection, added: _Added, tenant: str, slot: int) -> None:
+        rollup = self.definition
+        values = self._values(added, tenant, slot)
+        if not rollup.sketches:
+            joined.execute(addition(rollup, self._schema), values, prepare=False)
+            return
+
+        # The buckets are locked from here on, so nobody else merges sketches into them.
+        rows = joined.execute(addition(rollup, self._schema), values, binary=True, prepare=False).fetchall()
+        width = 1 + len(rollup.dimensions)
+        held = {(row[0], tuple(row[1:width])): row[width:] for row in rows}
+        merged = [_merged(added[key], held[key]) for key in sorted(added)]
+        sketches = {f"sketch_{place}": list(column) for place, column in enumerate(zip(*merged, strict=True))}
+        bounds = {"first": values["buckets"][0], "last": values["buckets"][-1]}
+        joined.execute(merging(rollup, self._schema), values | sketches | bounds, prepare=False)
+
+    def _values(self, added: _Added, tenant: str, slot: int) -> dict[str, Any]:
         """The values of the statement that adds to buckets."""
         # Buckets are locked in one order, so that two additions cannot deadlock.
         keys = sorted(added)
@@ -170,27 +212,33 @@ class RollupView:
             "tenant": check_tenant(tenant), "since": since, "until": until, "every": step,
             **{f"dimension_{rollup.dimensions.index(name)}": _check_dimension(each) for name, each in wanted.items()},
         }  # fmt: skip
-        query = _selection(
+        query = selection(
             rollup, self._schema, tuple(shown_by), tuple(wanted), since=since is not None, until=until is not None
         )
         with self._table.reading() as connection:
-            rows = connection.execute(query, values, prepare=False).fetchall()
+            rows = connection.execute(query, values, binary=bool(rollup.sketches), prepare=False).fetchall()
         return [self._bucket_of(row, shown_by) for row in rows]
 
     def _bucket_of(self, row: tuple[Any, ...], by: Sequence[str]) -> RollupBucket:
+        rollup = self.definition
         bucket, *rest = row
         count, *measures = rest[len(by) :]
-        values = {
-            name: Measure(*measures[3 * place : 3 * place + 3]) for place, name in enumerate(self.definition.values)
-        }
-        return RollupBucket(bucket, dict(zip(by, rest[: len(by)], strict=True)), count, values)
+        values = {name: Measure(*measures[3 * place : 3 * place + 3]) for place, name in enumerate(rollup.values)}
+        sketches = measures[3 * len(rollup.values) :]
+        distinct, quantiles = sketches[: len(rollup.distinct)], sketches[len(rollup.distinct) :]
+        return RollupBucket(
+            bucket, dict(zip(by, rest[: len(by)], strict=True)), count, values,
+            {name: read_distinct(each) for name, each in zip(rollup.distinct, distinct, strict=True)},
+            {name: read_quantiles(each) for name, each in zip(rollup.quantiles, quantiles, strict=True)},
+        )  # fmt: skip
 
-    def _columns(self, entry: RollupEntry) -> tuple[tuple[str, ...], list[Any]]:
-        """The dimensions and the values of an entry, in the order of the definition."""
+    def _columns(self, entry: RollupEntry) -> tuple[tuple[str, ...], list[Any], list[str]]:
+        """The dimensions, values and distinct texts of an entry, in the order of the definition."""
         check_kind("an entry of a rollup", entry, RollupEntry)
         rollup = self.definition
         for what, given, names in (
             ("dimension", entry.dimensions, rollup.dimensions), ("value", entry.values, rollup.values),
+            ("distinct text", entry.distinct, rollup.distinct),
         ):  # fmt: skip
             if set(given) != set(names):
                 raise ValidationError(
@@ -200,6 +248,7 @@ class RollupView:
         return (
             tuple(entry.dimensions[name] for name in rollup.dimensions),
             [entry.values[name] for name in rollup.values],
+            [entry.distinct[name] for name in rollup.distinct],
         )
 
     def _check_known(self, what: str, name: str, names: Sequence[str]) -> None:
@@ -216,6 +265,22 @@ def _check_dimension(dimension: str) -> str:
     return dimension
 
 
+def _check_distinct(name: str, text: str) -> str:
+    if not check_text(f"distinct text {name}", text):
+        raise ValidationError(f"distinct text {name} is empty: sketches do not count the empty text")
+    return text
+
+
+def _merged(sums: _Sums, held: Sequence[bytes | None]) -> list[bytes]:
+    """The sketches of a bucket with what a call adds."""
+    texts, numbers = list(sums.texts), list(sums.numbers.values())
+    kept = [[] if each is None else [each] for each in held]
+    return [
+        *(merge_distinct([*old, sketch_distinct(new)]) for old, new in zip(kept, texts, strict=False)),
+        *(merge_quantiles([*old, sketch_quantiles(new)]) for old, new in zip(kept[len(texts) :], numbers, strict=True)),
+    ]
+
+
 def _number(name: str, number: object) -> Decimal:
     """A number as it is printed: sums of decimal fractions are exact then, and additions commute."""
     if isinstance(number, bool) or not isinstance(number, int | float | Decimal):
@@ -225,83 +290,3 @@ def _number(name: str, number: object) -> Decimal:
     if not decimal.is_finite() or abs(decimal.adjusted()) + len(decimal.as_tuple().digits) > _MAX_DIGITS:
         raise ValidationError(f"value {name} is {shown(number)}, which cannot be added up")
     return decimal
-
-
-@lru_cache(maxsize=256)
-def _addition(rollup: Rollup, schema: str) -> bytes:
-    """The statement that adds to buckets; the arrays name each bucket once, in the order of the key.
-
-    Composing it takes 2.4 ms, and handlers open their rollup anew for each batch.
-    """
-    dimensions = [sql.Identifier(name) for name in rollup.dimensions]
-    measures = [
-        (kind, place, sql.Identifier(f"{kind}_{name}"))
-        for place, name in enumerate(rollup.values)
-        for kind in ("sum", "min", "max")
-    ]
-    merged = {"sum": "coalesce(held.{0}, 0) + EXCLUDED.{0}", "min": "least(held.{0}, EXCLUDED.{0})",
-              "max": "greatest(held.{0}, EXCLUDED.{0})"}  # fmt: skip
-    statement = sql.SQL(
-        "INSERT INTO {table} AS held ({columns}) "
-        "SELECT %(tenant)s, added.bucket, %(slot)s, {taken} "
-        "FROM {arrays} WITH ORDINALITY AS added (bucket, {names}, place) ORDER BY added.place "
-        "ON CONFLICT ({key}) DO UPDATE SET {set}"
-    ).format(
-        table=sql.Identifier(schema, rollup.table),
-        columns=_list(
-            "eql_tenant", "eql_bucket", "eql_slot", *dimensions, "eql_count", *(column for _, _, column in measures)
-        ),
-        taken=_list(
-            *(f"added.dimension_{place}" for place in range(len(dimensions))), "added.count",
-            *(f"added.{kind}_{place}" for kind, place, _ in measures),
-        ),
-        arrays=sql.SQL("unnest({})").format(_list(
-            "%(buckets)s::timestamptz[]", *(f"%(dimension_{place})s::text[]" for place in range(len(dimensions))),
-            "%(counts)s::bigint[]", *(f"%({kind}_{place})s::numeric[]" for kind, place, _ in measures),
-        )),
-        names=_list(
-            *(f"dimension_{place}" for place in range(len(dimensions))), "count",
-            *(f"{kind}_{place}" for kind, place, _ in measures),
-        ),
-        key=_list("eql_tenant", "eql_bucket", *dimensions, "eql_slot"),
-        set=_list(
-            "eql_count = held.eql_count + EXCLUDED.eql_count",
-            *(sql.SQL("{0} = " + merged[kind]).format(column) for kind, _, column in measures),
-        ),
-    )  # fmt: skip
-    return sent(statement)
-
-
-@lru_cache(maxsize=256)
-def _selection(
-    rollup: Rollup, schema: str, by: tuple[str, ...], where: tuple[str, ...], *, since: bool, until: bool
-) -> bytes:
-    """The statement that reads buckets, with the given conditions."""
-    bucket = "date_bin(%(every)s::interval, eql_bucket, '1970-01-01 00:00+00'::timestamptz)"
-    dimensions = [sql.Identifier(name) for name in by]
-    conditions: list[sql.Composable] = [sql.SQL("eql_tenant = %(tenant)s")]
-    conditions += [sql.SQL("eql_bucket >= %(since)s::timestamptz")] * since
-    conditions += [sql.SQL("eql_bucket < %(until)s::timestamptz")] * until
-    conditions += [
-        sql.SQL("{} = {}").format(sql.Identifier(name), sql.Placeholder(f"dimension_{rollup.dimensions.index(name)}"))
-        for name in where
-    ]
-    measures = [
-        sql.SQL(template).format(sql.Identifier(f"{kind}_{name}"))
-        for name in rollup.values
-        for kind, template in (("sum", "coalesce(sum({}), 0)"), ("min", "min({})"), ("max", "max({})"))
-    ]
-    numbers = ", ".join(str(place + 1) for place in range(len(dimensions) + 1))
-    statement = sql.SQL(
-        "SELECT {columns} FROM {table} WHERE {conditions} GROUP BY {numbers} ORDER BY {numbers}"
-    ).format(
-        table=sql.Identifier(schema, rollup.table),
-        columns=_list(bucket, *dimensions, "sum(eql_count)::bigint", *measures),
-        conditions=sql.SQL(" AND ").join(conditions),
-        numbers=sql.SQL(numbers),
-    )
-    return sent(statement)
-
-
-def _list(*parts: str | sql.Composable) -> sql.Composed:
-    return sql.SQL(", ").join(sql.SQL(part) if isinstance(part, str) else part for part in parts)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 from psycopg import sql
 
 from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline, define
+
+_GROWING: Final = ("values", "distinct", "quantiles")
+"""The parts of a rollup that a declaration may add to."""
 
 
 def stored_definition(row: tuple[Any, ...]) -> Definition:
@@ -31,7 +34,7 @@ def differences(held: Definition, wanted: Definition) -> Sequence[str]:
     different = []
     for name in (field.name for field in fields(held)):
         before, now = getattr(held, name), getattr(wanted, name)
-        grows = name == "values" and now[: len(before)] == before
+        grows = name in _GROWING and now[: len(before)] == before
         if before != now and not (name == "retention" or grows or (name == "language" and before is None)):
             different.append(f"{name} {before}")
     return different
@@ -45,7 +48,7 @@ def statements_of(view: Definition, table: sql.Identifier) -> Iterable[sql.Compo
             sql.SQL("eql_tenant text NOT NULL, eql_bucket timestamptz NOT NULL"),
             *(sql.SQL("{} text NOT NULL").format(name) for name in dimensions),
             sql.SQL("eql_slot smallint NOT NULL, eql_count bigint NOT NULL"),
-            *(column for name in view.values for column in _value_columns(name)),
+            *rollup_columns(view),
         ]
         key = [sql.SQL("eql_tenant"), sql.SQL("eql_bucket"), *dimensions, sql.SQL("eql_slot")]
         yield sql.SQL("CREATE TABLE {} ({}, PRIMARY KEY ({})) PARTITION BY RANGE (eql_bucket)").format(
@@ -72,14 +75,19 @@ def statements_of(view: Definition, table: sql.Identifier) -> Iterable[sql.Compo
         yield words_index(table, view.language)
 
 
-def _value_columns(name: str) -> list[sql.Composed]:
-    return [sql.SQL("{} numeric").format(sql.Identifier(f"{what}_{name}")) for what in ("sum", "min", "max")]
+def rollup_columns(view: Rollup) -> list[sql.Composed]:
+    """The columns of a rollup's values and sketches, with their types."""
+    values = [f"{what}_{name}" for name in view.values for what in ("sum", "min", "max")]
+    return [
+        *(sql.SQL("{} numeric").format(sql.Identifier(name)) for name in values),
+        *(sql.SQL("{} bytea").format(sql.Identifier(name)) for name in view.sketches),
+    ]
 
 
-def adding_columns(table: sql.Identifier, name: str) -> sql.Composed:
-    """The statement that adds the columns of a rollup's value."""
-    columns = sql.SQL(", ADD COLUMN ").join(_value_columns(name))
-    return sql.SQL("ALTER TABLE {} ADD COLUMN {}").format(table, columns)
+def adding_columns(table: sql.Identifier, view: Rollup) -> sql.Composed:
+    """The statement that adds the columns of a rollup's values and sketches that are missing."""
+    columns = sql.SQL(", ADD COLUMN IF NOT EXISTS ").join(rollup_columns(view))
+    return sql.SQL("ALTER TABLE {} ADD COLUMN IF NOT EXISTS {}").format(table, columns)
 
 
 def words_index(table: sql.Identifier, language: str) -> sql.Composed:

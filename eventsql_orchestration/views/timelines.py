@@ -10,17 +10,11 @@ from typing import Any
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
-from eventsql_orchestration.database.binary import (
-    decode_bigint,
-    decode_jsonb,
-    decode_text,
-    decode_time,
-    encode_bigint,
-)
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
+from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
+from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
-from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
+from eventsql_orchestration.views.partitions import NO_TENANT, PLAN_SECONDS, ViewTable, check_tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,15 +94,11 @@ class TimelineView:
             "after": encode_bigint(check_whole("after", after, least=0)),
             "limit": None if limit is None else encode_bigint(check_whole("limit", limit, least=1)),
         }
-        return [_entry(row) for row in self._table.fetch(_reading(self._schema, self.definition.table), values)]
+        rows = self._table.fetch_values(_reading(self._schema, self.definition.table), values)
+        return [TimelineEntry(id_, name, decode_jsonb(data), at) for id_, name, data, at in rows]
 
 
 @lru_cache(maxsize=256)
 def _reading(schema: str, table: str) -> SingleStatement:
     """The statement of a lookup. Handlers open their timeline anew for each batch."""
-    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), prepare=False)
-
-
-def _entry(row: RawRow) -> TimelineEntry:
-    of_id, resource, data, occurred_at = row
-    return TimelineEntry(decode_bigint(of_id), decode_text(resource), decode_jsonb(data), decode_time(occurred_at))
+    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), keep=PLAN_SECONDS)

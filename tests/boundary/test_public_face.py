@@ -70,7 +70,8 @@ RESULTS = {
     "QueueDefinition",
     "QueueDepth", "QueueStatistics",
     "RecordedChange", "Retained", "RollupBucket", "Snapshot", "TimelineEntry",
-    "AggregateInfo", "Comparison", "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
+    "AggregateInfo", "Archived", "Comparison", "Distinct", "Quantiles",
+    "Filling", "Rebuild", "StoreDeadLetter", "Subscription", "SubscriptionLag",
     "ViewComparison", "ViewFilling",
 }  # fmt: skip
 """Classes whose objects only the platform makes; making one checks nothing."""

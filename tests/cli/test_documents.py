@@ -19,6 +19,7 @@ from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
 from eventsql_orchestration.queue import QueueDepth
 from tests.shards.conftest import Databases, databases
+from tests.views.conftest import SKETCHES
 
 __all__ = ["databases"]
 
@@ -173,8 +174,14 @@ def test_the_example_of_views_finds_what_was_published(dsn: str) -> None:
     assert [found.line for found in names["found"]] == ["arrived at Krakow", "arrived at Lodz", "arrived at Gdansk"]
 
 
-def test_the_example_of_a_rebuild_has_what_was_published(dsn: str) -> None:
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_the_example_of_sketches_counts_a_visitor(dsn: str) -> None:
     names = play(examples(REPOSITORY / "docs" / "views.md")[1], localhost=dsn)
+    assert (names["visitors"].estimate, names["times"].at(0.5)) == (1, 12)
+
+
+def test_the_example_of_a_rebuild_has_what_was_published(dsn: str) -> None:
+    names = play(examples(REPOSITORY / "docs" / "views.md")[2], localhost=dsn)
     assert names["compared"].equal
     with names["platform"]:
         assert [(stop.dimensions, stop.count) for stop in names["stops"].read()] == [({"place": "Lodz"}, 1)]

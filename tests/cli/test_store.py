@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -12,9 +12,9 @@ import psycopg
 import pytest
 from click.testing import Result
 
-from eventsql_orchestration import Connection, EventSQL
+from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
-from eventsql_orchestration.views import Timeline, Views
+from eventsql_orchestration.views import Timeline, ViewFeed, Views
 from tests.store.test_order import restored
 
 Run = Callable[..., Result]
@@ -144,3 +144,45 @@ def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, 
     assert {"store", "views"}.isdisjoint(
         each["check"] for each in json.loads(run("doctor", "--json").stdout)["findings"]
     )
+
+
+def test_a_closed_aggregate_is_archived_and_moved_back(run: Run, platform: EventSQL) -> None:
+    assert run("store", "archive", "order", "1").exit_code == 1
+    assert run("store", "close", "order", "1").exit_code == 0
+    assert "2 changes" in run("store", "archive", "order", "1").stderr
+    assert [each["version"] for each in lines(run("store", "show", "order", "1"))] == [1, 2]
+    (found,) = json.loads(run("store", "list", "order", "--json").stdout)
+    assert found["archived_at"] is not None
+    assert run("store", "append", "order", "1", "paid", "{}").exit_code == 1
+    assert "2 changes" in run("store", "unarchive", "order", "1").stderr
+
+    platform.store.close_stream("rider", "é")
+    assert "0 aggregates" in run("store", "archive", "rider", "--closed-before", "1d").stderr
+    assert "1 aggregate " in run("store", "archive", "rider", "--closed-before", "0s").stderr
+    for wrong in ((), ("1", "--closed-before", "1d")):
+        assert run("store", "archive", "order", *wrong).exit_code == 2
+
+
+def test_doctor_shows_a_killed_rebuild_of_a_view_until_it_is_given_up(run: Run, platform: EventSQL) -> None:
+    views = Views(platform.database)
+    views.declare(Timeline("steps"))
+    platform.registry.register_topic(Topic("moves", partitions=1))
+    platform.registry.register_consumer(Consumer("moves", "views"))
+
+    class Steps(ViewFeed):
+        view, topic, consumer = Timeline("steps"), "moves", "views"
+
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            """Writes nothing."""
+
+    def found() -> list[dict[str, Any]]:
+        report = json.loads(run("doctor", "--json").stdout)
+        return [each for each in report["findings"] if each["check"] == "views"]
+
+    assert found() == []
+    views._rebuilding(Steps(), 10)._begin(partial=False)  # a killed rebuild ends here
+    (finding,) = found()
+    assert (finding["status"], finding["remedy"]) == ("warning", "eventsql view give-up steps")
+    assert run("view", "give-up", "steps").exit_code == 0
+    assert found() == []
+    assert run("view", "give-up", "unknown").exit_code == 1

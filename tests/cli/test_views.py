@@ -14,6 +14,7 @@ from click.testing import Result
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.cli.conftest import Start
+from tests.views.conftest import SKETCHES
 
 Run = Callable[..., Result]
 
@@ -62,6 +63,24 @@ def test_a_rollup_shows_its_buckets_with_bars(run: Run) -> None:
     shown = run(*arguments).stdout
     assert "█" * 30 in shown
     assert json.loads(run("rollup", "moves", "--where", "place=Lodz", "--since", "1m", "--json").stdout) == []
+
+
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_a_rollup_shows_its_distinct_texts_and_quantiles(run: Run, platform: EventSQL) -> None:
+    visits = Rollup("visits", timedelta(minutes=1), values=("ms",), distinct=("visitor",), quantiles=("ms",))
+    views = Views(platform.database)
+    views.declare(visits)
+    at = datetime(2026, 1, 2, 12, tzinfo=UTC)
+    with platform.database.transaction() as connection:
+        entries = [RollupEntry(at, {}, {"ms": ms}, {"visitor": f"v{ms % 3}"}) for ms in range(1, 102)]
+        views.rollup(visits).add(connection, entries)
+    (bucket,) = json.loads(run("rollup", "visits", "--json").stdout)
+    assert [bucket[name] for name in ("distinct_visitor", "p50_ms", "p90_ms", "p99_ms")] == [3, 51, 91, 100]
+    (bucket,) = json.loads(run("rollup", "visits", "--quantile", "0.25", "--json").stdout)
+    assert "p50_ms" not in bucket
+    assert bucket["p25_ms"] == 26
+    assert "distinct visitor" in run("rollup", "visits").stdout
+    assert run("rollup", "visits", "--quantile", "2").exit_code == 2
 
 
 def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:

@@ -137,3 +137,22 @@ def test_ctrl_c_cancels_a_statement_that_waits(
         insert(database, statement, 1)
     with database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(("keep", "plans"), [(0.0, 0), (3_600.0, 1)])
+def test_a_plan_stays_as_long_as_it_may(database: Database, keep: float, plans: int) -> None:
+    with database.connection() as connection:
+        connection.execute("CREATE TABLE public.numbers (number integer PRIMARY KEY)")
+        connection.execute("INSERT INTO public.numbers SELECT generate_series(1, 20)")
+    kept = SingleStatement(
+        "kept", sql.SQL("SELECT number FROM public.numbers WHERE number = %(n)s::integer"), keep=keep
+    )
+    for number in range(1, 13):
+        value = number.to_bytes(4)
+        assert database.fetch(kept, {"n": value}) == [(value,)]
+    with database.connection() as connection:
+        found = connection.execute(
+            "SELECT count(*) FILTER (WHERE generic_plans > 0), count(*) FROM pg_prepared_statements "
+            "WHERE name LIKE 'eventsql_kept%'"
+        ).fetchone()
+    assert found == (plans, 1)

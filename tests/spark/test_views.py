@@ -15,8 +15,8 @@ from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.spark.copying import TableCopy
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.views import SparkViewFeed, SparkViewFill
-from eventsql_orchestration.views import LogEntry, ViewComparison, ViewFilling
-from tests.views.conftest import DAY, MINUTE, NOON
+from eventsql_orchestration.views import LogEntry, RollupEntry, ViewComparison, ViewFilling
+from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 from tests.views.test_rebuilding import CONSUMER, FEEDS, TOPIC, Counts, Feed, Lines, Steps, World, read
 
 AT = "timestamp_seconds(1732104000 + 60 * CAST(CAST(value AS STRING) AS INT))"
@@ -31,7 +31,10 @@ class BulkSteps(Steps, SparkViewFeed):
 
 class BulkCounts(Counts, SparkViewFeed):
     def frame(self, events: DataFrame) -> DataFrame:
-        return events.selectExpr(f"{AT} AS at", "key AS resource", "CAST(CAST(value AS STRING) AS INT) AS minutes")
+        return events.selectExpr(
+            f"{AT} AS at", "key AS resource", "CAST(CAST(value AS STRING) AS INT) AS minutes",
+            "CAST(value AS STRING) AS digits",
+        )  # fmt: skip
 
 
 class BulkLines(Lines, SparkViewFeed):
@@ -93,6 +96,36 @@ def test_views_are_rebuilt_in_bulk_without_a_gap_or_a_double(world: World, spark
     world.consume()
     for feed in BULK:
         assert world.views.compare(feed).equal
+
+
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_sketches_of_spark_are_those_of_python(world: World, spark: SparkSession) -> None:
+    wide = replace(Counts.view, name="wide", grain=DAY, dimensions=())
+    world.views.declare(wide)
+
+    class Wide(BulkCounts):
+        view = wide
+
+        def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
+            entries = [RollupEntry(NOON, {}, {"minutes": at}, {"digits": str(at)}) for _, at in read(events)]
+            view.add(connection, entries, slot=events[0].partition)
+
+        def frame(self, events: DataFrame) -> DataFrame:
+            return events.selectExpr(
+                "timestamp_seconds(1732104000) AS at", "CAST(CAST(value AS STRING) AS INT) AS minutes",
+                "CAST(value AS STRING) AS digits",
+            )  # fmt: skip
+
+    world.publish(*range(5_000))
+    world.feeds = [Wide()]
+    while world.consume(most=1_000):
+        pass
+    assert world.views.compare(Wide(), fill=SparkViewFill(spark)).equal
+    ((_, _, _, _, distinct, _),) = world.rows("wide")
+    world.views.rebuild(Wide(), fill=SparkViewFill(spark))
+    ((_, _, count, _, rebuilt, quantiles),) = world.rows("wide")
+    assert (count, rebuilt) == (5_000, distinct)
+    assert abs(quantiles["minutes"].at(0.5) - 2_500) < 0.07 * 5_000
 
 
 def test_a_filter_and_a_retention_hold_in_bulk_too(world: World, spark: SparkSession) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ConcurrentAppendError, EventSQLError
+from eventsql_orchestration.errors import AggregateClosedError, ConcurrentAppendError, EventSQLError, ValidationError
 from eventsql_orchestration.store import (
     Change,
     RecordedChange,
@@ -63,6 +63,14 @@ class Handle:
     dies_at: int | None
 
 
+@dataclass(frozen=True)
+class Archive:
+    """Close an aggregate and archive it, or move it out of the archive again."""
+
+    aggregate: int
+    back: bool
+
+
 STEPS = st.lists(
     st.one_of(
         st.builds(
@@ -73,6 +81,7 @@ STEPS = st.lists(
             st.sampled_from([False, False, True]),
         ),
         st.builds(Handle, st.integers(1, 5), st.none() | st.integers(0, 4)),
+        st.builds(Archive, st.integers(0, 2), st.booleans()),
     ),
     max_size=14,
 )
@@ -87,6 +96,7 @@ class Model:
         self.totals = Repository(self.store, Total, platform.publisher)
         self.held: dict[str, list[int]] = {}
         self.order: list[tuple[str, int]] = []
+        self.closed: set[str] = set()
         self.start = self.store.newest()
 
     def name(self, aggregate: int) -> str:
@@ -97,6 +107,11 @@ class Model:
         held = self.held.setdefault(name, [])
         total = self.totals.load(name)
         assert total.version == len(held)
+        if name in self.closed:
+            changes = [Change("numbered", {"n": number}) for number in step.numbers]
+            with pytest.raises(AggregateClosedError):
+                self.store.append("total", name, changes, expected_version=len(held))
+            return
         if step.expected == "right" and not step.rolled_back:
             for number in step.numbers:
                 total.record("numbered", {"n": number})
@@ -118,6 +133,18 @@ class Model:
         assert step.expected != "wrong"
         if not step.rolled_back:
             self.note(name, step.numbers)
+
+    def archive(self, step: Archive) -> None:
+        name = self.name(step.aggregate)
+        if not self.held.get(name):
+            with pytest.raises(ValidationError):
+                self.store.archive_stream("total", name)
+        elif step.back:
+            self.store.unarchive_stream("total", name)
+        else:
+            self.store.close_stream("total", name)
+            self.closed.add(name)
+            self.store.archive_stream("total", name)
 
     def note(self, name: str, numbers: tuple[int, ...]) -> None:
         self.held[name] += numbers
@@ -171,11 +198,13 @@ def _effects(platform: EventSQL) -> None:
         connection.execute("CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text, n int)")
 
 
-def run(platform: EventSQL, steps: list[Append | Handle]) -> None:
+def run(platform: EventSQL, steps: list[Append | Handle | Archive]) -> None:
     model = Model(platform)
     for step in steps:
         if isinstance(step, Append):
             model.append(step)
+        elif isinstance(step, Archive):
+            model.archive(step)
         else:
             model.handle(step)
     model.check()

@@ -412,10 +412,16 @@ def test_the_order_is_read_through_its_index(store: Store, statement: str, index
             "INSERT INTO eventsql.aggregate_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
             "eql_change_id) SELECT 'order', n, 1, 'numbered', '{}', gen_random_uuid() FROM generate_series(1, 3000) n"
         )
+        connection.execute(
+            "INSERT INTO eventsql.archived_change (eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, "
+            "eql_transaction) SELECT 'order', 'archived ' || n, 1, 'numbered', '{}', pg_current_xact_id() "
+            "FROM generate_series(1, 3000) n"
+        )
         connection.execute("VACUUM ANALYZE")
         for plan in plans(connection, Queries("store", "eventsql")(statement), values):
             assert index in plan, plan
             assert "Seq Scan on aggregate_change" not in plan
+            assert "Seq Scan on archived_change" not in plan
 
 
 def test_a_conflict_in_a_stricter_transaction_is_the_stores_error(store: Store, sessions: Sessions) -> None:

@@ -356,8 +356,8 @@ def test_the_statements_find_an_aggregate_through_its_key(database: Database, st
             "INSERT INTO eventsql.aggregate (eql_type, eql_id, eql_version) "
             "SELECT 'order', number, 10 FROM generate_series(1, 2000) AS number"
         )
-        for table in ("aggregate_change", "aggregate_snapshot"):
-            kind, placed = ("eql_kind,", "'placed',") if table == "aggregate_change" else ("", "")
+        for table in ("aggregate_change", "archived_change", "aggregate_snapshot"):
+            kind, placed = ("", "") if table == "aggregate_snapshot" else ("eql_kind,", "'placed',")
             connection.execute(
                 f"INSERT INTO eventsql.{table} (eql_type, eql_aggregate_id, eql_version, {kind} eql_data) "
                 f"SELECT 'order', number, version, {placed} '{{}}' "

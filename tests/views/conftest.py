@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from importlib.util import find_spec
 
 import pytest
 
@@ -13,6 +14,9 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
 MINUTE = timedelta(minutes=1)
 DAY = timedelta(days=1)
+
+SKETCHES = find_spec("datasketches") is not None
+"""Whether the package of the extra [sketches] is there: it has no wheels for Python 3.14 yet."""
 
 
 @pytest.fixture

@@ -16,9 +16,13 @@ from hypothesis import strategies as st
 
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
-from tests.views.conftest import MINUTE, NOON
+from tests.views.conftest import MINUTE, NOON, SKETCHES
 
-STEPS, COUNTS, LINES = Timeline("steps"), Rollup("counts", MINUTE, ("kind",), ("cents",)), Logs("lines")
+STEPS, COUNTS, LINES = (
+    Timeline("steps"),
+    Rollup("counts", MINUTE, ("kind",), ("cents",), distinct=("key",), quantiles=("cents",)),
+    Logs("lines"),
+)
 
 # Key, kind, cents, minutes after noon. Late events are those with fewer minutes than earlier ones.
 EVENTS = st.tuples(
@@ -59,7 +63,10 @@ class Model:
         )
         self.views.rollup(COUNTS).add(
             connection,
-            [RollupEntry(at, {"kind": kind}, {"cents": cents}) for _, _, kind, cents, at in seen],
+            [
+                RollupEntry(at, {"kind": kind}, {"cents": cents}, {"key": key} if SKETCHES else {})
+                for _, key, kind, cents, at in seen
+            ],
             slot=events[0].partition, tenant=self.run,
         )  # fmt: skip
         self.views.logs(LINES).write(
@@ -95,15 +102,24 @@ class Model:
 
         counts: Counter[tuple[datetime, str]] = Counter()
         sums: dict[tuple[datetime, str], list[Decimal]] = defaultdict(list)
-        for _, _, kind, cents, at in seen:
+        keys: dict[tuple[datetime, str], set[str]] = defaultdict(set)
+        for _, key, kind, cents, at in seen:
             bucket = at.replace(minute=0), kind
             counts[bucket] += 1
             sums[bucket].append(cents)
+            keys[bucket].add(key)
         hours = self.views.rollup(COUNTS).read(every=timedelta(hours=1), tenant=self.run)
         assert {(each.bucket, each.dimensions["kind"]): each.count for each in hours} == counts
         for each in hours:
             of, measure = sums[each.bucket, each.dimensions["kind"]], each.values["cents"]
             assert (measure.sum, measure.min, measure.max) == (sum(of), min(of), max(of))
+            if SKETCHES:
+                distinct, quantiles = each.distinct["key"], each.quantiles["cents"]
+                assert distinct is not None
+                assert quantiles is not None
+                # So few of them are exact.
+                assert distinct.estimate == len(keys[each.bucket, each.dimensions["kind"]])
+                assert quantiles.at(0.5) == float(sorted(of)[(len(of) - 1) // 2])
 
         lines = self.views.logs(LINES).search(tenant=self.run, limit=1_000)
         assert Counter((each.resource, each.line, each.written_at) for each in lines) == Counter(

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from psycopg import sql
 
 from eventsql_orchestration import (
     AtOffset,
@@ -43,8 +44,9 @@ from eventsql_orchestration.views import (
 )
 from eventsql_orchestration.views import rebuilding as rebuilding_module
 from eventsql_orchestration.views.comparison import comparison
+from eventsql_orchestration.views.sketches import sketch_distinct, sketch_quantiles
 from tests.fixtures import Sessions, UntilBlocked
-from tests.views.conftest import DAY, MINUTE, NOON
+from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 
 TOPIC, CONSUMER = "moves", "views"
 PATIENCE = 60.0
@@ -62,11 +64,19 @@ class Steps(Feed):
 
 
 class Counts(Feed):
-    view = Rollup("counts", MINUTE, ("resource",), ("minutes",))
+    view = Rollup(
+        "counts", MINUTE, ("resource",), ("minutes",),
+        distinct=("digits",) * SKETCHES, quantiles=("minutes",) * SKETCHES,
+    )  # fmt: skip
 
     def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
         entries = [
-            RollupEntry(NOON + at * MINUTE, {"resource": event.key or ""}, {"minutes": at})
+            RollupEntry(
+                NOON + at * MINUTE,
+                {"resource": event.key or ""},
+                {"minutes": at},
+                {"digits": str(at)} if SKETCHES else {},
+            )
             for event, at in read(events)
         ]
         view.add(connection, entries, slot=events[0].partition)
@@ -131,7 +141,10 @@ class World:
         if isinstance(opened, TimelineView):
             return [(each.resource, each.data["minutes"]) for key in "abcd" for each in opened.read(key)]
         if isinstance(opened, RollupView):
-            return [(each.bucket, each.dimensions, each.count, each.values) for each in opened.read()]
+            return [
+                (each.bucket, each.dimensions, each.count, each.values, each.distinct, each.quantiles)
+                for each in opened.read()
+            ]
         return sorted(each.line for each in opened.search(limit=10_000))
 
     def leftovers(self) -> list[str]:
@@ -171,6 +184,39 @@ def in_thread(play: Callable[[], object]) -> Iterator[list[BaseException]]:
     assert not thread.is_alive()
     if errors:
         raise errors[0]
+
+
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_a_comparison_finds_sketches_that_differ_and_a_rebuild_mends_them(world: World, database: Database) -> None:
+    world.publish(*range(8))
+    world.consume()
+    wanted = world.rows("counts")
+    for name, other in (
+        ("eql_distinct_digits", sketch_distinct(["1", "other"])),
+        ("eql_quantiles_minutes", sketch_quantiles([9.0])),
+    ):
+        with database.connection() as connection:
+            spoiled = connection.execute(
+                sql.SQL("UPDATE eventsql.view_counts SET {} = %s WHERE eql_bucket = %s").format(sql.Identifier(name)),
+                [other, NOON + MINUTE],
+            )
+            assert spoiled.rowcount == 1
+        compared = world.views.compare(Counts())
+        assert (compared.missing, compared.surplus, len(compared.examples)) == (1, 1, 1)
+        world.views.rebuild(Counts())
+        assert world.rows("counts") == wanted
+    world.check()
+
+
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_a_rebuild_gives_sketches_to_entries_from_before_their_declaration(world: World, database: Database) -> None:
+    world.publish(*range(8))
+    world.consume()
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.view_counts SET eql_distinct_digits = NULL, eql_quantiles_minutes = NULL")
+    assert world.views.compare(Counts()).missing == 8
+    world.views.rebuild(Counts())
+    world.check()
 
 
 @pytest.mark.parametrize("feed", FEEDS, ids=lambda feed: feed.view.name)
@@ -248,7 +294,8 @@ def test_a_handler_that_comes_during_the_switch_writes_to_the_new_table(
     # The partition of this time is in the live table, and only there.
     with world.platform.database.transaction() as connection:
         world.views.rollup(Counts.view).add(
-            connection, [RollupEntry(NOON + far * MINUTE, {"resource": "z"}, {"minutes": 1})]
+            connection,
+            [RollupEntry(NOON + far * MINUTE, {"resource": "z"}, {"minutes": 1}, {"digits": "1"} if SKETCHES else {})],
         )
     with in_thread(lambda: world.views.rebuild(Slow(), on_progress=between)):
         assert switching.wait(PATIENCE)

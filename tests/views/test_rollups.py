@@ -22,7 +22,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
 from eventsql_orchestration.views import Measure, Rollup, RollupBucket, RollupEntry, RollupView, Views
-from eventsql_orchestration.views.rollups import _selection
+from eventsql_orchestration.views.rollup_sql import selection
 from tests.fixtures import Sessions
 from tests.plans import custom_plan
 from tests.views.conftest import DAY, MINUTE, NOON
@@ -239,7 +239,7 @@ def test_a_rollup_that_nobody_declared_is_named(database: Database) -> None:
 
 def test_reading_a_range_goes_through_the_key_of_its_partitions(database: Database, orders: RollupView) -> None:
     add(database, orders, [entry(NOON - 60 * DAY), entry(NOON), entry(NOON + 60 * DAY)])
-    query = _selection(ORDERS, database.schema, (), ("kind",), since=True, until=True)
+    query = selection(ORDERS, database.schema, (), ("kind",), since=True, until=True)
     values = {
         "tenant": "", "since": NOON, "until": NOON + 60 * MINUTE, "every": MINUTE, "dimension_0": "a",
     }  # fmt: skip

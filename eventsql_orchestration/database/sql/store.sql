@@ -1,10 +1,13 @@
 -- append -- New changes of an aggregate: at the version `expected`, or at any (-1), or at any after the first (-2). Writing
 -- the aggregate's row makes a second writer wait for the first. A change takes the greater of its own transaction and its
--- predecessor's: a transaction with a lower id may append after one with a higher id.
-WITH created AS (
+-- predecessor's: a transaction with a lower id may append after one with a higher id. No index is over the ids of the store
+-- and of its archive, so they are looked up.
+WITH stored AS (
+    SELECT FROM {schema}.aggregate_change WHERE eql_change_id = ANY (%(change_ids)s::uuid[])
+), created AS (
     INSERT INTO {schema}.aggregate AS known (eql_type, eql_id, eql_version, eql_transaction)
     SELECT %(type)s::text, %(id)s::text, %(count)s::bigint, pg_current_xact_id()
-    WHERE %(expected)s::bigint = 0 OR %(expected)s::bigint = -1
+    WHERE (%(expected)s::bigint = 0 OR %(expected)s::bigint = -1) AND NOT EXISTS (SELECT FROM stored)
     ON CONFLICT (eql_type, eql_id) DO UPDATE
     SET eql_version = known.eql_version + %(count)s::bigint,
         eql_transaction = greatest(known.eql_transaction, pg_current_xact_id())
@@ -16,6 +19,7 @@ WITH created AS (
         eql_transaction = greatest(eql_transaction, pg_current_xact_id())
     WHERE eql_type = %(type)s::text AND eql_id = %(id)s::text AND eql_closed_at IS NULL
       AND (%(expected)s::bigint = -2 OR %(expected)s::bigint > 0 AND eql_version = %(expected)s::bigint)
+      AND NOT EXISTS (SELECT FROM stored)
     RETURNING eql_version, eql_transaction
 ), appendable AS (
     SELECT eql_version, eql_transaction FROM created UNION ALL SELECT eql_version, eql_transaction FROM advanced
@@ -50,6 +54,52 @@ WHERE eql_change_id = ANY (%(change_ids)s::uuid[]) LIMIT 1;
 -- close_stream -- Take no more changes of an aggregate.
 UPDATE {schema}.aggregate SET eql_closed_at = coalesce(eql_closed_at, now())
 WHERE eql_type = %(type)s AND eql_id = %(id)s;
+
+-- hold_stream -- Lock an aggregate: whether it is closed, and whether it is archived.
+SELECT eql_closed_at IS NOT NULL, eql_archived_at IS NOT NULL
+FROM {schema}.aggregate
+WHERE eql_type = %(type)s AND eql_id = %(id)s
+FOR UPDATE;
+
+-- closed -- Lock aggregates that were closed before a time and are not archived.
+SELECT eql_id FROM {schema}.aggregate
+WHERE eql_type = %(type)s AND eql_closed_at < %(before)s AND eql_archived_at IS NULL
+ORDER BY eql_closed_at
+LIMIT %(limit)s
+FOR UPDATE SKIP LOCKED;
+
+-- archive_changes -- Move the changes of aggregates into the archive, with their places.
+WITH moved AS (
+    DELETE FROM ONLY {schema}.aggregate_change
+    WHERE eql_type = %(type)s AND eql_aggregate_id = ANY (%(ids)s::text[])
+    RETURNING *
+)
+INSERT INTO {schema}.archived_change (
+    eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
+    eql_schema_version, eql_change_id, eql_metadata
+)
+SELECT eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
+       eql_schema_version, eql_change_id, eql_metadata
+FROM moved;
+
+-- unarchive_changes -- Move the changes of aggregates out of the archive.
+WITH moved AS (
+    DELETE FROM ONLY {schema}.archived_change
+    WHERE eql_type = %(type)s AND eql_aggregate_id = ANY (%(ids)s::text[])
+    RETURNING *
+)
+INSERT INTO {schema}.aggregate_change (
+    eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
+    eql_schema_version, eql_change_id, eql_metadata
+)
+SELECT eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_at, eql_transaction, eql_position,
+       eql_schema_version, eql_change_id, eql_metadata
+FROM moved;
+
+-- mark_archived -- Note whether aggregates are archived.
+UPDATE {schema}.aggregate
+SET eql_archived_at = CASE WHEN %(archived)s THEN now() END
+WHERE eql_type = %(type)s AND eql_id = ANY (%(ids)s::text[]);
 
 -- load -- The changes of an aggregate between two versions, in their order.
 SELECT eql_version, eql_kind, eql_data, eql_created_at, eql_schema_version, eql_change_id, eql_metadata
@@ -195,7 +245,7 @@ SELECT count(*) FROM {schema}.aggregate WHERE eql_type = %(type)s;
 SELECT eql_type, count(*) FROM {schema}.aggregate GROUP BY eql_type ORDER BY eql_type;
 
 -- aggregates -- Aggregates of a type, by id, after one.
-SELECT eql_id, eql_version, eql_created_at, eql_closed_at
+SELECT eql_id, eql_version, eql_created_at, eql_closed_at, eql_archived_at
 FROM {schema}.aggregate
 WHERE eql_type = %(type)s AND eql_id > %(after)s
 ORDER BY eql_id

@@ -11,6 +11,11 @@ ORDER BY eql_name;
 -- rebuilds -- The views that rebuilds of a view have made.
 SELECT eql_name FROM {schema}.view_definition WHERE (eql_definition ->> 'rebuilds') = %(name)s::text ORDER BY eql_name;
 
+-- unfinished_rebuilds -- The rebuilds of views that have not ended: the view, and when the rebuild began.
+SELECT eql_definition ->> 'rebuilds', eql_created_at FROM {schema}.view_definition
+WHERE (eql_definition -> 'rebuilds') IS NOT NULL
+ORDER BY eql_created_at;
+
 -- add_view -- A declared view, whose table was made.
 INSERT INTO {schema}.view_definition (eql_name, eql_kind, eql_definition, eql_retention_seconds, eql_period_seconds)
 VALUES (%(name)s, %(kind)s, %(definition)s, %(retention)s, %(period)s);

@@ -1,0 +1,176 @@
+"""Appending to aggregates: one append with its values, and the statement's outcomes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Literal, TypeAlias
+from uuid import UUID
+
+from psycopg.errors import SerializationFailure, UniqueViolation
+
+from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_first
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array
+from eventsql_orchestration.errors import (
+    AggregateClosedError,
+    ConcurrentAppendError,
+    DatabaseError,
+    ValidationError,
+)
+from eventsql_orchestration.store.change import Change, encode_metadata
+from eventsql_orchestration.store.order import fetch_raw
+from eventsql_orchestration.validation import check_whole, shown
+
+ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
+"""The version that an aggregate must have for an append; `none` is 0, `exists` is any after the first change."""
+
+_EXPECTED: Final[Mapping[str, int]] = {"none": 0, "any": -1, "exists": -2}
+
+_ATTEMPTS: Final = 3
+"""How often an append at any version is tried: another writer may create the aggregate meanwhile."""
+
+_TEXT, _INTEGER, _UUID = 25, 23, 2950
+"""OIDs of types."""
+
+
+class Appending:
+    """One append: its changes, their ids and its values. Raises `ValidationError`."""
+
+    def __init__(self, aggregate_type: str, aggregate_id: str, changes: Sequence[Change], expected: object) -> None:
+        self.type = aggregate_type
+        self.id = aggregate_id
+        self.changes = changes
+        self.expected = _expected(expected)
+        if not changes:
+            raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
+        self.ids = [change.id for change in changes if change.id is not None]
+        if len(set(self.ids)) < len(self.ids):
+            raise ValidationError("two of the changes have one id: give each its own")
+
+    @property
+    def values(self) -> dict[str, object]:
+        """The values for psycopg."""
+        changes = self.changes
+        return {
+            "type": self.type, "id": self.id, "expected": self.expected, "count": len(changes),
+            "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
+            "schema_versions": [change.schema_version for change in changes],
+            "change_ids": [change.id for change in changes],
+            "metadata": [encode_metadata(change) for change in changes],
+        }  # fmt: skip
+
+    @property
+    def raw_values(self) -> dict[str, bytes]:
+        """The values in PostgreSQL's binary format."""
+        changes = self.changes
+        ids = [None if change.id is None else change.id.bytes for change in changes]
+        return {
+            "type": self.type.encode(), "id": self.id.encode(),
+            "expected": self.expected.to_bytes(8, signed=True), "count": len(changes).to_bytes(8),
+            "kinds": encode_array([change.kind.encode() for change in changes], of=_TEXT),
+            "data": encode_array([change.encoded.encode() for change in changes], of=_TEXT),
+            "schema_versions": encode_array([change.schema_version.to_bytes(4) for change in changes], of=_INTEGER),
+            "change_ids": encode_array(ids, of=_UUID),
+            "metadata": encode_array([encode_metadata(change).encode() for change in changes], of=_TEXT),
+        }  # fmt: skip
+
+
+class Appender:
+    """Appends to aggregates of one database."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._queries = Queries("store", database.schema)
+        self._append = SingleStatement("append", self._queries("append"), prepare=False)
+
+    def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
+        """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""
+        if connection is not None and appending.ids:
+            # A change that is there would abort the caller's transaction.
+            with self._database.callers(connection) as joined:
+                stored = self._already_stored(joined, appending, appending.ids)
+            if stored is not None:
+                return stored, False
+        for _ in range(_ATTEMPTS):
+            version = (
+                self._append_alone(appending) if connection is None else self._append_joined(appending, connection)
+            )
+            if version is not None:
+                return version, True
+            with self._database.joined(connection) as joined:
+                stored = self._already_stored(joined, appending, appending.ids)
+            if stored is not None:
+                return stored, False
+            if appending.expected >= 0:
+                break
+        raise ConcurrentAppendError(
+            f"{appending.type} {appending.id!r} {_not_any_more(appending.expected)}: load it again and decide anew"
+        )
+
+    def _append_alone(self, appending: Appending) -> int | None:
+        """The new version; None if the aggregate is not as expected, or has one of the changes."""
+        try:
+            rows = self._database.fetch(self._append, appending.raw_values)
+        except DatabaseError as error:
+            if not isinstance(error.__cause__, UniqueViolation):
+                raise
+            return None
+        return _last_version(rows)
+
+    def _append_joined(self, appending: Appending, connection: CallersConnection) -> int | None:
+        """As `_append_alone`, in the caller's transaction."""
+        with self._database.callers(connection) as joined:
+            try:
+                rows = fetch_raw(joined, self._queries("append"), appending.values)
+            except (SerializationFailure, UniqueViolation) as error:
+                raise ConcurrentAppendError(
+                    f"another writer has appended to {appending.type} {appending.id!r} at the same time: roll back, "
+                    "load it again and decide anew"
+                ) from error
+        return _last_version(rows)
+
+    def _already_stored(self, connection: Connection, appending: Appending, ids: Sequence[UUID]) -> int | None:
+        """The aggregate's version after these changes if all are stored already; None if none of them is.
+
+        If the changes cannot be appended for another reason, raises the error that says why.
+        """
+        of = f"{appending.type} {appending.id!r}"
+        values = {"type": appending.type, "id": appending.id, "change_ids": list(ids)}
+        row = fetch_first(connection, self._queries("standing"), values, prepare=False)
+        version, closed, stored, last = row or (0, False, 0, None)
+        if ids and stored == len(appending.changes):
+            return int(last)
+        if stored:
+            raise ValidationError(
+                f"{of} has {stored} of these {len(appending.changes)} changes already, by their ids: repeat an append "
+                "with the changes that it had, or give new changes new ids"
+            )
+        if ids and (other := fetch_first(connection, self._queries("stored_elsewhere"), values, prepare=False)):
+            raise ValidationError(
+                f"{other[0]} {other[1]!r} has a change with one of these ids: give new changes new ids"
+            )
+        if closed:
+            raise AggregateClosedError(f"{of} was closed at version {version}, and takes no more changes")
+        if appending.expected == _EXPECTED["exists"] and not version:
+            raise ConcurrentAppendError(f"{of} does not exist yet: append with expected_version='none' or 'any'")
+        return None
+
+
+def _last_version(rows: Sequence[RawRow]) -> int | None:
+    return int.from_bytes(rows[-1][0] or b"") if rows else None
+
+
+def _expected(version: object) -> int:
+    if isinstance(version, str):
+        if version not in _EXPECTED:
+            raise ValidationError(
+                f"expected_version must be a version, 'any', 'exists' or 'none', not {shown(version)}"
+            )
+        return _EXPECTED[version]
+    return check_whole("expected_version", version, least=0)
+
+
+def _not_any_more(expected: int) -> str:
+    if expected < 0:
+        return "changes all the time"
+    return f"is not at version {expected} any more" if expected else "is not new any more"

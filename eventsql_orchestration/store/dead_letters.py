@@ -1,0 +1,42 @@
+"""The changes that subscriptions have given up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.store.change import RecordedChange
+from eventsql_orchestration.store.order import fetch_raw
+
+
+@dataclass(frozen=True, slots=True)
+class StoreDeadLetter:
+    """A change that a subscription has given up after `attempts` attempts; `failure` is the last one's."""
+
+    id: int
+    subscription: str
+    aggregate_type: str
+    aggregate_id: str
+    version: int
+    attempts: int
+    failure: str
+    created_at: datetime
+
+
+def letters(database: Database, name: str) -> list[StoreDeadLetter]:
+    """The changes that a subscription has given up, in that order."""
+    with database.connection() as connection:
+        rows = fetch_all(connection, Queries("subscriptions", database.schema)("letters"), {"name": name})
+        return [StoreDeadLetter(*row) for row in rows]
+
+
+def change_of(letter: StoreDeadLetter, connection: Connection, schema: str) -> RecordedChange:
+    """The change that a letter stands for."""
+    values = {
+        "type": letter.aggregate_type, "id": letter.aggregate_id,
+        "after_version": letter.version - 1, "upto_version": letter.version,
+    }  # fmt: skip
+    (row,) = fetch_raw(connection, Queries("store", schema)("load"), values)
+    return RecordedChange(letter.aggregate_type, letter.aggregate_id, row)

@@ -1,0 +1,104 @@
+"""What a projection is: its tables, its changes, and the task of filling new tables in bulk."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Final, TypeAlias
+
+from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
+from eventsql_orchestration.store.order import Filters, filters
+from eventsql_orchestration.validation import check_name
+
+SHADOW: Final = "eventsql_shadow_"
+"""The schemas of rebuilds begin with it, and end with the name of the projection."""
+
+_MAX_IDENTIFIER: Final = 63
+
+
+class Projection(ABC):
+    """Tables that follow from changes: how they are made, and what each change does to them.
+
+    `name` is a lower-case identifier. `tables` names all tables that `create` makes and `apply` writes, in the order in
+    which `apply` writes them; they live in `schema`. `types` and `kinds` choose the changes; None is all. Both methods
+    name their tables without a schema: during a rebuild, the same SQL works on the new tables::
+
+        class OrdersByStatus(Projection):
+            name = "orders_by_status"
+            tables = ("order_status",)
+            types = ("order",)
+
+            def create(self, connection: Connection) -> None:
+                connection.execute("CREATE TABLE order_status (id text PRIMARY KEY, status text)")
+
+            def apply(self, change: RecordedChange, connection: Connection) -> None:
+                connection.execute(
+                    "INSERT INTO order_status VALUES (%s, %s) ON CONFLICT (id) DO UPDATE SET status = excluded.status",
+                    [change.aggregate_id, change.kind],
+                )
+    """
+
+    name: ClassVar[str]
+    tables: ClassVar[Sequence[str]]
+    schema: ClassVar[str] = "public"
+    types: ClassVar[Sequence[str] | None] = None
+    kinds: ClassVar[Sequence[str] | None] = None
+
+    @abstractmethod
+    def create(self, connection: Connection) -> None:
+        """Make the tables, with their indexes, in the first schema of the search_path."""
+
+    @abstractmethod
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        """Write what follows from one change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Filling:
+    """The task of a fill: write the rows of `projection`'s new tables that follow from all changes up to `upto`.
+
+    The tables are in `schema` of `database`. The rows of each table are written in numbered parts, each part in one
+    transaction. The transaction first adds the table's name and the part's number to table `ledger` of that schema. If
+    they are there already, it writes nothing. So a part that is written twice takes effect once. A part that is written
+    after its fill has ended fails, because the ledger is gone.
+    """
+
+    projection: Projection
+    database: Database
+    schema: str
+    ledger: str
+    upto: StoreCheckpoint
+
+
+Fill: TypeAlias = Callable[[Filling], object]
+"""Writes the rows of a projection's new tables in bulk. `spark.projections.SparkFill` is one."""
+
+
+def subscription_of(projection: str) -> str:
+    """The subscription by which a projection follows the store."""
+    return f"projection {projection}"
+
+
+class CheckedProjection:
+    """A projection with valid names."""
+
+    def __init__(self, projection: Projection) -> None:
+        kind = type(projection).__name__
+        self.projection = projection
+        self.name = check_name(f"name of {kind}", getattr(projection, "name", None))
+        self.schema = check_name(f"schema of {kind}", projection.schema)
+        self.tables = [check_name(f"a table of {kind}", each) for each in getattr(projection, "tables", ())]
+        if isinstance(projection.tables, str) or not self.tables:
+            raise ValidationError(f"{kind} has no tables: name those that `create` makes, as in tables = ('orders',)")
+        self.shadow = f"{SHADOW}{self.name}"
+        if len(self.shadow.encode()) > _MAX_IDENTIFIER:
+            raise ValidationError(f"the name of {kind} has more than {_MAX_IDENTIFIER - len(SHADOW)} bytes: shorten it")
+        self.only: Filters = filters(projection.types, projection.kinds)
+        self.subscription = subscription_of(self.name)
+
+    def wants(self, change: RecordedChange) -> bool:
+        types, kinds = self.only["types"], self.only["kinds"]
+        return (types is None or change.aggregate_type in types) and (kinds is None or change.kind in kinds)

@@ -1,0 +1,44 @@
+"""The tables of projections, live ones and those of rebuilds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.errors import ProjectionError
+from eventsql_orchestration.store.projection_definition import CheckedProjection
+
+
+class ProjectionTables:
+    """Finds the tables of projections, and lets names without a schema mean them."""
+
+    def __init__(self, schema: str) -> None:
+        self._queries = Queries("projections", schema)
+
+    @contextmanager
+    def in_schema(self, connection: Connection, schema: str) -> Iterator[None]:
+        """Have names without a schema mean tables of `schema`, in the caller's transaction."""
+        (before,) = fetch_one(connection, self._queries("path"))
+        self.look_in(connection, schema)
+        # After an error, the transaction is rolled back, and the path with it.
+        yield
+        connection.execute(self._queries("set_path"), {"path": before})
+
+    def look_in(self, connection: Connection, schema: str) -> None:
+        path = sql.SQL("{}, public").format(sql.Identifier(schema)).as_string(connection)
+        connection.execute(self._queries("set_path"), {"path": path})
+
+    def existing(self, connection: Connection, each: CheckedProjection, schema: str) -> set[str]:
+        values = {"in_schema": schema, "tables": each.tables}
+        return {table for (table,) in fetch_all(connection, self._queries("tables"), values)}
+
+    def check(self, connection: Connection, each: CheckedProjection, schema: str) -> None:
+        if missing := set(each.tables) - self.existing(connection, each, schema):
+            raise ProjectionError(
+                f"projection {each.name!r} did not make {', '.join(sorted(missing))} in schema {schema!r}: name its "
+                "tables in `create` without a schema"
+            )

@@ -1,0 +1,146 @@
+"""Sketches of rollups, of Apache DataSketches: distinct texts as theta sketches, quantiles as KLL sketches.
+
+The union of theta sketches follows from the set of texts alone, whatever their order and batches. A KLL sketch chooses
+at random which numbers it keeps, once it has more than it can keep: two of the same numbers differ within their error.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from eventsql_orchestration.errors import MissingExtraError, ValidationError
+from eventsql_orchestration.validation import check_kind, shown
+
+DISTINCT_SIZE: Final = 11
+"""A sketch of distinct texts keeps 2**11 hashes of 8 bytes: exact up to 2,048 texts, then a standard error of 2.2 %."""
+
+QUANTILE_SIZE: Final = 200
+"""The k of a KLL sketch: a rank is off by at most 1.33 % in 99 of 100 cases, in some 3 KB at most."""
+
+_DEVIATIONS: Final = 2
+"""Bounds of a number of distinct texts have it in 95 of 100 cases."""
+
+_COMPARED_RANKS: Final = tuple(number / 20 for number in range(1, 20))
+
+_TOLERATED: Final = 3
+"""How many times the error of a rank the ranks of two sketches of the same numbers may differ."""
+
+
+@dataclass(frozen=True, slots=True)
+class Distinct:
+    """An estimate of how many different texts a bucket has, exact up to 2,048.
+
+    The number lies between `low` and `high` in 95 of 100 cases.
+    """
+
+    estimate: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Quantiles:
+    """The quantiles of `count` numbers, exact up to some 200 numbers.
+
+    The rank of a quantile is off by at most `rank_error` in 99 of 100 cases: with 0.0133, the median lies between the
+    48.67 % and the 51.33 % smallest number.
+    """
+
+    count: int
+    rank_error: float
+    _sketch: Any = field(repr=False, compare=False)
+    _bytes: bytes = field(repr=False)
+
+    def at(self, rank: float) -> float:
+        """The number that a part `rank` of the numbers, from 0 to 1, does not exceed: 0.5 is the median.
+
+        Raises `ValidationError` for another rank.
+        """
+        check_kind("rank", rank, int | float)
+        if isinstance(rank, bool) or not 0 <= rank <= 1:
+            raise ValidationError(f"rank must be a number from 0 to 1, not {shown(rank)}")
+        return float(self._sketch.get_quantile(float(rank), True))
+
+
+def sketch_distinct(texts: Iterable[str]) -> bytes:
+    """A sketch of texts."""
+    sketch = _library().update_theta_sketch(DISTINCT_SIZE)
+    for text in texts:
+        sketch.update(text)
+    return merge_distinct([sketch.compact().serialize()])
+
+
+def merge_distinct(sketches: Iterable[bytes]) -> bytes:
+    """One sketch of the texts of several."""
+    library = _library()
+    union = library.theta_union(DISTINCT_SIZE)
+    for each in sketches:
+        union.update(library.compact_theta_sketch.deserialize(each))
+    return bytes(union.get_result().serialize())
+
+
+def sketch_quantiles(numbers: Iterable[float]) -> bytes:
+    """A sketch of numbers."""
+    sketch = _library().kll_doubles_sketch(QUANTILE_SIZE)
+    for number in numbers:
+        sketch.update(number)
+    return bytes(sketch.serialize())
+
+
+def merge_quantiles(sketches: Iterable[bytes]) -> bytes:
+    """One sketch of the numbers of several."""
+    return bytes(_merged_quantiles(sketches).serialize())
+
+
+def read_distinct(sketches: Sequence[bytes] | None) -> Distinct | None:
+    """The number of distinct texts of sketches; None without a sketch."""
+    if not sketches:
+        return None
+    sketch = _library().compact_theta_sketch.deserialize(merge_distinct(sketches))
+    return Distinct(
+        sketch.get_estimate(), sketch.get_lower_bound(_DEVIATIONS), sketch.get_upper_bound(_DEVIATIONS)
+    )  # fmt: skip
+
+
+def read_quantiles(sketches: Sequence[bytes] | None) -> Quantiles | None:
+    """The quantiles of sketches; None without a sketch."""
+    if not sketches:
+        return None
+    sketch = _merged_quantiles(sketches)
+    error = sketch.normalized_rank_error(False) if sketch.is_estimation_mode() else 0.0
+    return Quantiles(sketch.n, error, sketch, bytes(sketch.serialize()))
+
+
+def same_distinct(one: Sequence[bytes] | None, other: Sequence[bytes] | None) -> bool:
+    """Whether two lists of sketches are of the same texts."""
+    return merge_distinct(one or ()) == merge_distinct(other or ())
+
+
+def same_quantiles(one: Sequence[bytes] | None, other: Sequence[bytes] | None) -> bool:
+    """Whether two lists of sketches may be of the same numbers."""
+    first, second = _merged_quantiles(one or ()), _merged_quantiles(other or ())
+    if first.n != second.n or first.n == 0:
+        return bool(first.n == second.n)
+    tolerated = 0.0
+    if first.is_estimation_mode() or second.is_estimation_mode():
+        tolerated = _TOLERATED * first.normalized_rank_error(False)
+    points = [sketch.get_quantile(rank, True) for sketch in (first, second) for rank in _COMPARED_RANKS]
+    return all(abs(first.get_rank(point, True) - second.get_rank(point, True)) <= tolerated for point in points)
+
+
+def _merged_quantiles(sketches: Iterable[bytes]) -> Any:
+    library = _library()
+    merged = library.kll_doubles_sketch(QUANTILE_SIZE)
+    for each in sketches:
+        merged.merge(library.kll_doubles_sketch.deserialize(each))
+    return merged
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("datasketches")
+    except ModuleNotFoundError:
+        raise MissingExtraError("sketches", "a rollup with distinct or quantiles") from None
