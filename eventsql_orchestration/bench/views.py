@@ -35,6 +35,9 @@ _LOG_RESOURCES: Final = 100
 _LINES: Final = 1_000
 """The most lines that a search gives: as many as a resource has in the month, by default."""
 
+_PAGE: Final = 100
+"""Lines of a page: the default of a search."""
+
 _CHUNK: Final = 200_000
 """Rows of one statement that fills."""
 
@@ -45,8 +48,8 @@ class ViewsBenchmark(Benchmark):
 
     The timeline has so many events of each resource of each tenant, written in turns over a month. The logs have lines
     of 100 resources of each tenant over the same month, in partitions of a day. A lookup reads the events of one
-    resource, a search the month's lines of one resource, at most 1,000, and the totals are those of the hours of a day
-    out of minutes. Each is a call of the library, with its own round trip.
+    resource, a search the month's lines of one resource, at most 1,000, or the newest 100 of them, and the totals are
+    those of the hours of a day out of minutes. Each is a call of the library, with its own round trip.
 
     Events are applied in transactions of a batch, from threads of this process: first with a bucket for each thread,
     then all to one bucket, with a slot for each thread.
@@ -87,16 +90,17 @@ class ViewsBenchmark(Benchmark):
             def look_up() -> int:
                 return len(timeline.read(f"resource-{chosen.randrange(self.resources)}", tenant=tenant()))
 
-            def search() -> int:
+            def search(limit: int) -> int:
                 resource = f"resource-{chosen.randrange(_LOG_RESOURCES)}"
-                return len(logs.search(resource=resource, since=end - _MONTH, until=end, limit=_LINES, tenant=tenant()))
+                return len(logs.search(resource=resource, since=end - _MONTH, until=end, limit=limit, tenant=tenant()))
 
             def total() -> int:
                 return len(rollup.read(since=end - _DAY, until=end, every=_HOUR, by=(), tenant=tenant()))
 
             figures = [
                 self._timed("timeline_lookup", look_up),
-                self._timed("logs_of_a_month", search),
+                self._timed("logs_of_a_month", lambda: search(_LINES)),
+                self._timed("logs_page_of_a_month", lambda: search(_PAGE)),
                 self._timed("rollup_hours_of_a_day", total),
             ]
             figures += session.beside_raw_copy(lambda: self._apply(session, rollup, end))

@@ -7,7 +7,6 @@ preparing at each execution. Measured for publishing one event, whose wait for t
 
 from __future__ import annotations
 
-import math
 import re
 import struct
 import time
@@ -37,6 +36,12 @@ _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)s")
 _LOST: Final = b"26000"
 """The SQLSTATE for a prepared statement that is gone: psycopg executes DEALLOCATE ALL after some statements."""
 
+BRIEF_SECONDS: Final = 1.0
+"""For how long a connection keeps a statement that is prepared briefly. A plan that no longer fits is gone then.
+
+Measured: an append of one change takes 0.35 ms instead of 0.80 without waiting for the disk, a load of 100 changes 0.18
+ms instead of 0.32, a page of logs in 31 partitions 0.2 ms instead of 1.6.
+"""
 
 _BYTEA: Final = 17
 """The OID of bytea, which psycopg gives as the bytes that the server sent."""
@@ -61,12 +66,12 @@ class SingleStatement:
 
     A connection prepares the statement at the first execution; a connection to a pooler by transactions does not.
     Without `prepare`, the server plans each execution. A statement that reads tables needs that: a plan from when they
-    were small would stay. Where planning takes longer than reading, `keep` is for how many seconds a plan may stay.
+    were small would stay. A statement whose planning takes longer than its execution is prepared `briefly` instead.
     """
 
-    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True, keep: float = math.inf) -> None:
+    def __init__(self, name: str, query: sql.SQL, *, prepare: bool = True, briefly: bool = False) -> None:
         self._prepares = prepare
-        self._keep = keep
+        self._briefly = briefly
         text = query.as_string()
         self._placeholders = list(dict.fromkeys(_PLACEHOLDER.findall(text)))
         numbers = {placeholder: f"${number}" for number, placeholder in enumerate(self._placeholders, 1)}
@@ -108,7 +113,7 @@ class SingleStatement:
             return _result(connection)
 
         now = time.monotonic()
-        if self._name in prepared and now - prepared[self._name] >= self._keep:
+        if self._briefly and self._name in prepared and now - prepared[self._name] >= BRIEF_SECONDS:
             pgconn.send_query(b"DEALLOCATE " + self._name)
             _result(connection)
             del prepared[self._name]

@@ -81,7 +81,7 @@ class Appender:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._queries = Queries("store", database.schema)
-        self._append = SingleStatement("append", self._queries("append"), prepare=False)
+        self._append = SingleStatement("append", self._queries("append"), briefly=True)
 
     def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
         """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""

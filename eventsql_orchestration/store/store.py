@@ -80,8 +80,8 @@ class Store:
         self._notifier = notifier
         self._queries = Queries("store", database.schema)
         self._appender = Appender(database)
-        self._load = SingleStatement("load", self._queries("load"), prepare=False)
-        self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), prepare=False)
+        self._load = SingleStatement("load", self._queries("load"), briefly=True)
+        self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), briefly=True)
         self._archive = Archive(database)
         self.order = GlobalOrder(database)
         self._at_home = False

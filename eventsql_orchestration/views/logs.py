@@ -26,7 +26,7 @@ from eventsql_orchestration.validation import (
 from eventsql_orchestration.views.definitions import Logs
 from eventsql_orchestration.views.following import LogFollower
 from eventsql_orchestration.views.log_values import LogEntry, LogLine
-from eventsql_orchestration.views.partitions import NO_TENANT, PLAN_SECONDS, ViewTable, check_tenant, sent
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant, sent
 
 _COLUMNS: Final = sql.SQL(
     "eql_id AS id, eql_resource AS resource, eql_level AS level, eql_line AS line, eql_attributes AS attributes, "
@@ -151,7 +151,7 @@ def _search(logs: Logs, schema: str, given: frozenset[str]) -> SingleStatement:
     """The statement of a search. One without a resource is planned each time: its range of time decides on the plan."""
     prepared = "resource" in given and "words" not in given
     text = sql.SQL(_selection(logs, schema, given).decode())
-    return SingleStatement("search", text, prepare=prepared, keep=PLAN_SECONDS)
+    return SingleStatement("search", text, prepare=prepared, briefly=True)
 
 
 @lru_cache(maxsize=256)

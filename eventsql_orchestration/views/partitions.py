@@ -24,12 +24,6 @@ NO_TENANT: Final = ""
 MAX_PERIODS: Final = 100
 """The most partitions that one call writes to: times that are wrong by years would make thousands of tables."""
 
-PLAN_SECONDS: Final = 1.0
-"""For how long a connection keeps the plan of a lookup. Planning 31 partitions takes 1.5 ms, and reading 0.2 ms.
-
-A plan from when a partition was small reads it as a whole, so it may not stay.
-"""
-
 
 class ViewTable:
     """The table of one view."""

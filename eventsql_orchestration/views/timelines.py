@@ -14,7 +14,7 @@ from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.validation import check_name, check_time, check_whole, encode_json
 from eventsql_orchestration.views.definitions import Timeline
-from eventsql_orchestration.views.partitions import NO_TENANT, PLAN_SECONDS, ViewTable, check_tenant
+from eventsql_orchestration.views.partitions import NO_TENANT, ViewTable, check_tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,4 +101,4 @@ class TimelineView:
 @lru_cache(maxsize=256)
 def _reading(schema: str, table: str) -> SingleStatement:
     """The statement of a lookup. Handlers open their timeline anew for each batch."""
-    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), keep=PLAN_SECONDS)
+    return SingleStatement("timeline", Queries("views", schema)("read_timeline", table=table), briefly=True)

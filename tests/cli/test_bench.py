@@ -59,7 +59,8 @@ FIGURES: dict[str, list[str]] = {
         "load_2000_snapshots_ratio",
     ],
     "views": [
-        "timeline_lookup", "logs_of_a_month", "rollup_hours_of_a_day", "rollup_own_buckets", "rollup_one_bucket",
+        "timeline_lookup", "logs_of_a_month", "logs_page_of_a_month", "rollup_hours_of_a_day", "rollup_own_buckets",
+        "rollup_one_bucket",
         "rollup_one_bucket_ratio", "raw_copy",
     ],
 }  # fmt: skip

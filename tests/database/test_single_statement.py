@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from psycopg import sql
 
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Database, single_statement
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 
@@ -139,20 +139,33 @@ def test_ctrl_c_cancels_a_statement_that_waits(
         assert connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone() == (0,)
 
 
-@pytest.mark.parametrize(("keep", "plans"), [(0.0, 0), (3_600.0, 1)])
-def test_a_plan_stays_as_long_as_it_may(database: Database, keep: float, plans: int) -> None:
+@pytest.mark.parametrize(("seconds", "plans"), [(0.0, 0), (3_600.0, 1)])
+def test_a_plan_of_a_briefly_prepared_statement_stays_for_its_time(
+    database: Database, monkeypatch: pytest.MonkeyPatch, seconds: float, plans: int
+) -> None:
+    monkeypatch.setattr(single_statement, "BRIEF_SECONDS", seconds)
     with database.connection() as connection:
         connection.execute("CREATE TABLE public.numbers (number integer PRIMARY KEY)")
         connection.execute("INSERT INTO public.numbers SELECT generate_series(1, 20)")
-    kept = SingleStatement(
-        "kept", sql.SQL("SELECT number FROM public.numbers WHERE number = %(n)s::integer"), keep=keep
-    )
+    query = sql.SQL("SELECT number FROM public.numbers WHERE number = %(n)s::integer")
+    brief = SingleStatement("brief", query, briefly=True)
     for number in range(1, 13):
         value = number.to_bytes(4)
-        assert database.fetch(kept, {"n": value}) == [(value,)]
+        assert database.fetch(brief, {"n": value}) == [(value,)]
     with database.connection() as connection:
         found = connection.execute(
             "SELECT count(*) FILTER (WHERE generic_plans > 0), count(*) FROM pg_prepared_statements "
-            "WHERE name LIKE 'eventsql_kept%'"
+            "WHERE name LIKE 'eventsql_brief%'"
         ).fetchone()
     assert found == (plans, 1)
+
+
+def test_a_briefly_prepared_statement_that_is_lost_is_prepared_anew(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    brief = SingleStatement("brief", sql.SQL("SELECT %(n)s::integer"), briefly=True)
+    for seconds in (3_600.0, 0.0, 0.0):
+        monkeypatch.setattr(single_statement, "BRIEF_SECONDS", seconds)
+        assert database.fetch(brief, {"n": b"\0\0\0\1"}) == [(b"\0\0\0\1",)]
+        with database.connection() as connection:
+            connection.execute("DEALLOCATE ALL", prepare=False)
