@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
