@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0038"
-down_revision = "0037"
+revision = "0039"
+down_revision = "0038"
 
 # Inheritance rewrites no table. Each statement that reads changes, also of older versions of this package, reads the
 # archived ones too. The strongest lock comes first.
