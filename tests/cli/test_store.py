@@ -147,7 +147,7 @@ def test_doctor_tells_of_a_restored_store_and_of_an_overdue_retention(run: Run, 
 
 
 def test_a_closed_aggregate_is_archived_and_moved_back(run: Run, platform: EventSQL) -> None:
-    assert run("store", "archive", "order", "1").exit_code == 1
+    assert run("store", "archive", "order", "1").exit_code == 2
     assert run("store", "close", "order", "1").exit_code == 0
     assert "2 changes" in run("store", "archive", "order", "1").stderr
     assert [each["version"] for each in lines(run("store", "show", "order", "1"))] == [1, 2]

@@ -367,4 +367,4 @@ def test_the_statements_find_an_aggregate_through_its_key(database: Database, st
         plan = custom_plan(connection, composed, values)
     assert index in plan
     assert "Seq Scan" not in plan
-    assert "Sort" not in plan
+    assert not re.search(r"\bSort  \(", plan)  # a Merge Append has a "Sort Key"
