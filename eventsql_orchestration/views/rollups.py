@@ -166,11 +166,19 @@ class RollupView:
             joined.execute(addition(rollup, self._schema), values, prepare=False)
             return
 
+        fresh = {key: _sketches(sums) for key, sums in added.items()}
         # The buckets are locked from here on, so nobody else merges sketches into them.
         rows = joined.execute(addition(rollup, self._schema), values, binary=True, prepare=False).fetchall()
         width = 1 + len(rollup.dimensions)
         held = {(row[0], tuple(row[1:width])): row[width:] for row in rows}
-        merged = [_merged(added[key], held[key]) for key in sorted(added)]
+        merges = [merge_distinct] * len(rollup.distinct) + [merge_quantiles] * len(rollup.quantiles)
+        merged = [
+            [
+                new if old is None else merge([old, new])
+                for merge, old, new in zip(merges, held[key], fresh[key], strict=True)
+            ]
+            for key in sorted(added)
+        ]
         sketches = {f"sketch_{place}": list(column) for place, column in enumerate(zip(*merged, strict=True))}
         bounds = {"first": values["buckets"][0], "last": values["buckets"][-1]}
         joined.execute(merging(rollup, self._schema), values | sketches | bounds, prepare=False)
@@ -271,14 +279,9 @@ def _check_distinct(name: str, text: str) -> str:
     return text
 
 
-def _merged(sums: _Sums, held: Sequence[bytes | None]) -> list[bytes]:
-    """The sketches of a bucket with what a call adds."""
-    texts, numbers = list(sums.texts), list(sums.numbers.values())
-    kept = [[] if each is None else [each] for each in held]
-    return [
-        *(merge_distinct([*old, sketch_distinct(new)]) for old, new in zip(kept, texts, strict=False)),
-        *(merge_quantiles([*old, sketch_quantiles(new)]) for old, new in zip(kept[len(texts) :], numbers, strict=True)),
-    ]
+def _sketches(sums: _Sums) -> list[bytes]:
+    """The sketches of what a call adds to a bucket, in the order of the columns."""
+    return [*map(sketch_distinct, sums.texts), *map(sketch_quantiles, sums.numbers.values())]
 
 
 def _number(name: str, number: object) -> Decimal:

@@ -7,11 +7,14 @@ at random which numbers it keeps, once it has more than it can keep: two of the 
 from __future__ import annotations
 
 import importlib
+import math
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Final
 
-from eventsql_orchestration.errors import MissingExtraError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import check_kind, shown
 
 DISTINCT_SIZE: Final = 11
@@ -19,6 +22,11 @@ DISTINCT_SIZE: Final = 11
 
 QUANTILE_SIZE: Final = 200
 """The k of a KLL sketch: a rank is off by at most 1.33 % in 99 of 100 cases, in some 3 KB at most."""
+
+_KLL, _LEAST_LEVEL, _MOST_LEVELS, _EMPTY, _SINGLE = 15, 8, 60, 1, 4
+"""The form of a KLL sketch: its family, the least numbers of a level, the most levels, and flags."""
+
+_DAMAGED: Final = "a sketch of a rollup is damaged: rebuild the rollup"
 
 _DEVIATIONS: Final = 2
 """Bounds of a number of distinct texts have it in 95 of 100 cases."""
@@ -78,7 +86,7 @@ def merge_distinct(sketches: Iterable[bytes]) -> bytes:
     library = _library()
     union = library.theta_union(DISTINCT_SIZE)
     for each in sketches:
-        union.update(library.compact_theta_sketch.deserialize(each))
+        union.update(_read(library.compact_theta_sketch, each))
     return bytes(union.get_result().serialize())
 
 
@@ -99,7 +107,7 @@ def read_distinct(sketches: Sequence[bytes] | None) -> Distinct | None:
     """The number of distinct texts of sketches; None without a sketch."""
     if not sketches:
         return None
-    sketch = _library().compact_theta_sketch.deserialize(merge_distinct(sketches))
+    sketch = _read(_library().compact_theta_sketch, merge_distinct(sketches))
     return Distinct(
         sketch.get_estimate(), sketch.get_lower_bound(_DEVIATIONS), sketch.get_upper_bound(_DEVIATIONS)
     )  # fmt: skip
@@ -135,8 +143,61 @@ def _merged_quantiles(sketches: Iterable[bytes]) -> Any:
     library = _library()
     merged = library.kll_doubles_sketch(QUANTILE_SIZE)
     for each in sketches:
-        merged.merge(library.kll_doubles_sketch.deserialize(each))
+        _check_quantiles(each)
+        merged.merge(_read(library.kll_doubles_sketch, each))
     return merged
+
+
+def _read(kind: Any, stored: bytes) -> Any:
+    """A sketch of its bytes. Raises `DatabaseError` if they are damaged."""
+    try:
+        return kind.deserialize(stored)
+    except (ValueError, IndexError, RuntimeError, MemoryError) as error:
+        raise DatabaseError(_DAMAGED) from error
+
+
+def _check_quantiles(stored: bytes) -> None:
+    """Raise `DatabaseError` for bytes that are no KLL sketch of ours.
+
+    The library takes much as it is: damaged sketches can end the process, or never be merged.
+    """
+    try:
+        ints, version, family, _, size, least, _ = struct.unpack_from("<4BHBB", stored)
+        known = (family, size, least) == (_KLL, QUANTILE_SIZE, _LEAST_LEVEL) and _is_sound(ints, version, stored)
+    except struct.error:
+        known = False
+    if not known:
+        raise DatabaseError(_DAMAGED)
+
+
+def _is_sound(ints: int, version: int, stored: bytes) -> bool:
+    """Whether the numbers of a KLL sketch are as many as its levels say, and are numbers."""
+    if (ints, len(stored)) == (2, 8):
+        return stored[3] & _EMPTY != 0
+    if (ints, version, len(stored)) == (2, 2, 16):
+        numbers: Sequence[float] = struct.unpack_from("<d", stored, 8)
+        return stored[3] & (_EMPTY | _SINGLE) == _SINGLE and not math.isnan(numbers[0])
+    count, _, levels, _ = struct.unpack_from("<QHBB", stored, 8)
+    ends = struct.unpack_from(f"<{levels}I", stored, 20)
+    # The library keeps the room of a level, and not more: its end is that of the room.
+    room = sum(max(_LEAST_LEVEL, _room(depth)) for depth in range(levels))
+    numbers = struct.unpack_from(f"<{2 + room - ends[0]}d", stored, 20 + 4 * levels) if levels else ()
+    held = [after - before for before, after in pairwise((*ends, room))]
+    return (
+        (ints, version) == (5, 1)
+        and stored[3] & (_EMPTY | _SINGLE) == 0
+        and 1 <= levels <= _MOST_LEVELS
+        and min(held) >= 0
+        and sum(number << level for level, number in enumerate(held)) == count > 0
+        and len(stored) == 20 + 4 * levels + 8 * len(numbers)
+        and not any(map(math.isnan, numbers))
+    )
+
+
+def _room(depth: int) -> int:
+    """How many numbers a level of a KLL sketch can keep, so many levels below the last one."""
+    thirds: int = 3**depth
+    return ((QUANTILE_SIZE << depth + 1) // thirds + 1) >> 1
 
 
 def _library() -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -13,9 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from psycopg import sql
 
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.errors import MissingExtraError, ValidationError, ViewConflictError
+from eventsql_orchestration.errors import DatabaseError, MissingExtraError, ValidationError, ViewConflictError
 from eventsql_orchestration.views import Rollup, RollupBucket, RollupEntry, RollupView, Views
 from eventsql_orchestration.views.definitions import Definition
 from eventsql_orchestration.views.sketches import (
@@ -173,13 +175,53 @@ def test_a_rank_that_is_none_is_refused(rank: Any) -> None:
         found.at(rank)
 
 
-def test_without_the_package_the_extra_is_named(
+def test_without_the_package_the_extra_is_named_and_nothing_is_counted(
     database: Database, visits: RollupView, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "datasketches", None)
-    with pytest.raises(MissingExtraError) as error:
-        add(database, visits, visit())
-    assert error.value.extra == "sketches"
+    with database.transaction() as connection:
+        with monkeypatch.context() as patched:
+            patched.setitem(sys.modules, "datasketches", None)
+            with pytest.raises(MissingExtraError) as error:
+                visits.add(connection, [visit()])
+        assert error.value.extra == "sketches"
+    assert visits.read() == []
+
+
+def _forged(column: str) -> list[bytes]:
+    """Sketches with changed bytes."""
+    if column == "eql_distinct_visitor":
+        whole = sketch_distinct("abc")
+        return [b"", whole[:-1], whole[:8] + b"\xff" * 4 + whole[12:], sketch_quantiles([1.0])]
+    whole = sketch_quantiles(map(float, range(3_000)))
+    one, nan = sketch_quantiles([1.0]), struct.pack("<d", float("nan"))
+    ends = whole[:20] + b"\xff\xff\xff\x7f" + whole[24:]
+    falling = whole[:24] + bytes(4) + whole[28:]
+    return [
+        b"",
+        whole[:-1],
+        whole + bytes(8),
+        ends,
+        falling,
+        whole[:-8] + nan,
+        one[:8] + nan,
+        one[:2] + b"\0" + one[3:],
+    ]
+
+
+@pytest.mark.parametrize("column", ["eql_distinct_visitor", "eql_quantiles_ms"])
+def test_a_damaged_sketch_is_refused(database: Database, visits: RollupView, column: str) -> None:
+    add(database, visits, visit())
+    for forged in _forged(column):
+        with database.connection() as connection:
+            connection.execute(
+                sql.SQL("UPDATE eventsql.view_visits SET {} = %s").format(sql.Identifier(column)), [forged]
+            )
+        with pytest.raises(DatabaseError, match="damaged"):
+            visits.read()
+        with pytest.raises(DatabaseError, match="damaged"):
+            add(database, visits, visit())
+    with database.connection() as connection:
+        assert connection.execute("SELECT eql_count FROM eventsql.view_visits").fetchall() == [(1,)]
 
 
 def test_numbers_beyond_floats_keep_their_order(database: Database, visits: RollupView) -> None:
