@@ -14,7 +14,8 @@ from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.errors import MissingExtraError, ValidationError
 from eventsql_orchestration.model import Event, Placement, Publication, check_topic_name
-from eventsql_orchestration.publishing.publisher import EventPublisher, check_many, check_publication
+from eventsql_orchestration.publishing.batches import check_publication
+from eventsql_orchestration.publishing.publisher import EventPublisher, check_many
 from eventsql_orchestration.validation import check_name
 
 try:

@@ -19,6 +19,7 @@ import pytest
 from psycopg.pq import Trace
 
 from eventsql_orchestration.database import Connection, Database, single_statement
+from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.storage import log_form
 from tests import worker
 
@@ -212,3 +213,9 @@ def said_by(monkeypatch: pytest.MonkeyPatch) -> Iterator[SaidBy]:
         for connection in heard:
             if not connection.closed:
                 connection.pgconn.untrace()
+
+
+@pytest.fixture
+def single_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a batch go into the buffer event by event in either form: one row each, which a transfer may move alone."""
+    monkeypatch.setattr(batches, "LEAST_IN_BLOCK", 10**9)

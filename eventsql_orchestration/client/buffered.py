@@ -14,6 +14,7 @@ from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
+from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.buffered import Acknowledgement, Collector
 from eventsql_orchestration.publishing.lanes import (
     CLOSE_TIMEOUT,
@@ -23,7 +24,6 @@ from eventsql_orchestration.publishing.lanes import (
     time_left,
 )
 from eventsql_orchestration.publishing.placements import Placements
-from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.topics.registry import Registry

@@ -23,8 +23,9 @@ from eventsql_orchestration.errors import (
     WrongShardError,
 )
 from eventsql_orchestration.model import Placement, Publication, Topic
+from eventsql_orchestration.publishing.batches import check_publication, read_ahead
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
-from eventsql_orchestration.publishing.publisher import Publisher, check_many, check_publication, read_ahead
+from eventsql_orchestration.publishing.publisher import Publisher, check_many
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard

@@ -69,6 +69,7 @@ BY_TOPIC: Final = ("consumer", "consumer_claim", "consumer_cursor", "consumer_de
 _DEFINITIONS: Final = ("SELECT ON {s}.schema_version, {s}.topic, {s}.topic_layout, {s}.shard, {s}.shard_layout",)
 _PUBLISH: Final = (
     "INSERT (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) ON {s}.event_buffer",
+    "INSERT (eql_events, eql_block_partition, eql_keys, eql_values, eql_event_metadata) ON {s}.event_buffer",
     "USAGE ON SEQUENCE {s}.event_buffer_eql_id_seq",
     "EXECUTE ON FUNCTION {s}.hold_topics",
     "EXECUTE ON FUNCTION {s}.partition_of_key",
@@ -102,7 +103,7 @@ _MOVED_MESSAGE: Final = (
 them."""
 
 _BUFFERED: Final = (
-    "SELECT (eql_id, eql_topic, eql_partition, eql_created_at) ON {s}.event_buffer",
+    "SELECT (eql_id, eql_topic, eql_partition, eql_events, eql_block_partition, eql_created_at) ON {s}.event_buffer",
     "SELECT (eql_buffer_id, eql_metadata) ON {s}.spark_staged_event",
 )
 """How many events wait in the buffer, and since when; not their contents."""
@@ -147,7 +148,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     ),
     "eraser": (
         *_DEFINITIONS,
-        "SELECT, UPDATE (eql_value, eql_metadata) ON {s}.event_buffer",
+        "SELECT, UPDATE (eql_value, eql_metadata, eql_values, eql_event_metadata) ON {s}.event_buffer",
         "SELECT, UPDATE (eql_value, eql_values, eql_event_metadata) ON {s}.spark_staged_event",
         "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
         "SELECT, UPDATE (eql_failure) ON {s}.consumer, {s}.consumer_delivery",

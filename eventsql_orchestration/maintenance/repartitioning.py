@@ -15,11 +15,11 @@ from eventsql_orchestration.database.roles import act_as_owner
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
+from eventsql_orchestration.publishing.buffer_mover import BufferMover
 from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments, sequences
-from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
@@ -151,7 +151,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     events of publications over several shards are not in the buffer yet, and the driver's error if a publisher's
     transaction does not end in time.
     """
-    log, layout_queries = LogAppender(schema), Queries("layouts", schema)
+    mover, layout_queries = BufferMover(schema), Queries("layouts", schema)
     _limit(connection, BUFFER_SECONDS)
     connection.execute(layout_queries("lock_buffer"))
     refuse_open_parts(connection, schema)
@@ -167,7 +167,10 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
             after = 0
             parts = {"topic": topic, "bytes": PART_BYTES}
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
-                log.move(connection, topic, low_water=after, upto=upto, partitions=partitions, layout=layout)
+                mover.move(
+                    connection, topic, low_water=after, upto=upto, definition=[partitions, layout], mixed=True,
+                    most=MOST_BUFFERED,
+                )  # fmt: skip
                 after = upto
 
 

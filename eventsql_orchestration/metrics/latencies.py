@@ -11,7 +11,8 @@ from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.model import Placement, Publication
-from eventsql_orchestration.publishing.publisher import EventPublisher, check_many, check_publication
+from eventsql_orchestration.publishing.batches import check_publication
+from eventsql_orchestration.publishing.publisher import EventPublisher, check_many
 
 try:
     from prometheus_client import REGISTRY, CollectorRegistry, Histogram

@@ -10,6 +10,7 @@ from typing import Final
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
 from eventsql_orchestration.model import Placement, Publication
+from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.lanes import (
     CLOSE_TIMEOUT,
     BatchPublisher,
@@ -19,7 +20,6 @@ from eventsql_orchestration.publishing.lanes import (
     time_left,
 )
 from eventsql_orchestration.publishing.placements import Placements
-from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 
 IN_A_ROW: Final = 100

@@ -31,7 +31,11 @@ STAGED_COLUMNS: Final = (
 )  # fmt: skip
 """The columns of a staged block. `eql_value` is empty, `eql_metadata` describes the block."""
 
+REFERENCE: Final = -3
+"""The partition of a row of the buffer that has a block, or stands for a staged one. No event has it."""
+
 _COLUMNS: Final = 9
+_BUFFERED_COLUMNS: Final = len(copy_format.BLOCK_COLUMNS) + len(copy_format.BUFFER_COLUMNS)
 BYTEA: Final = 17
 TEXT: Final = 25
 JSON: Final = 114
@@ -42,6 +46,8 @@ _array = struct.Struct(">iiiiii")
 _begin = struct.Struct(">hiqihiiiqiqi")
 _staged = struct.Struct(">hi16siqi")
 _partition = struct.Struct(">ih")
+_buffered = struct.Struct(">hiiih")
+_no_event = struct.Struct(">iii2sih")
 NULL: Final = _length(-1)
 """Stands for a missing array, or a missing element of an array."""
 
@@ -63,6 +69,14 @@ class EncodedBlock:
             _COLUMNS, 8, first + self.events - 1, 2, self.partition, 4, self.events, 8, published, 8, now, -1
         )
         return begin + self.arrays
+
+    def buffered_row(self, topic: str) -> bytes:
+        """The row of a block in the buffer: `copy_format.BLOCK_COLUMNS`, and an event without content."""
+        name = topic.encode()
+        return b"".join((
+            _buffered.pack(_BUFFERED_COLUMNS, 4, self.events, 2, self.partition), self.arrays, _length(len(name)), name,
+            _no_event.pack(-1, 0, 2, b"{}", 2, REFERENCE),
+        ))  # fmt: skip
 
     def staged_row(self, attempt: uuid.UUID, position: int, topic: str) -> bytes:
         """The row of a block that an attempt has staged, with the columns `STAGED_COLUMNS`.

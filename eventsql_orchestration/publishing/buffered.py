@@ -11,9 +11,9 @@ from typing import Final
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Placement, Publication
+from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes, Outcome
 from eventsql_orchestration.publishing.placements import Placements
-from eventsql_orchestration.publishing.publisher import check_publication
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_seconds
 

@@ -19,8 +19,12 @@ HEADER: Final = b"PGCOPY\n\xff\r\n\0" + struct.pack(">ii", 0, 0)
 TRAILER: Final = struct.pack(">h", -1)
 
 BUFFER_COLUMNS: Final = ("eql_topic", "eql_key", "eql_value", "eql_metadata", "eql_partition")
+BLOCK_COLUMNS: Final = ("eql_events", "eql_block_partition", "eql_keys", "eql_values", "eql_event_metadata")
+"""The columns of a block in the buffer. They come before `BUFFER_COLUMNS`, and are NULL for an event."""
+
 LOG_COLUMNS: Final = ("eql_buffered_at", "eql_created_at", "eql_key", "eql_value", "eql_metadata", "eql_partition")
-"""The last four columns of both are an encoded event. The columns before them are equal for all events of a batch."""
+"""The last four columns of the buffer and of a log are an encoded event. The columns before them are equal for all
+events of a batch."""
 
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _length = struct.Struct(">i").pack
@@ -49,6 +53,13 @@ def buffer_prefix(topic: str) -> bytes:
     """The first bytes of each row of `topic` in the buffer."""
     name = topic.encode()
     return struct.pack(">hi", len(BUFFER_COLUMNS), len(name)) + name
+
+
+def publication_prefix(topic: str) -> bytes:
+    """The first bytes of each event of `topic` that is published among blocks."""
+    name = topic.encode()
+    columns = struct.pack(">h", len(BLOCK_COLUMNS) + len(BUFFER_COLUMNS))
+    return columns + _NULL * len(BLOCK_COLUMNS) + _length(len(name)) + name
 
 
 def log_prefix(time: int, published: int | None = None) -> bytes:

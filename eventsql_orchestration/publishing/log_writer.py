@@ -27,11 +27,11 @@ from eventsql_orchestration.errors import StuckEventError
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock
+from eventsql_orchestration.publishing.buffer_mover import BufferMover
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.placements import Appended
-from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import segments, sequences
-from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
+from eventsql_orchestration.storage.appending import LogAppender, TopicState
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 FIRST_BATCH: Final = 1_000
@@ -39,9 +39,6 @@ LEAST_BATCH: Final = 100
 MOST_BATCH: Final = 20_000
 """Events moved in one transaction. Measured: batches of 3,000 to 30,000 move at the same rate. Only a failed batch
 makes the next ones smaller than `LEAST_BATCH`."""
-
-MOST_BLOCKS: Final = 16
-"""Blocks moved in one transaction. A block has about 1 MiB."""
 
 BATCH_SECONDS: Final = 0.2
 """The time that a transaction should hold its topic. Batches shrink if events are large or the server is slow."""
@@ -107,7 +104,7 @@ class LogWriter:
         self._lock_timeout = lock_timeout
         self._queries = Queries("log", database.schema)
         self._log = LogAppender(database.schema)
-        self._blocks = StagedBlocks(database.schema)
+        self._mover = BufferMover(database.schema)
         self._connection: Connection | None = None
         self._low_water = LowWater(database.schema)
         self._looked_at = 0.0
@@ -235,49 +232,22 @@ class LogWriter:
             batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
 
             self._tried = None
-            if batch.rows:
-                self._make_room(connection, topic, batch.last_id, blocks=batch.blocks)
-            moved, upto = self._move_first(connection, topic, batch)
+            if not batch.rows:
+                self._low_water.moved(topic, newest)
+                return 0
+            self._make_room(connection, topic, batch.last_id, blocks=batch.blocks)
+            self._tried = batch.rows, batch.upto
+            moved = self._mover.move(
+                connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
+                most=batch.rows, seconds=BATCH_SECONDS, zoned=self._zoned[topic], blocks=batch.blocks,
+            )  # fmt: skip
+            self._drew(topic, moved.events)
 
-        whole = upto == batch.upto
-        self._low_water.moved(topic, newest if whole and batch.rows < limit else upto)
-        if whole and batch.rows == limit:
-            self._fit_batch(topic, limit, time.monotonic() - started)
-        return moved
-
-    def _move_first(self, connection: Connection, topic: str, batch: BufferedBatch) -> tuple[int, int]:
-        """Move the first rows of a batch that have one form. Gives the number of events, and the last buffer id."""
-        firsts = sorted(first for first in (batch.event, batch.block, batch.packed) if first is not None)
-        if not firsts:
-            return 0, batch.upto
-
-        upto = batch.upto if len(firsts) == 1 else firsts[1] - 1
-        if firsts[0] == batch.event:
-            self._tried = batch.rows, upto
-            return self._move(connection, topic, upto, batch.definition), upto
-
-        if firsts[0] == batch.block:
-            most = min(batch.rows, MOST_BLOCKS)
-            self._tried = most, firsts[0]
-            mark = self._low_water.marks.get(topic, 0)
-            moved = self._blocks.move(
-                connection, topic, low_water=mark, upto=upto, most=most, partitions=batch.definition[0]
-            )
-            events, upto = moved.events, moved.upto
-        else:
-            upto = firsts[0]
-            self._tried = 1, upto
-            events = self._blocks.move_packed(
-                connection, topic, upto, zoned=self._zoned[topic], partitions=batch.definition[0], blocks=batch.blocks
-            )
-        self._drew(topic, events)
-        return events, upto
-
-    def _move(self, connection: Connection, topic: str, upto: int, definition: list[int]) -> int:
-        (partitions, layout), mark = definition, self._low_water.marks.get(topic, 0)
-        moved = self._log.move(connection, topic, low_water=mark, upto=upto, partitions=partitions, layout=layout)
-        self._drew(topic, moved)
-        return moved
+        if moved.whole:
+            self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
+            if batch.rows == limit:
+                self._fit_batch(topic, limit, time.monotonic() - started)
+        return moved.events
 
     def _shrink(self, topic: str, error: psycopg.Error) -> None:
         """Make the topic's next batch smaller if events of this batch may have caused `error`.
@@ -360,16 +330,18 @@ class LogWriter:
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
         mark = self._low_water.marks.get(topic.name, 0)
         state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
-        definition, now, upto, found, last_id, blocks = state
-        if definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS) or found > most:
+        blocks = state.blocks
+        if state.definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS):
             return None
-        self._make_room(connection, topic.name, last_id, blocks=blocks)
+        if state.buffered > most:
+            return None
+        self._make_room(connection, topic.name, state.last_id, blocks=blocks)
         if not self._zoned[topic.name]:
             return None
 
-        if found:
-            self._move_before(connection, topic.name, upto, definition, found)
-        time = copy_format.microseconds(now)
+        if state.buffered:
+            self._move_before(connection, topic.name, state)
+        time = copy_format.microseconds(state.now)
         if blocks:
             return self._append_blocks(connection, topic.name, cast("Iterable[Sequence[EncodedBlock]]", events), time)
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", events), time)
@@ -403,16 +375,22 @@ class LogWriter:
                 copy.write(copy_format.TRAILER)
         return appended
 
-    def _move_before(self, connection: Connection, topic: str, upto: int, definition: list[int], found: int) -> None:
-        """Move the `found` buffered events, before a publisher's own."""
+    def _move_before(self, connection: Connection, topic: str, state: TopicState) -> None:
+        """Move the buffered events, before a publisher's own."""
+        found, mark = state.buffered, self._low_water.marks.get(topic, 0)
+        assert state.definition is not None, "it is the publisher's"
         try:
-            self._move(connection, topic, upto, definition)
+            moved = self._mover.move(
+                connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=state.mixed,
+                most=found, zoned=self._zoned[topic], blocks=state.blocks,
+            )  # fmt: skip
         except psycopg.Error as error:
             if self.broken:
                 raise
             # Other publishers' events must not make this publisher's batch fail.
             self._batches[topic] = max(1, found // 2)
             raise _BufferStuckError(describe(error)) from error
+        self._drew(topic, moved.events)
         if topic in self._batches:
             self._batches[topic] = max(found * 2, self._batches[topic])
 

@@ -30,10 +30,9 @@ class Placements:
         """Forget the partitions of an earlier attempt."""
         self._partitions = []
 
-    def note(self, partition: int) -> int:
-        """The partition of the next event. Gives it back."""
-        self._partitions.append(partition)
-        return partition
+    def add(self, partitions: Iterable[int]) -> None:
+        """Note the partitions of the next events."""
+        self._partitions.extend(partitions)
 
     def noted(self, partitions: Iterable[int]) -> list[int]:
         """The partitions of all events, by a new attempt. Gives them back."""

@@ -12,8 +12,8 @@ import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import chain, islice
-from typing import Final, Protocol, TypeAlias, runtime_checkable
+from itertools import chain
+from typing import Final, Protocol, runtime_checkable
 
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
@@ -24,8 +24,8 @@ from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import BLOCKS, Placement, Publication, Topic, check_partition
-from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.block_format import EncodedBlock, encode_blocks
+from eventsql_orchestration.publishing import batches, copy_format
+from eventsql_orchestration.publishing.batches import check_publication, read_ahead
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, rendered
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.publishing.placements import Placements
@@ -41,20 +41,8 @@ STRAIGHT_LEAST: Final = 50
 """The least events of a batch on the straight path. Smaller batches commit side by side in the buffer, which is faster
 than one after the other under the topic's lock."""
 
-STRAIGHT_MOST: Final = 20_000
-STRAIGHT_BYTES: Final = 16 * 1024 * 1024
-"""A larger batch would hold the topic and memory for too long."""
-
 _smallint: Final = struct.Struct(">h").pack
 _integer: Final = struct.Struct(">i").pack
-
-_CHUNK_BYTES: Final = 256 * 1024
-_CHUNK_EVENTS: Final = 500
-_PART_EVENTS: Final = 5_000
-"""Events of a batch that are made blocks at a time: the server stores some blocks while the next are encoded."""
-
-Encoded: TypeAlias = tuple[str, bytes]
-"""An event's topic and the rest of its row."""
 
 
 @runtime_checkable
@@ -149,7 +137,7 @@ class Publisher:
             if rest is None:
                 return self._publish_known(first, placed)
             publications = chain(first, rest)
-        return self._publish_buffered(publications, connection, placed)
+        return self._publish_buffered(batches.parts_of(publications), connection, placed)
 
     def publish_batch(self, publications: list[Publication]) -> Placements:
         """Publish events that are in memory, as `publish_all` does; gives where they are."""
@@ -173,25 +161,29 @@ class Publisher:
                 return len(publications)
         for _ in range(REDEFINITIONS):
             with suppress(RedefinitionError):
-                return self._publish_buffered(publications, None, placed, placements)
-        return self._publish_buffered(publications, None, placed, placements)
+                return self._publish_buffered([publications], None, placed, placements)
+        return self._publish_buffered([publications], None, placed, placements)
 
     def _publish_buffered(
-        self, publications: Iterable[Publication], connection: CallersConnection | None, placed: ShardSet | None,
+        self, parts: Iterable[list[Publication]], connection: CallersConnection | None, placed: ShardSet | None,
         placements: Placements | None = None,
     ) -> int:  # fmt: skip
         # One definition for the whole batch: the one that chose the partitions is checked in the end.
         topics: dict[str, Topic] = {}
-        encoded = self._encoded(publications, topics, placed, placements)
+        if placements is not None:
+            placements.begin()
         published = 0
         with (
             self._transaction(connection) as psycopg_connection,
             psycopg_connection.cursor(row_factory=tuple_row) as cursor,
         ):
             with cursor.copy(self._queries("publish_all")) as copy:
-                for count, chunk in _buffer_rows(encoded):
-                    copy.write(chunk)
-                    published += count
+                copy.write(copy_format.HEADER)
+                for part in parts:
+                    for chunk in self._encoded(part, topics, placed, placements):
+                        copy.write(chunk)
+                    published += len(part)
+                copy.write(copy_format.TRAILER)
             self._check(psycopg_connection, topics.values(), joined=connection is not None)
         if published:
             self._on_published()
@@ -206,7 +198,7 @@ class Publisher:
         partitions = self._partitions(publications, topic)
         if placements is not None:
             partitions = placements.noted(partitions)
-        make_parts = _blocks if topic.storage == BLOCKS else _row_parts
+        make_parts = batches.in_blocks if topic.storage == BLOCKS else batches.in_rows
         parts = make_parts(publications, partitions)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
             # In parts: the server stores one part while the next is encoded.
@@ -220,10 +212,10 @@ class Publisher:
         return True
 
     def _partitions(self, publications: list[Publication], topic: Topic) -> Iterable[int]:
-        """The partitions of events, found lazily. The caller's partitioner runs before the topic is held."""
+        """The partitions of a topic's events, found lazily. The caller's partitioner runs before the topic is held."""
         by_key = self._partitioner is default_partition and topic.shards is None
         if by_key and all(each.partition is None for each in publications):
-            parts = _parts(publications, _CHUNK_EVENTS)
+            parts = batches.slices(publications, batches.CHUNK_EVENTS)
             return chain.from_iterable(default_partitions(part, topic.partitions) for part in parts)
         return [self._partition(each, topic) for each in publications]
 
@@ -258,21 +250,19 @@ class Publisher:
         return check_partition(topic.name, partition, topic.partitions)
 
     def _encoded(
-        self, publications: Iterable[Publication], topics: dict[str, Topic], placed: ShardSet | None,
+        self, publications: list[Publication], topics: dict[str, Topic], placed: ShardSet | None,
         placements: Placements | None,
-    ) -> Iterator[Encoded]:  # fmt: skip
-        """The rows of publications. Adds the definitions that choose their partitions to `topics`."""
+    ) -> Iterator[bytes]:  # fmt: skip
+        """The rows of publications in the buffer. Adds the definitions that choose their partitions to `topics`."""
+        for name in {publication.topic for publication in publications} - set(topics):
+            topics[name] = self._definition(name, placed)
+        partitions: dict[str, list[int]] = {}
+        for name, own in batches.by_topic(publications):
+            partitions[name] = list(self._partitions(own, topics[name]))
+            yield from batches.for_buffer(topics[name], own, partitions[name])
         if placements is not None:
-            placements.begin()
-        for publication in publications:
-            name = check_publication(publication).topic
-            topic = topics.get(name)
-            if topic is None:
-                topic = topics[name] = self._definition(name, placed)
-            partition = self._partition(publication, topic)
-            if placements is not None:
-                placements.note(partition)
-            yield name, copy_format.encode(publication, partition)
+            rest = {name: iter(own) for name, own in partitions.items()}
+            placements.add(next(rest[publication.topic]) for publication in publications)
 
     def _insert(
         self, publication: Publication, topic: Topic, partition: int, connection: CallersConnection | None
@@ -334,74 +324,6 @@ def check_many(publications: object) -> None:
         )
 
 
-def check_publication(publication: object) -> Publication:
-    """Return `publication`, or raise `ValidationError` for anything else."""
-    if isinstance(publication, Publication):
-        return publication
-    raise ValidationError(
-        f"publication must be a Publication(topic, value, key=…, metadata=…), not {type(publication).__name__}"
-    )
-
-
 def _redefined(topics: list[str]) -> RedefinitionError:
     names = ", ".join(topics)
     return RedefinitionError(f"topic {names} was redefined meanwhile, and nothing was published: publish again")
-
-
-def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
-    """The first events, up to one more than the straight path takes, and the rest; None if there is no rest."""
-    if type(publications) is list and len(publications) <= STRAIGHT_MOST:
-        # The caller's list may change later.
-        known = list(publications)
-        if set(map(type, known)) <= {Publication} and sum(map(copy_format.size, known)) <= STRAIGHT_BYTES:
-            return known, None
-
-    first: list[Publication] = []
-    size = 0
-    source = iter(publications)
-    for publication in source:
-        first.append(check_publication(publication))
-        size += copy_format.size(publication)
-        if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
-            return first, source
-    return first, None
-
-
-def _parts(publications: list[Publication], events: int) -> Iterator[list[Publication]]:
-    """The publications, so many at a time."""
-    return (publications[start : start + events] for start in range(0, len(publications), events))
-
-
-def _buffer_rows(encoded: Iterable[Encoded]) -> Iterator[tuple[int, bytes]]:
-    """The events as a COPY into the buffer takes them: chunks of bytes, each with its number of events."""
-    prefixes: dict[str, bytes] = {}
-    parts, size, count = [copy_format.HEADER], 0, 0
-    for topic, event in encoded:
-        prefix = prefixes.get(topic)
-        if prefix is None:
-            prefix = prefixes[topic] = copy_format.buffer_prefix(topic)
-        parts += (prefix, event)
-        size += len(event)
-        count += 1
-        if size > _CHUNK_BYTES:
-            yield count, b"".join(parts)
-            parts, size, count = [], 0, 0
-    parts.append(copy_format.TRAILER)
-    yield count, b"".join(parts)
-
-
-def _row_parts(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[bytes]]:
-    rows = map(copy_format.encode, publications, partitions)
-    return iter(lambda: list(islice(rows, _CHUNK_EVENTS)), [])
-
-
-def _blocks(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[EncodedBlock]]:
-    """The blocks of events. The first part is encoded here, before the topic is held."""
-    left = iter(partitions)
-
-    def encoded() -> Iterator[list[EncodedBlock]]:
-        for part in _parts(publications, _PART_EVENTS):
-            yield list(encode_blocks(part, list(islice(left, len(part)))))
-
-    parts = encoded()
-    return chain([next(parts)], parts)

@@ -1,9 +1,10 @@
-"""Staged blocks: publishing them, and moving published blocks into the log of their topic.
+"""Blocks on their way: publishing staged blocks, and moving published blocks into the log of their topic.
 
-Events that are published in bulk do not pass through the buffer one by one. They are in `spark_staged_event`, as the
-arrays of a log's blocks (`publishing/block_format.py`), and a row of the buffer with the partition `REFERENCE` stands
-for each block. The row's buffer id gives the block its place in the order. At that place the transfer moves the arrays
-into the log, and deletes the block and the row. The server takes the events of a log in rows out of the arrays.
+Events that are published together do not pass through the buffer one by one. A row of the buffer with the partition
+`REFERENCE` has a block of them, as the arrays of a log's blocks (`publishing/block_format.py`). Spark's tasks stage
+their blocks before they are published: such a block is in `spark_staged_event`, and the row of the buffer stands for
+it. The row's buffer id gives the block its place in the order. At that place the transfer moves the arrays into the
+log, and deletes the row. The server takes the events of a log in rows out of the arrays.
 
 A transfer that knows no blocks, such as that of EventSQL's Java library, cannot pass a block by: a trigger refuses to
 delete the row before its block.
@@ -23,14 +24,11 @@ import psycopg
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
-from eventsql_orchestration.publishing.block_format import encode_rows
+from eventsql_orchestration.publishing.block_format import REFERENCE, encode_rows
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
 from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
 from eventsql_orchestration.publishing.packed_blocks import replaced, unpack
 from eventsql_orchestration.storage.appending import LogAppender, MovedBlocks
-
-REFERENCE: Final = -3
-"""The partition of a row of the buffer that stands for a block. No event has it."""
 
 LEAST_BY_BLOCKS: Final = 10_000
 """The least events of a publication that is published as blocks. The events of a smaller publication go to the buffer:
@@ -39,7 +37,7 @@ the transfer gathers the events of many publications into large blocks."""
 MOST_COPIED: Final = 16 * 1024 * 1024
 """The most bytes of blocks whose events go to the buffer instead."""
 
-MOST_MOVED: Final = 64 * 1024 * 1024
+MOST_MOVED: Final = 16 * 1024 * 1024
 """The most bytes of values that one statement moves, unless a single block has more."""
 
 ORPHANED_AFTER_HOURS: Final = 24
@@ -108,8 +106,9 @@ class StagedBlocks:
     ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
-        `partitions` are those of the topic, which the caller's transaction holds. Raises
-        `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic has not.
+        The blocks end at the first event. `partitions` are those of the topic, which the caller's transaction holds.
+        Raises `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic has
+        not.
         """
         moved = self._appender.move_blocks(
             connection, topic, low_water=low_water, upto=upto, most=most, size=MOST_MOVED, partitions=partitions,

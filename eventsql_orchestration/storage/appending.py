@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import psycopg
 
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
@@ -18,14 +18,15 @@ class TopicState(NamedTuple):
     """A topic as the transaction that holds it sees it.
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
-    events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one
-    and upwards. `blocks`: the log takes blocks.
+    events, 0 without events; `mixed`: some of them are in blocks. `last_id` is the last id of the log, None if its
+    sequence does not give ids one by one and upwards. `blocks`: the log takes blocks.
     """
 
     definition: list[int] | None
     now: datetime
     upto: int
     buffered: int
+    mixed: bool
     last_id: int | None
     blocks: bool
 
@@ -33,29 +34,27 @@ class TopicState(NamedTuple):
 class BufferedBatch(NamedTuple):
     """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
-    A row is an event, or stands for a block, or for a packed block: `event`, `block` and `packed` are the first buffer
-    ids of each kind. The other fields are as in `TopicState`.
+    A row is an event, or has a block, or stands for a staged one. `mixed`: some of them are no events. The other fields
+    are as in `TopicState`.
     """
 
     upto: int
     rows: int
     definition: list[int]
-    event: int | None
-    block: int | None
-    packed: int | None
+    mixed: bool
     last_id: int | None
     blocks: bool
 
 
 class MovedBlocks(NamedTuple):
-    """Blocks that left the buffer: the number of rows that stood for them, and the last id of these rows.
+    """Blocks that left the buffer: the number of their rows, and the last id of these rows, None without one.
 
     `blocks` is the number of sound blocks, and `events` the number of events that all of them should have. `entered` is
     the number of events that entered the log.
     """
 
     rows: int
-    upto: int
+    upto: int | None
     blocks: int
     events: int
     entered: int
@@ -73,7 +72,7 @@ class LogAppender:
         self._queries = LogQueries("append", schema)
 
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
-        """The state of a topic. At most `limit` buffered events are counted; a block of events counts as `limit`."""
+        """The state of a topic. The events of at most `limit` rows of the buffer are counted."""
         values = {"topic": topic, "low_water": low_water, "limit": limit}
         row = fetch_one(connection, self._queries("append_state", topic=topic), values, prepare=False)
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
@@ -86,10 +85,21 @@ class LogAppender:
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
         return BufferedBatch._make((*row[:-1], blocks))
 
+    def first_row(self, connection: Connection, topic: str, *, low_water: int, upto: int) -> tuple[int, int] | None:
+        """The id and partition of the first row with `low_water < buffer id <= upto`; None without one.
+
+        The row of a block has a partition below -1.
+        """
+        values = {"topic": topic, "low_water": low_water, "upto": upto}
+        row = fetch_first(connection, self._queries("first_row"), values, prepare=False)
+        return None if row is None else (row[0], row[1])
+
     def move(
         self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int
     ) -> int:
-        """Move events with `low_water < buffer id <= upto` to the end of the log, in their order. Gives their number.
+        """Move events with `low_water < buffer id <= upto`, up to the first block, to the end of the log.
+
+        They keep their order. Gives their number.
 
         `partitions` and `layout` are the topic's: a publisher that knows no layouts may have chosen partitions by an
         earlier layout.
@@ -104,7 +114,7 @@ class LogAppender:
         self, connection: Connection, topic: str,
         *, low_water: int, upto: int, most: int, size: int, partitions: int, reference: int,
     ) -> MovedBlocks:  # fmt: skip
-        """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
+        """Move the next blocks with `low_water < buffer id <= upto`, up to the first event, at most `most`.
 
         Their values have at most `size` bytes, unless a single block has more. `reference` is the partition of the rows
         that stand for them, `partitions` the topic's number of partitions.

@@ -18,6 +18,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.storage.segment_drops import detached
@@ -82,11 +83,17 @@ class LogEraser:
 
     def count_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """As `count`, for buffer ids."""
-        return self._run(connection, self._queries("count_buffered"), after=after, upto=upto)
+        return self._in_buffer(connection, "count_buffered", after=after, upto=upto)
 
     def erase_buffered(self, connection: Connection, *, after: int, upto: int) -> Counter[str]:
         """As `erase`, for buffer ids."""
-        return self._run(connection, self._queries("erase_buffered"), after=after, upto=upto)
+        return self._in_buffer(connection, "erase_buffered", after=after, upto=upto)
+
+    def _in_buffer(self, connection: Connection, name: str, *, after: int, upto: int) -> Counter[str]:
+        """Single events, and the events of blocks."""
+        rows, blocks = self._queries(name), self._queries(name, form=FORMS["blocks"])
+        single = self._run(connection, rows, after=after, upto=upto)
+        return single + self._run(connection, blocks, after=after, upto=upto)
 
     # After the events
 

@@ -14,7 +14,8 @@ from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import Publication
-from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many, check_publication
+from eventsql_orchestration.publishing.batches import check_publication
+from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
 from eventsql_orchestration.store.change import check_schema_version
 from eventsql_orchestration.store.events import EventAggregate, check_events

@@ -234,11 +234,11 @@ class Registry:
             lock_buffer(connection)
             if not force and has_events(connection, name):
                 raise _kept(name, "events, which would be lost")
-            # A block goes before the row of the buffer that stands for it.
-            driver_connection(connection).execute(
-                Queries("blocks", self._database.schema)("drop_of_topic"), {"topic": name}
-            )
-            connection.execute(delete(tables.event_buffer).where(tables.event_buffer.c.eql_topic == name))
+            # A staged block goes before the row of the buffer that stands for it.
+            for statement in ("drop_of_topic", "empty_buffer"):
+                driver_connection(connection).execute(
+                    Queries("blocks", self._database.schema)(statement), {"topic": name}
+                )
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             log_table.drop_log(connection, self._database.schema, name, if_exists=True)

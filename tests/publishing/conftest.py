@@ -33,4 +33,9 @@ def hold(sessions: Sessions) -> Hold:
 def published(platform: EventSQL) -> list[bytes]:
     """The values that anybody sees in the buffer."""
     with platform.database.connection() as connection:
-        return [value for (value,) in connection.execute("SELECT eql_value FROM eventsql.event_buffer ORDER BY eql_id")]
+        rows = connection.execute(
+            "SELECT v FROM eventsql.event_buffer, unnest(coalesce(eql_values, ARRAY[eql_value])) WITH ORDINALITY "
+            "AS e (v, n) "
+            "ORDER BY eql_id, n"
+        )
+        return [value for (value,) in rows]

@@ -236,6 +236,7 @@ def test_a_publisher_leaves_a_buffer_that_it_cannot_move_to_the_transfer(
     assert read(platform) == [*range(10), *range(100, 200)]
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_a_batch_that_is_cancelled_in_the_log_goes_to_the_buffer(
     platform: EventSQL, refuse: Callable[..., None]
 ) -> None:

@@ -20,7 +20,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from eventsql_orchestration.publishing.publisher import STRAIGHT_MOST
+from eventsql_orchestration.publishing.batches import STRAIGHT_MOST
 from eventsql_orchestration.topics import catalog
 from tests.publishing.conftest import published
 

@@ -18,7 +18,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.publishing import log_writer, publisher
+from eventsql_orchestration.publishing import batches, log_writer, publisher
 from tests.forms import check_order, in_blocks, stored
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def test_small_batches_mixed_ones_and_those_in_a_transaction_go_through_the_buff
 def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(publisher, limit, MANY)
+    monkeypatch.setattr(batches, limit, MANY)
     assert platform.publisher.publish_all(iter(batch("large", 500))) == 500
     assert values(platform) == []
     platform.transfer.run_once()
@@ -106,7 +106,7 @@ def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
 def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publisher, "STRAIGHT_MOST", MANY)
+    monkeypatch.setattr(batches, "STRAIGHT_MOST", MANY)
 
     class Left:
         """An iterator that is true while it knows of more, as some are, and knows of none."""
@@ -129,7 +129,7 @@ def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
 
 
 def test_keys_and_metadata_count_for_what_is_too_large(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(publisher, "STRAIGHT_BYTES", 100 * MANY)
+    monkeypatch.setattr(batches, "STRAIGHT_BYTES", 100 * MANY)
     for fields in ({"metadata": {"a": "x" * 100}}, {"metadata": {"x" * 101: ""}}, {"key": "x" * 101}):
         platform.publisher.publish_all(order("", **fields) for _ in range(MANY))
         assert sum(platform.buffered().values()) == MANY

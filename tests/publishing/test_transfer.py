@@ -20,6 +20,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, TopicNotFoundError
 from eventsql_orchestration.publishing import low_water
+from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.transfer import Transfer
 from tests.forms import check_order, in_blocks, none_is, stored
 
@@ -353,6 +354,7 @@ def test_a_key_keeps_its_order_over_publishers_that_take_turns_and_transactions_
 # Fairness
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_the_flood_of_one_topic_does_not_keep_another_waiting(
     platform: EventSQL, transfers: Callable[..., Transfer]
 ) -> None:
@@ -428,6 +430,7 @@ def test_one_run_ends_though_publishers_go_on(
     assert values(platform) == ["before"] * 5
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_the_loop_ends_between_batches_when_it_is_told_to(
     platform: EventSQL, transfers: Callable[..., Transfer]
 ) -> None:
@@ -509,6 +512,7 @@ def test_the_mark_is_not_held_back_by_a_transaction_that_only_reads(platform: Ev
         assert row == (marks(platform.shards[0].transfer)["orders"],)
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_the_mark_does_not_pass_events_that_a_full_batch_left(
     platform: EventSQL, transfers: Callable[..., Transfer]
 ) -> None:
@@ -653,14 +657,15 @@ def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
 
 def test_an_interrupted_transfer_leaves_nothing_half_done(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     platform.publisher.publish(order("one"))
-    move = platform.shards[0].transfer._writer._move
+    mover = platform.shards[0].transfer._writer._mover
+    move = mover.move
 
-    def interrupted(*arguments: Any) -> int:
-        move(*arguments)
+    def interrupted(*arguments: Any, **named: Any) -> Moved:
+        move(*arguments, **named)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(platform.shards[0].transfer._writer, "_move", interrupted)
+        patched.setattr(mover, "move", interrupted)
         with pytest.raises(KeyboardInterrupt):
             platform.transfer.run_once()
     assert values(platform) == []
@@ -677,6 +682,7 @@ def verbs_of(platform: EventSQL, said: Said, publications: Iterable[Publication]
     return said.verbs()
 
 
+@pytest.mark.usefixtures("single_rows")
 def test_an_idle_look_is_one_statement_and_a_batch_takes_seven(platform: EventSQL, said_by: SaidBy) -> None:
     platform.publisher.publish(order("the first one looks whether there are segments ahead"))
     platform.transfer.run_once()

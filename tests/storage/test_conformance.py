@@ -139,7 +139,7 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
         log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=number % 2))
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
-        assert (batch.rows, batch.definition, batch.block, batch.last_id) == (3, [3, 1], None, 1)
+        assert (batch.rows, batch.definition, batch.mixed, batch.last_id) == (3, [3, 1], False, 1)
         moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1)
         state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10)
     assert moved == 3
@@ -161,7 +161,7 @@ def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log)
 
 def test_a_topic_without_events_in_the_buffer_has_an_empty_batch(log: Log) -> None:
     batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
-    assert (batch.upto, batch.rows, batch.block) == (0, 0, None)
+    assert (batch.upto, batch.rows, batch.mixed) == (0, 0, False)
 
 
 # Reading

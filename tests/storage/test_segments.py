@@ -60,6 +60,7 @@ def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Co
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("single_rows")
 def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_in_pieces_that_fit(
     platform: EventSQL, session: Connection
 ) -> None:
@@ -248,6 +249,7 @@ def test_a_table_that_something_hangs_on_is_not_adopted(
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.usefixtures("single_rows")
 def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,6 +63,10 @@ WHERE eql_topic = %(topic)s AND (
     )
 );
 
+-- empty_buffer -- Delete what the buffer has of a topic. The setting tells the buffer's trigger that blocks may go.
+DELETE FROM {schema}.event_buffer
+WHERE eql_topic = %(topic)s AND set_config('eventsql.takes_blocks', 'on', true) = 'on';
+
 -- of_topic -- The staged blocks of a topic: attempt and position.
 SELECT eql_attempt, eql_position FROM {schema}.spark_staged_event
 WHERE eql_topic = %(topic)s ORDER BY eql_attempt, eql_position;

@@ -68,9 +68,10 @@ ON CONFLICT DO NOTHING;
 -- lay_out -- Make it the definition of the topic.
 UPDATE {schema}.topic SET eql_partitions = %(partitions)s, eql_layout = %(layout)s WHERE eql_name = %(topic)s;
 
--- count_buffered -- The number of a topic's events in the buffer, up to a limit. A block of events counts as the limit.
-SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FROM (
-    SELECT eql_partition FROM {schema}.event_buffer
+-- count_buffered -- The number of events in at most `limit` rows of a topic in the buffer. A staged block counts as the
+-- limit.
+SELECT coalesce(sum(CASE WHEN eql_partition < -1 THEN coalesce(eql_events, %(limit)s) ELSE 1 END), 0)::bigint FROM (
+    SELECT eql_partition, eql_events FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
     LIMIT %(limit)s
 ) buffered;
@@ -78,7 +79,8 @@ SELECT CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END FR
 -- buffered_parts -- Cut a topic's events in the buffer into parts by their bytes: the last id of each part.
 SELECT max(eql_id)
 FROM (
-    SELECT eql_id, sum(octet_length(eql_value)::bigint) OVER (ORDER BY eql_id) / %(bytes)s AS part
+    SELECT eql_id, sum(octet_length(eql_value)::bigint + coalesce(pg_column_size(eql_values), 0)) OVER (ORDER BY eql_id)
+               / %(bytes)s AS part
     FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
 ) buffered

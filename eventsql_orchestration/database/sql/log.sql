@@ -36,9 +36,11 @@ SELECT CASE WHEN count(*) = 1 THEN 1 ELSE
 END
 FROM published;
 
--- publish_all -- Any number of events into the buffer, encoded.
-COPY {schema}.event_buffer (eql_topic, eql_key, eql_value, eql_metadata, eql_partition)
-FROM STDIN (FORMAT binary);
+-- publish_all -- Any number of events and blocks into the buffer, encoded.
+COPY {schema}.event_buffer (
+    eql_events, eql_block_partition, eql_keys, eql_values, eql_event_metadata,
+    eql_topic, eql_key, eql_value, eql_metadata, eql_partition
+) FROM STDIN (FORMAT binary);
 
 -- redefined_topics -- Those of a publisher's topics that are not defined any more as it knows them.
 SELECT known.topic
@@ -98,10 +100,10 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 
 -- buffered_size -- The size of an event in the buffer in bytes; or that of a block, and how many events it has.
 SELECT CASE WHEN b.eql_partition < -1
-                THEN octet_length(block.eql_value) + coalesce(pg_column_size(block.eql_values), 0)
+                THEN coalesce(pg_column_size(b.eql_values), octet_length(block.eql_value) + coalesce(pg_column_size(block.eql_values), 0))
             ELSE octet_length(b.eql_value) + coalesce(octet_length(b.eql_key), 0) + octet_length(b.eql_metadata::text)
        END,
-       (block.eql_metadata ->> 'events')::bigint
+       coalesce(b.eql_events, (block.eql_metadata ->> 'events')::bigint)
 FROM {schema}.event_buffer b
 LEFT JOIN {schema}.spark_staged_event block ON block.eql_buffer_id = b.eql_id
 WHERE b.eql_id = %(id)s;
@@ -110,10 +112,11 @@ WHERE b.eql_id = %(id)s;
 -- came.
 SELECT eql_topic, eql_partition, sum(events)::bigint, extract(epoch FROM clock_timestamp() - min(since))::float8
 FROM (
-    SELECT eql_topic, eql_partition, count(*) AS events, min(eql_created_at) AS since
+    SELECT eql_topic, coalesce(eql_block_partition, eql_partition) AS eql_partition, sum(coalesce(eql_events, 1)) AS events,
+           min(eql_created_at) AS since
     FROM {schema}.event_buffer
-    WHERE eql_topic = ANY (%(topics)s) AND eql_partition >= -1
-    GROUP BY eql_topic, eql_partition
+    WHERE eql_topic = ANY (%(topics)s) AND (eql_partition >= -1 OR eql_events IS NOT NULL)
+    GROUP BY eql_topic, coalesce(eql_block_partition, eql_partition)
     UNION ALL
     SELECT reference.eql_topic, counted.key::smallint, counted.value::bigint, reference.eql_created_at
     FROM {schema}.spark_staged_event block

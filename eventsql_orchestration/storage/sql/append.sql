@@ -6,13 +6,19 @@ FROM (SELECT {ids}::regclass::oid AS sequence) own
 CROSS JOIN LATERAL pg_sequence_parameters(own.sequence) settings
 WHERE settings.cache_size = 1 AND settings.increment > 0 AND NOT settings.cycle_option)
 
+-- part events_of_row -- How many events a row of the buffer stands for; `limit` if it stands for a block that is missing.
+CASE WHEN eql_partition >= -1 THEN 1 ELSE coalesce(eql_events, (
+    SELECT (block.eql_metadata ->> 'events')::bigint FROM {schema}.spark_staged_event block WHERE block.eql_buffer_id = buffered.eql_id
+), %(limit)s) END
+
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
--- number of its buffered events, at most `limit` (a block counts as `limit`); the last id of the log, and its form.
+-- number of the events in at most `limit` rows of its buffer, and whether there are blocks; the last id of the log, and
+-- its form.
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       statement_timestamp(), coalesce(max(eql_id), 0), CASE WHEN bool_or(eql_partition < -1) THEN %(limit)s ELSE count(*) END,
-       {last_id}, {form}
+       statement_timestamp(), coalesce(max(eql_id), 0), coalesce(sum({events_of_row}), 0)::bigint,
+       coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
 FROM (
-    SELECT eql_id, eql_partition FROM {schema}.event_buffer
+    SELECT eql_id, eql_partition, eql_events FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
     ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
@@ -23,13 +29,11 @@ COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, 
 FROM STDIN (FORMAT binary);
 
 -- batch_end -- A batch of at most `limit` rows of the buffer: its last id, its size, the topic's partitions and layout,
--- the first ids of events, of blocks and of packed blocks in it, the last id of the log, and its form.
+-- whether there are blocks in it, the last id of the log, and its form.
 -- Every read of a topic's part of the buffer compares rows: the buffer fills and empties faster than its statistics
 -- change, and the server might step over all other topics otherwise.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       min(eql_id) FILTER (WHERE eql_partition >= -1), min(eql_id) FILTER (WHERE eql_partition = -3),
-       min(eql_id) FILTER (WHERE eql_partition = -2),
-       {last_id}, {form}
+       coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
 FROM (
     SELECT eql_id, eql_partition FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
@@ -37,10 +41,27 @@ FROM (
     LIMIT %(limit)s
 ) batch;
 
+-- first_row -- The first row of a topic in a range of the buffer: its id and partition.
+SELECT eql_id, eql_partition FROM {schema}.event_buffer
+WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+ORDER BY eql_topic, eql_id
+LIMIT 1;
+
+-- part before_blocks -- Events of the buffer up to an id. None of them is behind a block: a block may have been committed
+-- since the batch was looked at, and an event behind it by the same publisher.
+(eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    AND (eql_topic, eql_id) < (%(topic)s, coalesce((
+        SELECT block.eql_id FROM {schema}.event_buffer block
+        WHERE (block.eql_topic, block.eql_id) > (%(topic)s, %(low_water)s)
+          AND (block.eql_topic, block.eql_id) <= (%(topic)s, %(upto)s) AND block.eql_partition < -1
+        ORDER BY block.eql_topic, block.eql_id
+        LIMIT 1
+    ), 9223372036854775807))
+
 -- part moved -- Take events out of the buffer and write them to the topic's log.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
-    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    WHERE {before_blocks}
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 )
 INSERT INTO {schema}.{row_store} (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
@@ -64,34 +85,51 @@ SELECT CASE
 FROM moved
 ORDER BY eql_id;
 
--- part taken -- Take the next blocks of the buffer, at most `most` and `size` bytes of values, but at least one, and the
--- rows that stand for them. Events that were committed since the batch was looked at stay. `at_home`: the topic has the
--- partition.
+-- part taken -- Take the next blocks of the buffer, up to its next event, at most `most` and `size` bytes of values, but at
+-- least one. A row of the buffer has a block, or stands for a staged one, which is taken too. The setting tells the
+-- buffer's trigger that this program knows blocks. `at_home`: the topic has the partition.
 WITH next AS MATERIALIZED (
-    SELECT eql_id, coalesce((
+    SELECT eql_id, coalesce(pg_column_size(eql_values), (
                SELECT pg_column_size(eql_values) FROM {schema}.spark_staged_event WHERE eql_buffer_id = buffered.eql_id
            ), 0) AS size
     FROM {schema}.event_buffer buffered
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
-      AND eql_partition = %(reference)s
+      AND (eql_topic, eql_id) < (%(topic)s, coalesce((
+          SELECT event.eql_id FROM {schema}.event_buffer event
+          WHERE (event.eql_topic, event.eql_id) > (%(topic)s, %(low_water)s)
+            AND (event.eql_topic, event.eql_id) <= (%(topic)s, %(upto)s) AND event.eql_partition <> %(reference)s
+          ORDER BY event.eql_topic, event.eql_id
+          LIMIT 1
+      ), 9223372036854775807))
     ORDER BY eql_topic, eql_id
     LIMIT %(most)s
 ), chosen AS MATERIALIZED (
     SELECT eql_id FROM (SELECT *, sum(size) OVER (ORDER BY eql_id) AS whole FROM next) sized
     WHERE whole <= %(size)s OR whole = size
-), block AS (
+), staged AS (
     DELETE FROM {schema}.spark_staged_event WHERE eql_buffer_id = ANY (ARRAY(SELECT eql_id FROM chosen))
     RETURNING eql_buffer_id, eql_partition, (eql_metadata ->> 'events')::int AS events, eql_keys, eql_values,
-              eql_event_metadata,
-              eql_partition >= least(%(partitions)s, 0) AND eql_partition < greatest(%(partitions)s, 0) AS at_home
+              eql_event_metadata
 ), reference AS (
-    DELETE FROM {schema}.event_buffer WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
-    RETURNING eql_id, eql_created_at
+    DELETE FROM {schema}.event_buffer
+    WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen)) AND set_config('eventsql.takes_blocks', 'on', true) = 'on'
+    RETURNING eql_id, eql_created_at, eql_block_partition, eql_events, eql_keys, eql_values, eql_event_metadata
+), block AS (
+    SELECT *, eql_partition >= least(%(partitions)s, 0) AND eql_partition < greatest(%(partitions)s, 0) AS at_home
+    FROM (
+        SELECT reference.eql_id, reference.eql_created_at, staged.eql_partition, staged.events, staged.eql_keys,
+               staged.eql_values, staged.eql_event_metadata
+        FROM reference JOIN staged ON staged.eql_buffer_id = reference.eql_id
+        UNION ALL
+        SELECT eql_id, eql_created_at, eql_block_partition, eql_events, eql_keys, eql_values, eql_event_metadata
+        FROM reference
+        WHERE eql_values IS NOT NULL
+    ) taken
 )
 
 -- part outcome -- How many rows stood for blocks, the id of the last; how many sound blocks there were, and their events.
 SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
-       (SELECT count(*) FROM sound), (SELECT sum(events) FROM block)::bigint
+       (SELECT count(*) FROM sound), (SELECT coalesce(sum(events), 0) FROM block)::bigint
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, in their order: what `outcome` says,
 -- and how many events entered the log.
@@ -103,13 +141,12 @@ SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
     INSERT INTO {schema}.{row_store} (
         eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata
     )
-    SELECT block.eql_partition, event.key, event.value, reference.eql_created_at, statement_timestamp(),
+    SELECT block.eql_partition, event.key, event.value, block.eql_created_at, statement_timestamp(),
            coalesce(event.metadata, '{{}}')
-    FROM reference
-    JOIN block ON block.eql_buffer_id = reference.eql_id
+    FROM block
     CROSS JOIN LATERAL unnest(block.eql_keys, block.eql_values, block.eql_event_metadata)
         WITH ORDINALITY AS event (key, value, metadata, number)
-    ORDER BY reference.eql_id, event.number
+    ORDER BY block.eql_id, event.number
     RETURNING eql_id
 )
 {outcome}, (SELECT count(*) FROM entered);

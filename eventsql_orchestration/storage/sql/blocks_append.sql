@@ -21,7 +21,7 @@ SELECT last, consecutive FROM ids;
 -- part buffered -- Take events out of the buffer.
 WITH moved AS (
     DELETE FROM {schema}.event_buffer
-    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
+    WHERE {before_blocks}
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 
 -- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
@@ -79,11 +79,11 @@ entered AS (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
     )
     SELECT CASE WHEN ids.consecutive
-               THEN ids.before + (sum(block.events) OVER (ORDER BY reference.eql_id))::bigint END,
-           block.eql_partition, block.events, reference.eql_created_at, statement_timestamp(), block.eql_keys,
+               THEN ids.before + (sum(block.events) OVER (ORDER BY block.eql_id))::bigint END,
+           block.eql_partition, block.events, block.eql_created_at, statement_timestamp(), block.eql_keys,
            block.eql_values, block.eql_event_metadata
-    FROM reference JOIN block ON block.eql_buffer_id = reference.eql_id CROSS JOIN ids
-    ORDER BY reference.eql_id
+    FROM block CROSS JOIN ids
+    ORDER BY block.eql_id
     RETURNING eql_events
 )
-{outcome}, (SELECT sum(eql_events) FROM entered)::bigint;
+{outcome}, (SELECT coalesce(sum(eql_events), 0) FROM entered)::bigint;

@@ -43,3 +43,42 @@ WITH {found}, changed AS (
     WHERE b.eql_id > %(after)s AND b.eql_id <= %(upto)s AND b.eql_id = ANY (ARRAY(SELECT found.eql_id FROM found))
 )
 {sums};
+
+-- part events_of_buffered -- The events of a block in the buffer.
+unnest(b.eql_keys, b.eql_values, b.eql_event_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
+
+-- part found_buffered -- The blocks of a range of the buffer that have events of the keys which are not erased, and how many
+-- of each key.
+found AS MATERIALIZED (
+    SELECT eql_id, eql_key, count(*) AS events
+    FROM (
+        SELECT b.eql_id, e.eql_key, e.eql_value, e.eql_metadata
+        FROM {schema}.event_buffer b
+        CROSS JOIN LATERAL {events_of_buffered}
+        WHERE (b.eql_topic, b.eql_id) > (%(topic)s, %(after)s) AND (b.eql_topic, b.eql_id) <= (%(topic)s, %(upto)s)
+          AND b.eql_keys && %(keys)s::text[]
+    ) buffer
+    WHERE {chosen}
+    GROUP BY eql_id, eql_key
+)
+
+-- count_buffered -- How many events of each key the blocks in a range of the buffer have that are not erased.
+WITH {found_buffered}
+{sums};
+
+-- erase_buffered -- Erase the events of keys in the blocks in a range of the buffer; how many of each key.
+WITH {found_buffered}, changed AS (
+    UPDATE {schema}.event_buffer b
+    SET eql_values = ARRAY(
+            SELECT CASE WHEN {chosen} THEN '' ELSE e.eql_value END
+            FROM {events_of_buffered}
+            ORDER BY e.number
+        ),
+        eql_event_metadata = ARRAY(
+            SELECT CASE WHEN {chosen} THEN {marked} ELSE coalesce(e.eql_metadata, '{{}}'::json) END
+            FROM {events_of_buffered}
+            ORDER BY e.number
+        )
+    WHERE b.eql_id = ANY (ARRAY(SELECT found.eql_id FROM found))
+)
+{sums};

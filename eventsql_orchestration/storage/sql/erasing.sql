@@ -32,7 +32,7 @@ WITH found AS (
 -- ends -- The first id of a log's table after an id, and the last; NULL without one.
 SELECT min(eql_id), max(eql_id) FROM {schema}.{log_table} WHERE eql_id > %(after)s;
 
--- part buffered -- The same in the buffer. Blocks of events have no key there.
+-- part buffered -- The same in the buffer. The row of a block has no key.
 (eql_topic, eql_id) > (%(topic)s, %(after)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s) AND {wanted}
 
 -- count_buffered -- How many events of each key a range of the buffer has that are not erased.

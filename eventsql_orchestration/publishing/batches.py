@@ -1,0 +1,115 @@
+"""Batches of publications, encoded for the buffer or for a log."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Final, TypeVar
+
+from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import BLOCKS, Publication, Topic
+from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.block_format import EncodedBlock, encode_blocks
+
+_T = TypeVar("_T")
+
+STRAIGHT_MOST: Final = 20_000
+STRAIGHT_BYTES: Final = 16 * 1024 * 1024
+"""A larger batch would hold the topic and memory for too long."""
+
+LEAST_IN_BLOCK: Final = 10
+"""The least events that a block in the buffer has on average. The transfer makes blocks of fewer events."""
+
+CHUNK_EVENTS: Final = 500
+_CHUNK_BYTES: Final = 256 * 1024
+_PART_EVENTS: Final = 5_000
+"""Events of a batch that are made blocks at a time: the server stores some blocks while the next are encoded."""
+
+
+def check_publication(publication: object) -> Publication:
+    """Return `publication`, or raise `ValidationError` for anything else."""
+    if isinstance(publication, Publication):
+        return publication
+    raise ValidationError(
+        f"publication must be a Publication(topic, value, key=…, metadata=…), not {type(publication).__name__}"
+    )
+
+
+def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:
+    """The first events, up to one more than the straight path takes, and the rest; None if there is no rest."""
+    if type(publications) is list and len(publications) <= STRAIGHT_MOST:
+        # The caller's list may change later.
+        known = list(publications)
+        if set(map(type, known)) <= {Publication} and sum(map(copy_format.size, known)) <= STRAIGHT_BYTES:
+            return known, None
+
+    first: list[Publication] = []
+    size = 0
+    source = iter(publications)
+    for publication in source:
+        first.append(check_publication(publication))
+        size += copy_format.size(publication)
+        if len(first) > STRAIGHT_MOST or size > STRAIGHT_BYTES:
+            return first, source
+    return first, None
+
+
+def parts_of(publications: Iterable[Publication]) -> Iterator[list[Publication]]:
+    """The publications in lists that fit into memory."""
+    rest: Iterable[Publication] | None = publications
+    while rest is not None:
+        part, rest = read_ahead(rest)
+        yield part
+
+
+def by_topic(publications: list[Publication]) -> Iterable[tuple[str, list[Publication]]]:
+    """The publications of each topic, in their order."""
+    found: defaultdict[str, list[Publication]] = defaultdict(list)
+    for publication in publications:
+        found[publication.topic].append(publication)
+    return found.items()
+
+
+def for_buffer(topic: Topic, publications: list[Publication], partitions: list[int]) -> Iterator[bytes]:
+    """Publications of a topic as a COPY into the buffer takes them: as blocks if the topic's log is in blocks and they
+    are enough, as single events otherwise.
+    """
+    if topic.storage == BLOCKS and len(publications) >= LEAST_IN_BLOCK * len(set(partitions)):
+        for blocks in in_blocks(publications, partitions):
+            yield b"".join([block.buffered_row(topic.name) for block in blocks])
+        return
+
+    prefix = copy_format.publication_prefix(topic.name)
+    rows: list[bytes] = []
+    size = 0
+    for row in map(copy_format.encode, publications, partitions):
+        rows += (prefix, row)
+        size += len(row)
+        if size > _CHUNK_BYTES:
+            yield b"".join(rows)
+            rows, size = [], 0
+    yield b"".join(rows)
+
+
+def in_rows(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[bytes]]:
+    """The rows of events for a log in rows, in parts."""
+    rows = map(copy_format.encode, publications, partitions)
+    return iter(lambda: list(islice(rows, CHUNK_EVENTS)), [])
+
+
+def in_blocks(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[EncodedBlock]]:
+    """The blocks of events, in parts. The first part is encoded here, before the topic is held."""
+    left = iter(partitions)
+
+    def encoded() -> Iterator[list[EncodedBlock]]:
+        for part in slices(publications, _PART_EVENTS):
+            yield list(encode_blocks(part, list(islice(left, len(part)))))
+
+    parts = encoded()
+    return chain([next(parts)], parts)
+
+
+def slices(publications: Sequence[_T], events: int) -> Iterator[Sequence[_T]]:
+    """The publications, so many at a time."""
+    return (publications[start : start + events] for start in range(0, len(publications), events))

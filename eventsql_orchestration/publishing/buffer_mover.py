@@ -1,0 +1,67 @@
+"""Moving rows of the buffer to the end of a log, in the order of their buffer ids.
+
+A row of the buffer is an event, or a block of events, or stands for a staged block. Events are moved by one statement,
+and blocks by another, so a buffer with both is moved in runs of one kind. Each statement moves the first run that it
+sees itself, up to the first row of another kind: rows may have been committed since the last look, and a row must not
+pass an earlier one of the same publisher.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
+from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
+from eventsql_orchestration.storage.appending import LogAppender
+
+
+class Moved(NamedTuple):
+    """How many events left the buffer, and whether they were all of them."""
+
+    events: int
+    whole: bool
+
+
+class BufferMover:
+    """Moves the rows of one topic after the other, in its callers' transactions, which hold the topics."""
+
+    def __init__(self, schema: str) -> None:
+        self._log = LogAppender(schema)
+        self._blocks = StagedBlocks(schema)
+
+    def move(
+        self, connection: Connection, topic: str,
+        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, seconds: float = float("inf"),
+        zoned: bool = True, blocks: bool = True,
+    ) -> Moved:  # fmt: skip
+        """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
+
+        `definition` is the topic's number of partitions, and its layout. `mixed`: some of the rows are no events. After
+        `seconds`, no further statement begins. `zoned` and `blocks` are for packed blocks, see
+        `StagedBlocks.move_packed`. Raises as `StagedBlocks.move`.
+        """
+        partitions, layout = definition
+        bounds = {"low_water": low_water, "upto": upto}
+        if not mixed:
+            moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout)
+            return Moved(moved, whole=True)
+
+        moved, end = 0, time.monotonic() + seconds
+        while (first := self._log.first_row(connection, topic, **bounds)) is not None:
+            if moved and time.monotonic() > end:
+                return Moved(moved, whole=False)
+            buffer_id, partition = first
+            if partition >= -1:
+                moved += self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout)
+            elif partition == PACKED:
+                moved += self._blocks.move_packed(
+                    connection, topic, buffer_id, zoned=zoned, partitions=partitions, blocks=blocks
+                )
+            else:
+                run = self._blocks.move(connection, topic, **bounds, most=most, partitions=partitions)
+                moved += run.events
+                if run.upto == upto:
+                    break
+        return Moved(moved, whole=True)
