@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.roles.conftest import As, Login
 
 _BUFFER: Final = "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) VALUES "
+_BLOCK: Final = _BUFFER.replace(")", ", eql_values)", 1)
 
 ALL: Final = (
     "transfer",
@@ -124,6 +125,10 @@ FORBIDDEN: Final = {
     _BUFFER + "('payments_dlt', 0, 'x', '{}')": ("publisher", "stager", "consumer"),
     _BUFFER + "('payments', 0, 'x', '{}')": ("publisher", "stager"),
     _BUFFER + "('orders', -2, '', '{}')": ("stager",),
+    _BUFFER + "('orders', -3, '', '{}')": ("stager",),
+    _BLOCK + "('orders', -3, '', '{}', '{x}')": ("publisher", "publisher_orders", "stager"),
+    _BLOCK + "('orders', -2, '', '{}', '{x}')": ("stager",),
+    _BLOCK + "('payments', -3, '', '{}', '{x}')": ("publisher", "stager"),
 }  # fmt: skip
 """Statements, and the roles that may do them: no other may."""
 

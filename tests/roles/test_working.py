@@ -16,7 +16,7 @@ from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.grants import role_name
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
-from eventsql_orchestration.model import STORAGES, Storage
+from eventsql_orchestration.model import BLOCKS, STORAGES, Storage
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.erasing import FAILURE
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -37,6 +37,23 @@ def test_a_publisher_publishes_any_number_of_events(owner: EventSQL, as_: As, ro
     for count in (1, 10, 200):
         assert platform.publisher.publish_all(_orders(count)) == count
         assert owner.transfer.run_once() == {"orders": count}
+
+
+@pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
+def test_a_batch_for_a_log_in_blocks_takes_the_rights_that_its_events_take(owner: EventSQL, as_: As, role: str) -> None:
+    for topic in ("orders", "payments"):
+        owner.registry.set_storage(topic, BLOCKS)
+    platform = as_(role)
+    platform.publisher.publish_all(_orders(100))
+    with owner.database.connection() as connection:
+        waiting = connection.execute("SELECT sum(eql_events) FROM eventsql.event_buffer WHERE eql_partition = -3")
+        assert waiting.fetchone() == (100,)
+    assert as_("reader").buffered() == {"orders": 100}
+    assert as_("transfer").transfer.run_once() == {"orders": 100}
+    if role == "publisher_orders":
+        with pytest.raises(PermissionDeniedError):
+            platform.publisher.publish_all(_orders(100, "payments"))
+        assert owner.buffered() == {}
 
 
 @pytest.mark.parametrize("role", ["publisher", "publisher_orders"])
