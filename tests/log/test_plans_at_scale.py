@@ -702,6 +702,29 @@ def test_a_batch_begins_where_its_topic_does_though_statistics_say_that_it_flood
         check_buffer(plan, rows=BATCH, blocks=BUFFERED)
 
 
+def test_moving_looks_for_the_next_block_among_blocks_alone(buffered: EventSQL, watch: Watch) -> None:
+    """The statistics know of no block."""
+    transfer = Transfer(buffered.database, batch=BATCH)
+    with buffered.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer "
+            "(eql_topic, eql_partition, eql_value, eql_metadata, eql_events, eql_block_partition, eql_values) "
+            "SELECT 'orders', -3, '', '{}', 1, n % 10, ARRAY['x'::bytea] FROM generate_series(1, 500) n"
+        )
+    stop = threading.Event()
+    with watch.watching():
+        transfer.run(stop, on_moved=lambda _: stop.set())
+    transfer.close()
+    for plan in watch.of("first_row"):
+        check_buffer(plan, rows=1, blocks=BATCH)
+    for plan in watch.of("move"):
+        indexes = {node.get("Index Name") for node in plan.scans("^event_buffer$")}
+        assert "event_buffer_blocks" in indexes, str(plan)
+    (blocks,) = watch.of("move_blocks")
+    # The next event, the blocks and their sizes, and each block once more to take it out.
+    check_buffer(blocks, rows=4 * 500, blocks=100 * 500)
+
+
 def test_blocks_and_the_rows_that_stand_for_them_are_found_by_their_ids(buffered: EventSQL) -> None:
     values = {
         "topic": "orders", "low_water": 0, "upto": 2**62, "most": 16, "size": 2**26, "partitions": 3, "reference": -3,
