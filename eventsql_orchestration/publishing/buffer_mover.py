@@ -11,7 +11,10 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
+import psycopg
+
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.publishing.block_format import REFERENCE
 from eventsql_orchestration.publishing.packed_blocks import REFERENCE as PACKED
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage.appending import LogAppender
@@ -59,6 +62,8 @@ class BufferMover:
                 moved += self._blocks.move_packed(
                     connection, topic, buffer_id, zoned=zoned, partitions=partitions, blocks=blocks
                 )
+            elif partition != REFERENCE:
+                raise psycopg.errors.DataException(f"row {buffer_id} of the buffer has the partition {partition}")
             else:
                 run = self._blocks.move(connection, topic, **bounds, most=most, partitions=partitions)
                 moved += run.events

@@ -244,6 +244,8 @@ def test_blocks_enter_a_log_that_was_altered_to_rows(platform: EventSQL, session
     [
         "eql_events = eql_events + 1", "eql_values = eql_values[2:]", "eql_keys = eql_keys[2:]",
         "eql_values = NULL", "eql_block_partition = 9", "eql_block_partition = -1", "eql_events = NULL",
+        "eql_events = -eql_events", "eql_events = 0, eql_values = '{}'", "eql_values = ARRAY[eql_values]",
+        "eql_values[3] = NULL", "eql_partition = -2",
     ],
 )  # fmt: skip
 def test_a_damaged_block_stops_its_topic_and_loses_nothing(platform: EventSQL, sessions: Sessions, damage: str) -> None:
@@ -263,12 +265,23 @@ def test_a_damaged_block_stops_its_topic_and_loses_nothing(platform: EventSQL, s
                 platform.transfer.run_once()
         check(platform, [0])
         session.execute(
-            "UPDATE eventsql.event_buffer SET eql_events=%s, eql_values=%s, eql_keys=%s, eql_block_partition=%s "
-            "WHERE eql_partition = -3", sound,
+            "UPDATE eventsql.event_buffer SET eql_events=%s, eql_values=%s, eql_keys=%s, eql_block_partition=%s, "
+            "eql_partition=-3 WHERE eql_partition < -1", sound,
         )  # fmt: skip
         session.commit()
     platform.transfer.run_once()
     check(platform, range(MANY + 2))
+
+
+def test_a_row_that_is_neither_event_nor_block_stops_its_topic(platform: EventSQL, sessions: Sessions) -> None:
+    with sessions() as session:
+        session.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES ('orders', -4, '', '{}')"
+        )
+        session.commit()
+    with pytest.raises(StuckEventError):
+        platform.transfer.run_once()
 
 
 def test_a_program_that_knows_no_blocks_cannot_take_one_out_of_the_buffer(
