@@ -6,8 +6,8 @@ from alembic import context
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0039"
-down_revision = "0038"
+revision = "0040"
+down_revision = "0039"
 
 # No default: no table is rewritten. Such a row has the partition -3, so a transfer of an earlier version stops at it.
 _ARRAYS = """
