@@ -232,7 +232,9 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
     _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
-    _LoadedWhenCalled("view", "List and drop views, and drop what is beyond their retention.", "views"),
+    _LoadedWhenCalled(
+        "view", "List and drop views, and drop what is beyond their retention or left of rebuilds.", "views"
+    ),
     _LoadedWhenCalled("timeline", "Show what happened to a resource.", "views"),
     _LoadedWhenCalled("rollup", "Show counts per bucket of time.", "views"),
     _LoadedWhenCalled("logs", "Search the lines of logs.", "views"),
