@@ -96,10 +96,14 @@ def merging(rollup: Rollup, schema: str) -> bytes:
     """The statement that sets the sketches of buckets, which the transaction has locked by adding to them."""
     dimensions = [(f"dimension_{place}", sql.Identifier(name)) for place, name in enumerate(rollup.dimensions)]
     sketches = [(f"sketch_{place}", sql.Identifier(name)) for place, name in enumerate(rollup.sketches)]
+    conditions: list[sql.Composable] = [
+        sql.SQL("held.eql_tenant = %(tenant)s"), sql.SQL("held.eql_slot = %(slot)s"),
+        sql.SQL("held.eql_bucket = merged.bucket"),
+        sql.SQL("held.eql_bucket >= %(first)s::timestamptz"), sql.SQL("held.eql_bucket <= %(last)s::timestamptz"),
+        *(sql.SQL("held.{} = " + f"merged.{name}").format(column) for name, column in dimensions),
+    ]  # fmt: skip
     statement = sql.SQL(
-        "UPDATE {table} AS held SET {set} FROM {arrays} AS merged (bucket, {names}) "
-        "WHERE held.eql_tenant = %(tenant)s AND held.eql_slot = %(slot)s AND held.eql_bucket = merged.bucket "
-        "AND held.eql_bucket >= %(first)s::timestamptz AND held.eql_bucket <= %(last)s::timestamptz {same}"
+        "UPDATE {table} AS held SET {set} FROM {arrays} AS merged (bucket, {names}) WHERE {conditions}"
     ).format(
         table=sql.Identifier(schema, rollup.table),
         set=_list(*(sql.SQL("{} = " + f"merged.{name}").format(column) for name, column in sketches)),
@@ -108,9 +112,7 @@ def merging(rollup: Rollup, schema: str) -> bytes:
             *(f"%({name})s::bytea[]" for name, _ in sketches),
         )),
         names=_list(*(name for name, _ in (*dimensions, *sketches))),
-        same=sql.SQL("").join(
-            sql.SQL("AND held.{} = " + f"merged.{name} ").format(column) for name, column in dimensions
-        ),
+        conditions=sql.SQL(" AND ").join(conditions),
     )  # fmt: skip
     return sent(statement)
 

@@ -7,6 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from selenium import webdriver
@@ -14,7 +15,9 @@ from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.support.wait import WebDriverWait
 
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.system.operated_system import System, operating
+
+if TYPE_CHECKING:
+    from tests.system.operated_system import System
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SCREENSHOTS = os.environ.get("EVENTSQL_SCREENSHOTS")
@@ -37,6 +40,9 @@ def wait_for(condition: Callable[[], object], what: str, *, timeout: float) -> N
 
 @pytest.fixture(scope="module")
 def system(server: EmbeddedPostgres) -> Iterator[System]:
+    # Airflow's tests use this file too, where Dagster is not installed.
+    from tests.system.operated_system import operating
+
     with operating(server) as started:
         yield started
 
