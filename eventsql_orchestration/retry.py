@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Final
+from collections.abc import Callable
+from typing import Final, TypeVar
+
+from eventsql_orchestration.errors import DatabaseBusyError
+
+T = TypeVar("T")
 
 PAUSE: Final = (0.05, 0.25)
 """The shortest and the longest pause between two attempts, in seconds. It is random, so that of two processes in each
@@ -24,3 +29,17 @@ class Backoff:
             return False
         time.sleep(min(left, random.uniform(*PAUSE)))  # noqa: S311 - no secret
         return True
+
+
+def while_busy(attempt: Callable[[], T], *, seconds: float, message: Callable[[DatabaseBusyError], str]) -> T:
+    """Try for `seconds` while others hold what `attempt` needs; gives its result.
+
+    Then raises `DatabaseBusyError` with a message that is made from the last attempt's error.
+    """
+    retry = Backoff(seconds)
+    while True:
+        try:
+            return attempt()
+        except DatabaseBusyError as error:
+            if not retry.lasts():
+                raise DatabaseBusyError(message(error)) from error

@@ -28,7 +28,7 @@ from eventsql_orchestration.errors import (
     ShardError,
     ValidationError,
 )
-from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.retry import Backoff, while_busy
 from eventsql_orchestration.topics.catalog import existing_topic, lock_registry
 from eventsql_orchestration.validation import check_text, shown
 
@@ -157,16 +157,8 @@ class Captures:
 
     def _locking(self, table: str, attempt: Callable[[], Any]) -> Any:
         """Try a change of a table's triggers until its lock is free. Later writers wait behind each attempt."""
-        retry = Backoff(RETRY_SECONDS)
-        while True:
-            try:
-                return attempt()
-            except DatabaseBusyError as error:
-                if not retry.lasts():
-                    raise DatabaseBusyError(
-                        f"transactions that use table {table!r} did not end in time, and nothing was changed: try "
-                        "again later"
-                    ) from error
+        message = f"transactions that use table {table!r} did not end in time, and nothing was changed: try again later"
+        return while_busy(attempt, seconds=RETRY_SECONDS, message=lambda _: message)
 
     def _create(
         self, table: str, topic: str, key: Sequence[str] | None, columns: Sequence[str] | None, *, snapshot: bool

@@ -10,7 +10,7 @@ from sqlalchemy import Connection
 from eventsql_orchestration.database import Database, driver_connection, roles
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.model import Compression, Storage, Topic
-from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.retry import while_busy
 from eventsql_orchestration.storage import altering, compressing, log_form, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.segment_drops import try_retain
@@ -63,15 +63,10 @@ def change_compression(database: Database, name: str, compression: Compression, 
 
 
 def _retried(name: str, what: str, timeout: float, attempt: Callable[[], bool]) -> bool:
-    retry = Backoff(timeout)
-    while True:
-        try:
-            return attempt()
-        except DatabaseBusyError as error:
-            if not retry.lasts():
-                raise DatabaseBusyError(
-                    f"topic {name!r} keeps its {what}, because transactions that read or write it do not end: {error}"
-                ) from error
+    def message(error: DatabaseBusyError) -> str:
+        return f"topic {name!r} keeps its {what}, because transactions that read or write it do not end: {error}"
+
+    return while_busy(attempt, seconds=timeout, message=message)
 
 
 def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bool]:
