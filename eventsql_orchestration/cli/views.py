@@ -9,6 +9,7 @@ from dataclasses import asdict
 from datetime import datetime, timedelta
 from decimal import Decimal
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeAlias
 
@@ -189,7 +190,7 @@ def _sketches(rollup: Rollup, ranks: Iterable[float]) -> dict[str, Any]:
         found = bucket.distinct[name]
         return None if found is None else round(found.estimate)
 
-    def quantile(bucket: RollupBucket, name: str, rank: float) -> int | float | None:
+    def quantile(bucket: RollupBucket, name: str, rank: float) -> int | float | str | None:
         found = bucket.quantiles[name]
         return None if found is None else _number(Decimal(repr(found.at(rank))))
 
@@ -290,10 +291,14 @@ def _wanted(views: Views, name: str, kind: str) -> Any:
     return definition
 
 
-def _number(value: Decimal | None) -> int | float | None:
+def _number(value: Decimal | None) -> int | float | str | None:
+    """A number as JSON has it. JSON has no infinity: that is a text, as in PostgreSQL's JSON."""
     if value is None:
         return None
-    return int(value) if value == value.to_integral_value() else float(value)
+    if value.is_infinite():
+        return str(value)
+    nearest = float(value)
+    return nearest if value != value.to_integral_value() and isfinite(nearest) else int(value)
 
 
 def _form(definition: Definition) -> str | None:

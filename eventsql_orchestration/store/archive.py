@@ -11,10 +11,11 @@ from datetime import datetime
 from typing import Final
 
 from psycopg import sql
+from psycopg.errors import UniqueViolation
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseError, ValidationError
 
 _STREAMS: Final = 100
 """Aggregates of one transaction."""
@@ -48,9 +49,22 @@ class Archive:
 
     def move_back(self, aggregate_type: str, aggregate_id: str) -> int:
         """See `Store.unarchive_stream`."""
-        with self._database.transaction() as connection:
-            self._hold(connection, aggregate_type, aggregate_id)
-            return self._moved(connection, "unarchive_changes", aggregate_type, [aggregate_id])
+        try:
+            with self._database.transaction() as connection:
+                self._hold(connection, aggregate_type, aggregate_id)
+                return self._moved(connection, "unarchive_changes", aggregate_type, [aggregate_id])
+        except DatabaseError as error:
+            if not isinstance(error.__cause__, UniqueViolation):
+                raise
+            of = {"type": aggregate_type, "id": aggregate_id}
+            with self._database.connection() as connection:
+                other = fetch_first(connection, self._queries("id_of_archived_elsewhere"), of)
+            if other is None:
+                raise
+            raise ValidationError(
+                f"{aggregate_type} {aggregate_id!r} stays in the archive, and is read there as before: {other[0]} "
+                f"{other[1]!r} has a change with the id of one of its changes, which two may have only in the archive"
+            ) from error
 
     def move_closed(self, aggregate_type: str, before: datetime, limit: int) -> Archived:
         """See `Store.archive_closed`."""

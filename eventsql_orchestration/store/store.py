@@ -149,7 +149,10 @@ class Store:
         return self._archive.move(aggregate_type, aggregate_id)
 
     def unarchive_stream(self, aggregate_type: str, aggregate_id: str) -> int:
-        """Move the changes of an aggregate out of the archive again; it stays closed. Gives their number."""
+        """Move the changes of an aggregate out of the archive again; it stays closed. Gives their number.
+
+        Raises `ValidationError`, with nothing moved, if another aggregate has a change with the id of one of them.
+        """
         _check_aggregate(aggregate_type, aggregate_id)
         return self._archive.move_back(aggregate_type, aggregate_id)
 

@@ -59,8 +59,6 @@ class LogsView:
         for entry in entries:
             check_kind("a line of logs", entry, LogEntry)
             rows.append((entry.resource, entry.level, entry.line, entry.encoded(), entry.written_at))
-        if not rows:
-            return 0
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
             rows = [row for row in rows if oldest is None or row[-1] > oldest]

@@ -139,8 +139,6 @@ class RollupView:
         check_tenant(tenant)
         check_whole("slot", slot, least=0, most=MAX_SLOT)
         checked = [(entry.at, *self._columns(entry)) for entry in entries]
-        if not checked:
-            return 0
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
             added = self._summed(each for each in checked if oldest is None or each[0] > oldest)

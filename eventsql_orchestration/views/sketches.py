@@ -171,9 +171,7 @@ def _check_quantiles(stored: bytes) -> None:
 
 
 def _is_sound(ints: int, version: int, stored: bytes) -> bool:
-    """Whether the numbers of a KLL sketch are as many as its levels say, and are numbers."""
-    if (ints, len(stored)) == (2, 8):
-        return stored[3] & _EMPTY != 0
+    """Whether the numbers of a KLL sketch are as many as its levels say, one at least, and are numbers."""
     if (ints, version, len(stored)) == (2, 2, 16):
         numbers: Sequence[float] = struct.unpack_from("<d", stored, 8)
         return stored[3] & (_EMPTY | _SINGLE) == _SINGLE and not math.isnan(numbers[0])

@@ -61,8 +61,6 @@ class TimelineView:
             )
             for resource, data, occurred_at in entries
         ]
-        if not rows:
-            return 0
         with self._table.writing(connection) as joined:
             oldest = self._table.kept_after(joined)
             rows = [row for row in rows if oldest is None or row[2] > oldest]

@@ -6,6 +6,7 @@ import json
 import signal
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,24 @@ def test_a_rollup_shows_its_distinct_texts_and_quantiles(run: Run, platform: Eve
     assert bucket["p25_ms"] == 26
     assert "distinct visitor" in run("rollup", "visits").stdout
     assert run("rollup", "visits", "--quantile", "2").exit_code == 2
+
+
+@pytest.mark.skipif(not SKETCHES, reason="no datasketches")
+def test_numbers_beyond_floats_are_valid_json(run: Run, platform: EventSQL) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(constant)
+
+    views = Views(platform.database)
+    views.declare(wide := Rollup("wide", timedelta(minutes=1), values=("ms",), quantiles=("ms",)))
+    at = datetime(2026, 1, 2, 12, tzinfo=UTC)
+    with platform.database.transaction() as connection:
+        numbers = (Decimal("-1e400"), 0.5, Decimal("1e401"))
+        views.rollup(wide).add(connection, [RollupEntry(at, {}, {"ms": number}) for number in numbers])
+    shown = run("rollup", "wide", "--quantile", "0", "--quantile", "0.5", "--quantile", "1", "--json").stdout
+    (bucket,) = json.loads(shown, parse_constant=refuse)
+    assert [bucket[name] for name in ("p0_ms", "p50_ms", "p100_ms")] == ["-Infinity", 0.5, "Infinity"]
+    assert bucket["sum_ms"] == 10**401 - 10**400
+    assert "Infinity" in run("rollup", "wide").stdout
 
 
 def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:

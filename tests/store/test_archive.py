@@ -149,6 +149,39 @@ def test_more_aggregates_than_one_transaction_takes_are_archived(store: Store) -
     assert len(store.read_all()) == 103
 
 
+@pytest.fixture
+def twins(store: Store, sessions: Sessions) -> Store:
+    """An archived stream `1`, and a closed one `2` whose change has the same id."""
+    shared = change(1, id=uuid.uuid4())
+    older = sessions()
+    older.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    older.execute("SELECT FROM eventsql.aggregate")  # its snapshot is older than the first stream
+    store.append("order", "1", [shared], expected_version=0)
+    store.close_stream("order", "1")
+    store.archive_stream("order", "1")
+    store.append("order", "2", [shared], expected_version=0, connection=older)
+    older.commit()
+    store.close_stream("order", "2")
+    return store
+
+
+def test_a_stream_whose_id_was_used_again_stays_in_the_archive(twins: Store) -> None:
+    with pytest.raises(ValidationError, match="order '2' has a change with the id"):
+        twins.unarchive_stream("order", "1")
+    assert counts(twins) == (1, 1)
+    assert numbers(twins.read_all()) == [1, 1]
+    assert twins.aggregates("order")[0].archived_at is not None
+
+
+def test_both_streams_of_one_id_are_archived_and_either_comes_back(twins: Store) -> None:
+    assert twins.archive_stream("order", "2") == 1
+    assert counts(twins) == (0, 2)
+    assert twins.unarchive_stream("order", "1") == 1
+    with pytest.raises(ValidationError, match="order '1' has a change with the id"):
+        twins.unarchive_stream("order", "2")
+    assert counts(twins) == (1, 1)
+
+
 # Side by side
 
 

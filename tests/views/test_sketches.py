@@ -198,6 +198,7 @@ def _forged(column: str) -> list[bytes]:
     falling = whole[:24] + bytes(4) + whole[28:]
     return [
         b"",
+        sketch_quantiles([]),
         whole[:-1],
         whole + bytes(8),
         ends,

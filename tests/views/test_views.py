@@ -13,6 +13,7 @@ import pytest
 from psycopg.sql import SQL
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import InvalidNameError, ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.views import (
@@ -364,3 +365,20 @@ def test_the_function_of_the_database_makes_nothing_but_partitions_of_views(
     with database.connection() as connection, pytest.raises(psycopg.Error):
         connection.execute(f"SELECT eventsql.make_view_periods(%s, {starts})".encode(), [view])
     assert partitions(database, "parcels") == before
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_connection_to_another_database_is_refused_whether_or_not_there_are_entries(
+    views: Views, server: EmbeddedPostgres, number: int
+) -> None:
+    parcels, moves, tracking = Timeline("parcels"), Rollup("moves", timedelta(hours=1)), Logs("tracking")
+    views.declare(parcels, moves, tracking)
+    with psycopg.connect(server.start().dsn) as elsewhere:
+        writers: tuple[Callable[[], int], ...] = (
+            lambda: views.timeline(parcels).append(elsewhere, [("parcel", {}, NOON)] * number),
+            lambda: views.rollup(moves).add(elsewhere, [RollupEntry(NOON)] * number),
+            lambda: views.logs(tracking).write(elsewhere, [LogEntry("parcel", "line", NOON)] * number),
+        )
+        for write in writers:
+            with pytest.raises(ValidationError):
+                write()

@@ -96,6 +96,13 @@ SELECT eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_created_
        eql_schema_version, eql_change_id, eql_metadata
 FROM moved;
 
+-- id_of_archived_elsewhere -- An aggregate whose change has the id of an archived change.
+SELECT other.eql_type, other.eql_aggregate_id
+FROM {schema}.archived_change archived
+JOIN ONLY {schema}.aggregate_change other ON other.eql_change_id = archived.eql_change_id
+WHERE archived.eql_type = %(type)s AND archived.eql_aggregate_id = %(id)s
+LIMIT 1;
+
 -- mark_archived -- Note whether aggregates are archived.
 UPDATE {schema}.aggregate
 SET eql_archived_at = CASE WHEN %(archived)s THEN now() END
