@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose, on one page.
+"""Every error that this package raises on purpose; those of Dagster's and Airflow's runs: `orchestration/errors.py`.
 
 Catch `EventSQLError` for all of them. The message of each says what happened and what to do next; the docstring
 of a class is the message that it carries when none is given.
@@ -41,6 +41,10 @@ class MissingExtraError(ConfigurationError):
 
 class EmbeddedServerError(EventSQLError):
     """The embedded PostgreSQL server could not be started or stopped."""
+
+
+class ClosedError(EventSQLError):
+    """The platform was closed: make another EventSQL, or open it again with `with platform:` or `platform.open()`."""
 
 
 # Database
@@ -191,7 +195,7 @@ class CaptureError(EventSQLError):
     """The changes of a table cannot be captured, or are not captured."""
 
 
-class PublisherClosedError(EventSQLError):
+class PublisherClosedError(ClosedError):
     """The publisher is closed and takes no more events: open another."""
 
 
@@ -327,73 +331,6 @@ class QueueNotFoundError(EventSQLError):
 
 class InputError(EventSQLError):
     """A file or stream of events cannot be read, or one of its lines is no event."""
-
-
-# Runs of an orchestrator
-
-
-class FinalRunError(EventSQLError):
-    """A run failed, and a retry would only repeat the failure."""
-
-    def __init__(self, message: str | None = None, **facts: str | int) -> None:
-        """`facts` are texts and numbers by their names, for the record of the run."""
-        super().__init__(message)
-        self.facts = facts
-
-
-class ReplayError(FinalRunError):
-    """A range cannot be replayed, and none of its events was."""
-
-
-class NotCommittedError(FinalRunError):
-    """A function over a range ended without a commit of its claim."""
-
-
-class RangeFailedError(FinalRunError):
-    """A range failed as a whole and was released: it is claimed again after a pause."""
-
-
-class WindowFailedError(FinalRunError):
-    """The window of a backfill cannot be replayed further."""
-
-
-class WindowGoneError(FinalRunError):
-    """The window of a run is not registered: its backfill is finished, or was deleted."""
-
-
-class ForeignClaimError(FinalRunError):
-    """A run was launched with the claim of another consumer, and has not touched the claim."""
-
-
-# Orchestrators on this machine
-
-
-class LocalProcessError(EventSQLError):
-    """A process of `eventsql dev` did not start or ended, or another `eventsql dev` is in the way."""
-
-
-class LocalDagsterError(LocalProcessError):
-    """Dagster did not start, could not load the code location, or ended."""
-
-
-class LocalAirflowError(LocalProcessError):
-    """Airflow did not start, could not import the DAGs, or one of its parts has ended."""
-
-
-class AirflowAnswerError(LocalAirflowError):
-    """Airflow refused a request. `status` is the status of HTTP."""
-
-    def __init__(self, message: str | None = None, *, status: int = 0) -> None:
-        super().__init__(message)
-        self.status = status
-
-
-class RunFailedError(EventSQLError):
-    """A run of Dagster or Airflow failed, or could not be launched."""
-
-
-class RoundError(EventSQLError):
-    """A round ended with events that are missing, repeated or left over."""
 
 
 # Benchmarks

@@ -9,7 +9,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import requests
 
-from eventsql_orchestration.errors import AirflowAnswerError, LocalAirflowError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 
 PAGE: Final = 100

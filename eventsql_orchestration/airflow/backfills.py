@@ -9,9 +9,10 @@ from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
-from eventsql_orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.windows import read_key
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
 
 UNDER_WAY: Final = ("queued", "running")
 

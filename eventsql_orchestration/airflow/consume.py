@@ -20,18 +20,13 @@ from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.consuming.batch import is_asynchronous
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    DatabaseUnavailableError,
-    FinalRunError,
-    ValidationError,
-    WindowGoneError,
-)
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.orchestration.drain import Consume, Drained, Draining
+from eventsql_orchestration.orchestration.errors import FinalRunError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 from eventsql_orchestration.validation import check_name, check_whole

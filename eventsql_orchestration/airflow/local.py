@@ -19,7 +19,7 @@ import psutil
 from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi
-from eventsql_orchestration.errors import LocalAirflowError
+from eventsql_orchestration.orchestration.errors import LocalAirflowError
 from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")

@@ -6,7 +6,7 @@ from datetime import datetime
 from urllib.parse import quote
 
 from eventsql_orchestration.airflow.api import NOT_FOUND, AirflowApi
-from eventsql_orchestration.errors import AirflowAnswerError
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError
 from eventsql_orchestration.orchestration.owners import read_airflow_run
 from eventsql_orchestration.orchestration.trace.runs import RunFacts
 

@@ -37,7 +37,8 @@ from eventsql_orchestration.cli.rounds import (
     transferring,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.errors import DatabaseUnavailableError, LocalAirflowError, RoundError
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.orchestration.errors import LocalAirflowError, RoundError
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, only_one, take_lock
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling

@@ -21,7 +21,6 @@ from eventsql_orchestration.cli.output import (
     show_items,
     write_json,
 )
-from eventsql_orchestration.errors import RunFailedError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.windows import (
@@ -31,6 +30,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
     letters_command,
     resume_command,
 )
+from eventsql_orchestration.orchestration.errors import RunFailedError
 
 RUNS_SHOWN: Final = 50
 

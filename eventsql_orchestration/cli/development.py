@@ -45,7 +45,8 @@ from eventsql_orchestration.dagster.tags import (
     QUEUE_TAG,
     TRANSFER_TAG,
 )
-from eventsql_orchestration.errors import DatabaseUnavailableError, LocalDagsterError
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import only_one
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.queue.lag import queue_lags

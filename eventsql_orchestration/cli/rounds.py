@@ -18,7 +18,8 @@ from rich.progress import Progress
 from eventsql_orchestration.cli.output import Columns, complain, counted, same, say, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.errors import MissingExtraError, RoundError
+from eventsql_orchestration.errors import MissingExtraError
+from eventsql_orchestration.orchestration.errors import RoundError
 from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
 from eventsql_orchestration.orchestration.rounds import Counts, TopicRound
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE

@@ -65,7 +65,8 @@ class EventSQL:
     and brings the tables in `schema` up to date unless `migrate` is False. With `transfer`, a thread moves buffered
     events into their logs from the first publication of this object on. With `straight`, batches may go directly to
     their log if no other process holds the topic (publishing/publisher.py). One object serves any number of threads.
-    Close it, or use it as a context manager. A closed one can be used again: it connects anew.
+    Close it, or use it as a context manager. Afterwards every use raises `ClosedError`, until `open()` or another
+    `with` opens it again.
 
     With several databases, an event whose shard is down fails; with `on_shard_down="wait"`, it waits for up to
     `shard_timeout` seconds. An event whose shard is being added also waits for up to `shard_timeout` seconds.
@@ -172,13 +173,18 @@ class EventSQL:
         return self._cluster.shards
 
     def open(self) -> EventSQL:
-        """Connect now instead of at the first use, and check the tables. Raises database errors.
+        """Connect now instead of at the first use, and check the tables; also after `close`. Raises database errors.
 
         With several databases, raises `ShardSetError` if they are not the shards of one set, and
         `DatabaseUnavailableError` if none can be reached.
         """
+        self._reopen()
         self._cluster.open()
         return self
+
+    def _reopen(self) -> None:
+        for shard in self.shards:
+            shard.database.open()
 
     def shard_of(self, key: str) -> Shard:
         """The shard of a key. Its connections take events of the key (`connection=`).
@@ -231,15 +237,21 @@ class EventSQL:
 
     def buffered_publisher(self, **options: Unpack[BufferOptions]) -> BufferedPublisher:
         """A publisher that commits events of many threads together; `close()` closes it. Options: `BufferLimits`."""
+        self._check_open()
         publisher = BufferedPublisher(self._cluster, self.registry, **options)
         self._keep(publisher)
         return publisher
 
     def async_publisher(self, **options: Unpack[BufferOptions]) -> AsyncPublisher:
         """As `buffered_publisher`, for asyncio."""
+        self._check_open()
         publisher = AsyncPublisher(self._cluster, self.registry, **options)
         self._keep(publisher)
         return publisher
+
+    def _check_open(self) -> None:
+        for shard in self.shards:
+            shard.database.check_open()
 
     def _keep(self, publisher: BufferedPublisher | AsyncPublisher) -> None:
         # Keep it until it is closed, even if its caller forgets it: it may have events that are not committed.
@@ -274,7 +286,7 @@ class EventSQL:
 
         This takes about `timeout` seconds at most. Consumers and subscriptions may finish their current batches; gives
         False if some were rolled back. Events that wait in buffered publishers are committed first. Published events
-        are transferred as far as time allows.
+        are transferred as far as time allows. Whatever uses this object later gets `ClosedError`: see `open`.
         """
         deadline = time.monotonic() + timeout
         if self._store is not None:
@@ -300,6 +312,7 @@ class EventSQL:
         return ended and all(results)
 
     def __enter__(self) -> EventSQL:
+        self._reopen()
         return self
 
     def __exit__(self, *_: object) -> None:

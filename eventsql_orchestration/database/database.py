@@ -130,7 +130,7 @@ class Database:
         """One pooled connection in autocommit mode; `with connection.transaction():` spans a transaction on it.
 
         Raises `DatabaseUnavailableError` when the server cannot be reached or goes away, `DatabaseFullError`,
-        `SchemaOutdatedError`.
+        `SchemaOutdatedError`, and `ClosedError` after `close`.
         """
         self.ensure_schema()
         with self._pooled() as connection:
@@ -288,7 +288,11 @@ class Database:
         return translate_own(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:
-        """Check once that the tables are there and not older than this package; migrate them if `migrate` is set."""
+        """Check once that the tables are there and not older than this package; migrate them if `migrate` is set.
+
+        Raises `ClosedError` after `close`.
+        """
+        self.check_open()
         if not self._ready:
             with self._ready_lock:
                 if not self._ready:
@@ -355,6 +359,7 @@ class Database:
         first migration rewrites these tables and locks them meanwhile. Raises `ConfigurationError` for a zone that the
         server does not know.
         """
+        self.check_open()
         with self.errors():
             try:
                 migrations.upgrade(
@@ -378,8 +383,16 @@ class Database:
             object=self.schema,
         )
 
+    def check_open(self) -> None:
+        """Raise `ClosedError` after `close`."""
+        self._pool.check_open()
+
+    def open(self) -> None:
+        """Open it again after `close`; the next use connects."""
+        self._pool.open()
+
     def close(self) -> None:
-        """Close every pooled connection; a connection in use, when it is given back. The database can be used again."""
+        """Close every pooled connection; a connection in use, when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
 
     def leave_to_parent(self) -> None:
@@ -388,6 +401,7 @@ class Database:
         self._pool.leave_to_parent()
 
     def __enter__(self) -> Database:
+        self.open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.sessions import is_pooled
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import ClosedError, EventSQLError
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,6 @@ class Listener:
         self._ending: socket.socket | None = None
         # A thread may outlive `close`.
         self._listening: threading.Thread | None = None
-        self._outliving: threading.Thread | None = None
 
     @property
     def listening(self) -> bool:
@@ -109,7 +108,10 @@ class Listener:
 
         Returns a function that ends the subscription. The callback also runs after listening has begun or ended,
         because a notification may have been missed. It runs in the listener's thread and must return at once.
+
+        Raises `ClosedError` if the database was closed.
         """
+        self._database.check_open()
         subscription = _payload(kind, topic or "")
         with self._lock:
             self._callbacks[subscription] = (*self._callbacks.get(subscription, ()), callback)
@@ -131,7 +133,7 @@ class Listener:
                 self._callbacks.pop(subscription, None)
 
     def close(self) -> None:
-        """End the thread and its connection; another subscription starts them anew."""
+        """End the thread and its connection; another subscription starts them again."""
         with self._lock:
             thread, ending = self._thread, self._ending
             self._thread = self._ending = None
@@ -140,18 +142,8 @@ class Listener:
                 # A byte, because closing is not noticed while a forked process keeps this end open.
                 ending.send(b".")
                 thread.join(CLOSE_SECONDS)
-            if thread.is_alive():
-                self._outliving = thread
 
     def _run(self, ending: socket.socket) -> None:
-        try:
-            self._go_on(ending)
-        finally:
-            if self._outliving is threading.current_thread():
-                # The pool was closed meanwhile, and this thread may have opened it anew.
-                self._database.close()
-
-    def _go_on(self, ending: socket.socket) -> None:
         failures = 0
         deaf = False
         with closing(ending):
@@ -160,7 +152,6 @@ class Listener:
                     with closing(self._database.dedicated()) as connection:
                         _detect_silence(connection)
                         if wait([ending], 0.0):
-                            # The pool may be closed already, and would be opened anew.
                             return
                         if not self._shared(connection) and self._listen(connection, ending):
                             failures, deaf = 0, False
@@ -179,6 +170,8 @@ class Listener:
                                 self._database,
                             )
                             deaf = True
+                except ClosedError:
+                    return
                 except (psycopg.Error, EventSQLError) as error:
                     failures += 1
                     delay = _retry_delay(failures)
@@ -266,7 +259,7 @@ class Notifier:
     def notify(self, kind: str, topic: str | None) -> None:
         """Tell all listeners, from any thread, that new events of a topic were committed.
 
-        With None, only listeners to all topics are told.
+        With None, only listeners to all topics are told. Raises `ClosedError` if the database was closed.
         """
         self._pending[_payload(kind, topic or "")] = None
         # The thread clears the event before it looks at what is pending.
@@ -274,6 +267,7 @@ class Notifier:
             self._wake.set()
         # A process that was forked since has no such thread.
         if self._thread is None or not self._thread.is_alive():
+            self._database.check_open()
             with self._lock:
                 if self._thread is None or not self._thread.is_alive():
                     self._stop = threading.Event()

@@ -17,6 +17,7 @@ from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 from eventsql_orchestration.database.connections import UTF8, Connection
 from eventsql_orchestration.database.sessions import ISOLATION, watch
 from eventsql_orchestration.database.urls import connect_arguments, render
+from eventsql_orchestration.errors import ClosedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,8 @@ class Pool:
         )
         # 0 and -1 mean no bound.
         self.most_connections: Final = math.inf if size == 0 or overflow < 0 else size + overflow
+        self.closed = False
+        """Whether it was closed, and not opened again."""
         self._closings = 0
         watch(self.engine, render(url), note)
 
@@ -63,7 +66,8 @@ class Pool:
         return isinstance(pool, QueuePool) and pool.checkedout() >= self.most_connections
 
     def take(self) -> Loan:
-        """Take a connection. `give_back` returns it."""
+        """Take a connection. `give_back` returns it. Raises `ClosedError`."""
+        self.check_open()
         closings = self._closings
         proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
@@ -82,8 +86,9 @@ class Pool:
     def alchemy(self, engine: sqlalchemy.Engine) -> Iterator[sqlalchemy.Connection]:
         """A connection of SQLAlchemy, which is closed at the end if `close` was called meanwhile.
 
-        `engine` is the pool's, or the pool's with options of its own.
+        `engine` is the pool's, or the pool's with options of its own. Raises `ClosedError`.
         """
+        self.check_open()
         closings = self._closings
         with engine.connect() as connection:
             try:
@@ -92,8 +97,18 @@ class Pool:
                 if self._closings != closings:
                     connection.invalidate()
 
+    def check_open(self) -> None:
+        """Raise `ClosedError` if it is closed."""
+        if self.closed:
+            raise ClosedError
+
+    def open(self) -> None:
+        """Let connections be taken again after `close`."""
+        self.closed = False
+
     def close(self) -> None:
-        """Close every connection; a connection in use, when it is given back. The pool can be used again."""
+        """Close every connection; a connection in use, when it is given back."""
+        self.closed = True
         self._closings += 1
         self.engine.dispose()
         # A second time, for a connection that was taken from the old pool meanwhile.

@@ -12,14 +12,8 @@ from eventsql_orchestration.consuming.batch import BatchResult, check_returned, 
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import (
-    ClaimLostError,
-    DatabaseError,
-    FinalRunError,
-    NotCommittedError,
-    RangeFailedError,
-    ReplayError,
-)
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError
+from eventsql_orchestration.orchestration.errors import FinalRunError, NotCommittedError, RangeFailedError, ReplayError
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the

@@ -12,8 +12,9 @@ from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
-from eventsql_orchestration.errors import ClaimLostError, ForeignClaimError, ReplayError
+from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.orchestration.batch import BatchConsumer
+from eventsql_orchestration.orchestration.errors import ForeignClaimError, ReplayError
 from eventsql_orchestration.orchestration.limits import RunLimits
 
 POLL: Final = 0.05

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from eventsql_orchestration.errors import LocalProcessError
+from eventsql_orchestration.orchestration.errors import LocalProcessError
 
 HOST: Final = "127.0.0.1"
 

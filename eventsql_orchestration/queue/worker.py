@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Final, TypeAlias
 
-from eventsql_orchestration.errors import DatabaseError, EventSQLError, MessageNotFoundError
+from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, MessageNotFoundError
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.threads import join_all, start_thread
@@ -137,6 +137,9 @@ class QueueWorkers:
                 )
                 pause = 0.0 if messages else self._queue.pause()
                 failures = 0
+            except ClosedError as error:
+                logger.warning("a worker of queue %r ends: %s", self._queue.name, error)
+                return
             except EventSQLError as error:
                 messages = []
                 failures += 1

@@ -190,11 +190,13 @@ class Shard:
             self._stop = threading.Event()
         self.notifier.close()
         self.listener.close()
-        self.publisher.close()
+        # The database first: a thread that still publishes must not open the publisher's connection again.
         self.database.close()
+        self.publisher.close()
         return ended
 
     def __enter__(self) -> Shard:
+        self.database.open()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -17,7 +17,13 @@ from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.errors import DatabaseError, EventSQLError, SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    ClosedError,
+    DatabaseError,
+    EventSQLError,
+    SubscriptionNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
@@ -277,6 +283,9 @@ class Subscription:
                     progress = self.run_once()
                 except SubscriptionNotFoundError as error:
                     logger.error("%s", error)
+                    return
+                except ClosedError as error:
+                    logger.warning("subscription %s ends: %s", self.name, error)
                     return
                 except (psycopg.Error, EventSQLError) as error:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)

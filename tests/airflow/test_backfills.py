@@ -16,9 +16,10 @@ from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi, running_air
 from eventsql_orchestration.airflow.backfills import CONF, AirflowJob, AirflowRuns, ReplayRequest
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, ReplayRange
+from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.airflow.conftest import context_of
 from tests.airflow.served import FakeAirflow, serving

@@ -24,11 +24,12 @@ from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagst
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress, Outcome
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
+from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.cli.conftest import Start
 from tests.dagster import backfill_location as location

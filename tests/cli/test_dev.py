@@ -22,7 +22,8 @@ from eventsql_orchestration.cli import dev, development, rounds
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory
-from eventsql_orchestration.errors import MissingExtraError, RoundError
+from eventsql_orchestration.errors import MissingExtraError
+from eventsql_orchestration.orchestration.errors import RoundError
 from eventsql_orchestration.orchestration.rounds import TopicRound
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, connect_server, spark_config

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -13,7 +15,9 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseUnavailableError, SchemaOutdatedError
+from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError, SchemaOutdatedError
+from eventsql_orchestration.queue import AsyncQueue, Queue
+from eventsql_orchestration.store import Change
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until
@@ -118,19 +122,81 @@ def test_closing_while_the_server_is_down_warns_and_loses_nothing(
         assert any("stay in the buffer" in record.getMessage() for record in caplog.records)
     finally:
         server.start()
-    platform.transfer.run_once()
-    assert platform.reader.count("orders") == 2
+    with platform:
+        platform.transfer.run_once()
+        assert platform.reader.count("orders") == 2
+
+
+def test_a_closed_platform_can_be_opened_again(dsn: str, until: Until) -> None:
+    platform = EventSQL(dsn)
+    for count in (1, 2):
+        with platform:
+            platform.registry.register_topic(Topic("orders"))
+            platform.publisher.publish(Publication("orders", b""))
+            until(lambda count=count: platform.reader.count("orders") == count)  # type: ignore[misc]  # bound
+        assert transferring() == []
+    with pytest.raises(ClosedError):
+        platform.publisher.publish(Publication("orders", b""))
+    platform.open().publisher.publish(Publication("orders", b""))
     platform.close()
 
 
-def test_a_platform_can_be_used_again_after_it_was_closed(dsn: str, until: Until) -> None:
-    platform = EventSQL(dsn)
-    for count in (1, 2):
-        platform.registry.register_topic(Topic("orders"))
-        platform.publisher.publish(Publication("orders", b""))
-        until(lambda count=count: platform.reader.count("orders") == count)  # type: ignore[misc]  # bound
-        platform.close()
-        assert transferring() == []
+def test_every_use_after_the_closing_says_so_and_connects_to_nothing(dsn: str) -> None:
+    def handle(_event: object, _connection: object) -> None:
+        pass
+
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "mailer"))
+        mails = Queue(platform, "mails")
+        mails.send(b"first")
+        publication = Publication("orders", b"1")
+        platform.publisher.publish(publication)
+        buffered, asynchronous = platform.buffered_publisher(), platform.async_publisher()
+    threads = set(threading.enumerate())
+
+    async def publish() -> None:
+        await asynchronous.publish(publication)
+
+    async def receive() -> None:
+        await AsyncQueue(mails).receive()
+
+    with psycopg.connect(dsn) as own:
+        uses: list[Callable[[], object]] = [
+            lambda: platform.publisher.publish(publication),
+            lambda: platform.publisher.publish(publication, connection=own),
+            lambda: platform.publisher.publish_all([publication] * 2_000),
+            lambda: platform.publisher.publish_all(iter([publication])),
+            lambda: buffered.publish(publication),
+            lambda: asyncio.run(publish()),
+            platform.buffered_publisher,
+            platform.async_publisher,
+            lambda: platform.reader.read("orders"),
+            lambda: platform.consumers.consume_once("orders", "mailer", handle),
+            lambda: platform.consumers.start("orders", "mailer", handle),
+            lambda: platform.claims.claim("orders", "mailer", owner="me"),
+            lambda: platform.registry.register_topic(Topic("others")),
+            platform.registry.topics,
+            platform.lag,
+            platform.transfer.run_once,
+            platform.retention.run_once,
+            lambda: platform.announce(["orders"]),
+            lambda: platform.listener.subscribe("log", "orders", lambda: None),
+            lambda: mails.send(b"hello"),
+            lambda: mails.send(b"hello", connection=own),
+            mails.receive,
+            lambda: asyncio.run(receive()),
+            lambda: mails.work(handle),
+            lambda: platform.store.append("cat", "1", [Change("born", {})], expected_version=0),
+            platform.database.migrate,
+            platform.database.revision,
+            platform.database.dedicated,
+        ]
+        for use in uses:
+            with pytest.raises(ClosedError):
+                use()
+
+    assert set(threading.enumerate()) - threads == set()
+    assert platform.database.engine.pool.checkedout() + platform.database.engine.pool.checkedin() == 0  # type: ignore[attr-defined]
 
 
 def test_closing_leaves_no_connection_open(dsn: str) -> None:

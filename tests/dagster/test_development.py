@@ -17,8 +17,8 @@ import pytest
 
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of
-from eventsql_orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
 from eventsql_orchestration.orchestration import local_processes
+from eventsql_orchestration.orchestration.errors import LocalDagsterError, LocalProcessError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
     PROCESSES_LOCK,
     SPARK_LOCK,

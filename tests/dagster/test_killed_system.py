@@ -31,10 +31,10 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.local.webserver import Webserver
-from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, Window, read_key
+from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest
 from tests.dagster import killed_location as location

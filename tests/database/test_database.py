@@ -130,7 +130,8 @@ def test_connections_are_used_again_until_the_database_is_closed(database: Datab
     before = pid_of(database)
     assert pid_of(database) == before
     database.close()
-    assert pid_of(database) != before
+    with database:
+        assert pid_of(database) != before
 
 
 def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_after_its_use(database: Database) -> None:
@@ -442,5 +443,5 @@ def test_a_transaction_of_sqlalchemy_that_ends_after_a_close_leaves_no_connectio
         database.close()
         connection.exec_driver_sql("CREATE TABLE public.kept ()")
     assert driver.closed
-    with database.connection() as again:
+    with database, database.connection() as again:
         assert again.execute("TABLE public.kept").fetchall() == []

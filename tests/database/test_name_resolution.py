@@ -212,7 +212,7 @@ def test_a_handler_finds_its_tables_by_the_search_path_of_its_role(dsn: str) -> 
             administrator.execute("CREATE TABLE shop.seen (id bigint)")
             name = sql.Identifier(administrator.info.dbname)
             administrator.execute(sql.SQL("ALTER DATABASE {} SET search_path = shop").format(name))
-        platform.database.close()
+        platform.database.engine.dispose()
 
         def handle(events: Sequence[Event], connection: Connection) -> None:
             connection.execute("INSERT INTO seen VALUES (%s)", (events[0].id,))

@@ -29,11 +29,12 @@ from eventsql_orchestration.dagster.tags import (
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
-from eventsql_orchestration.errors import EventSQLError, ValidationError, WindowGoneError
+from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, new_id, read_key
 from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.errors import WindowGoneError
 from eventsql_orchestration.orchestration.owners import owner_of_run, run_of_owner
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
 

@@ -20,8 +20,9 @@ from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import failure_of, last_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
-from eventsql_orchestration.errors import RunFailedError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended
+from eventsql_orchestration.orchestration.errors import RunFailedError
 
 GRACE: Final = 15.0
 """Seconds that an interrupted run has to give its claim back before it is killed."""

@@ -10,8 +10,9 @@ from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, bac
 from eventsql_orchestration.dagster.backfills.job import DEFINE_IT, DagsterJob
 from eventsql_orchestration.dagster.local.webserver import Webserver, listed_tags, one_line
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, DAGSTER_PARTITION_TAG
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import Ended
+from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 
 _UNDER_WAY: Final = ["QUEUED", "NOT_STARTED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
 

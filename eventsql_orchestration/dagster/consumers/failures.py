@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import dagster as dg
 
-from eventsql_orchestration.errors import FinalRunError
+from eventsql_orchestration.orchestration.errors import FinalRunError
 
 
 @contextmanager

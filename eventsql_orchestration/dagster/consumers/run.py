@@ -22,7 +22,8 @@ from eventsql_orchestration.dagster.consumers.reporting import name_of
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
-from eventsql_orchestration.errors import DatabaseUnavailableError, ReplayError
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.orchestration.errors import ReplayError
 
 DrainingOn: TypeAlias = Callable[[Shard], RunDraining]
 """Returns the `RunDraining` for a shard."""

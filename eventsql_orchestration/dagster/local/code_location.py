@@ -12,7 +12,7 @@ from types import ModuleType
 import dagster as dg
 from dagster.components.definitions import LazyDefinitions
 
-from eventsql_orchestration.errors import LocalDagsterError
+from eventsql_orchestration.orchestration.errors import LocalDagsterError
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import requests
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
     HOST,
     PROCESSES_LOCK,

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import requests
 
-from eventsql_orchestration.errors import LocalDagsterError, RunFailedError
+from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 
 TIMEOUT: Final = 60.0

@@ -12,8 +12,8 @@ import dagster as dg
 from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG
-from eventsql_orchestration.errors import LocalDagsterError
 from eventsql_orchestration.model import NOT_PARTITIONED
+from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput
 
 TIMEOUT: Final = 30.0

@@ -11,7 +11,7 @@ from typing import Final
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError, WindowFailedError, WindowGoneError
+from eventsql_orchestration.errors import ClaimLostError, EventSQLError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     DEFAULT_MAX_FAILURES,
@@ -24,6 +24,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 )
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.drain import Consume, Drained
+from eventsql_orchestration.orchestration.errors import WindowFailedError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.validation import check_whole
 

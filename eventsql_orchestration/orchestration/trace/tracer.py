@@ -17,7 +17,8 @@ from typing import Any, Final
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_FROM, SOURCE_OFFSET, SOURCE_TOPIC
-from eventsql_orchestration.errors import LocalProcessError, ShardSetError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import ShardSetError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.orchestration.errors import LocalProcessError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER, airflow_run, owner_of
 from eventsql_orchestration.orchestration.provenance import (
     AIRFLOW_DAG,
