@@ -14,7 +14,12 @@ from psycopg import sql
 
 from eventsql_orchestration.capture import Captures
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.doctor_consumers import consumer_findings, dead_letter_findings, leftover_findings
+from eventsql_orchestration.cli.doctor_consumers import (
+    consumer_findings,
+    dead_letter_findings,
+    idle_findings,
+    leftover_findings,
+)
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
@@ -337,8 +342,8 @@ def _order(platform: Shard) -> Iterator[Finding]:
 
 
 _CHECKS: Final = (
-    _sequences, _blocks, _captures, _stranded, _order, leftover_findings, consumer_findings, dead_letter_findings,
-    _views,
+    _sequences, _blocks, _captures, _stranded, _order, leftover_findings, consumer_findings, idle_findings,
+    dead_letter_findings, _views,
 )  # fmt: skip
 
 

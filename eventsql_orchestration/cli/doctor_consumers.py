@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.cli.output import counted
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused
+from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
+from eventsql_orchestration.topics.side_consumers import without_backfills
 
 
 def leftover_findings(platform: Shard) -> Iterator[Finding]:
@@ -44,6 +47,26 @@ def consumer_findings(platform: Shard) -> Iterator[Finding]:
     yield from findings
     if not findings:
         yield ok("consumers", f"{counted(len(states), 'partition')}, none blocked or paused")
+
+
+def idle_findings(platform: Shard) -> Iterator[Finding]:
+    """Consumers that nobody runs any more, as far as can be seen: events wait, and none was consumed for a day."""
+    waiting = [lag for lag in without_backfills(platform.lag()) if lag.cause is LagCause.WAITING]
+    oldest: dict[tuple[str, str], float] = {}
+    for lag in waiting:
+        oldest[lag.topic, lag.consumer] = max(lag.seconds, oldest.get((lag.topic, lag.consumer), 0.0))
+    day = timedelta(days=1)
+    recent = datetime.now(UTC) - day
+    for (topic, name), seconds in oldest.items():
+        consumed = [state.last_consumption_at for state in platform.registry.consumer(topic, name)]
+        if seconds > day.total_seconds() and all(at is None or at < recent for at in consumed):
+            events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
+            yield warning(
+                "consumers",
+                f"{name} of topic {topic} has consumed nothing for a day, and {counted(events, 'event')} wait for it",
+                "start the process or the location that runs it; if it was removed: "
+                f"eventsql consumer delete {topic} {shlex.quote(name)}",
+            )
 
 
 def dead_letter_findings(platform: Shard) -> Iterator[Finding]:

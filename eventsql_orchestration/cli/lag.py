@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
@@ -21,6 +22,7 @@ from eventsql_orchestration.cli.output import (
     show,
     stdout_is_terminal,
     table_of,
+    write_csv,
     write_json,
 )
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
@@ -39,6 +41,8 @@ _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
     "events": lambda lag: -lag.events,
     "seconds": lambda lag: -lag.seconds,
 }
+
+_FORMATS: Final = ("table", "json", "csv")
 
 _SAMPLES: Final = 20
 """Refreshes that the trend of --watch shows."""
@@ -61,6 +65,7 @@ def lag(
     interval: Annotated[
         float, option("How often --watch refreshes.", type=Number(0.1, 86_400), default=2.0, metavar="SECONDS")
     ],
+    form: Annotated[str | None, option("How it is printed.", "--format", type=click.Choice(_FORMATS))],
     as_json: AsJson,
 ) -> None:
     """Show how far the consumers of TOPIC, or of all topics, are behind.
@@ -68,7 +73,8 @@ def lag(
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
     the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
-    the events of the last refreshes. With --json, --watch prints a line for each refresh. Subscriptions of the event
+    the events of the last refreshes. With --json, --watch prints a line for each refresh. --json is short for --format
+    json; --format csv prints a header and the columns of the JSON. Subscriptions of the event
     store that are behind stand in a table below, and queues with messages in another one; `eventsql store subscriptions
     --json` and `eventsql queue list --json` have them as JSON.
     """
@@ -87,16 +93,19 @@ def lag(
         trend.add(shown)
         return shown
 
+    if as_json and form not in (None, "json"):
+        raise click.UsageError(f"--json contradicts --format {form}")
+    printed = "json" if as_json else form or "table"
     trend = _Trend(totals=totals)
     with context.platform() as platform:
         if not watch:
-            _show(context, rows(), as_json=as_json, totals=totals)
-            if topic is None and consumer is None and not as_json and len(platform.shards) == 1:
+            _show(context, rows(), printed, totals=totals)
+            if topic is None and consumer is None and printed == "table" and len(platform.shards) == 1:
                 _show_subscriptions(platform)
                 _show_queues(platform)
-        elif as_json or not stdout_is_terminal():
-            while True:
-                _show(context, rows(), as_json=as_json, totals=totals, indent=None)
+        elif printed != "table" or not stdout_is_terminal():
+            for refresh in itertools.count():
+                _show(context, rows(), printed, totals=totals, refresh=refresh)
                 time.sleep(interval)
         else:
             with lazy.Live(trend.table(rows()), console=lazy.Console(), auto_refresh=False) as live:
@@ -167,14 +176,18 @@ def sparkline(numbers: Sequence[float]) -> str:
     return "".join(_BARS[round(number / most * (len(_BARS) - 1))] for number in numbers)
 
 
-def _show(context: CliContext, rows: list[Any], *, as_json: bool, totals: bool, indent: int | None = 2) -> None:
-    if as_json and totals:
-        json = {**_TOTAL, **same("partitions", "behind")}
-        write_json([picked(each, json) for each in rows], indent=indent)
-    elif as_json:
-        write_json([{**context.on_shard(each.shard), **_object(each)} for each in rows], indent=indent)
-    else:
+def _show(context: CliContext, rows: list[Any], form: str, *, totals: bool, refresh: int | None = None) -> None:
+    """Print the rows; `refresh` counts the refreshes of --watch from 0."""
+    if form == "table":
         show(table_of(rows, _TOTAL) if totals else lag_table(rows))
+        return
+    columns: Columns = {**_TOTAL, **same("partitions", "behind")} if totals else _OBJECT
+    objects = [{**({} if totals else context.on_shard(each.shard)), **picked(each, columns)} for each in rows]
+    if form == "json":
+        write_json(objects, indent=2 if refresh is None else None)
+    else:
+        sharded = any("shard" in each for each in objects)
+        write_csv(objects, [*(["shard"] if sharded else []), *columns], header=not refresh)
 
 
 def _show_subscriptions(platform: EventSQL) -> None:
@@ -211,12 +224,6 @@ _SUBSCRIPTIONS: Final[Columns] = {
 }  # fmt: skip
 
 
-def _object(lag: ConsumerLag) -> dict[str, object]:
-    return {
-        "offset" if name == "last_event_id" else name: value for name, value in asdict(lag).items() if name != "shard"
-    }
-
-
 def _why(lag: ConsumerLag) -> str | None:
     match lag.cause:
         case LagCause.NONE:
@@ -226,6 +233,11 @@ def _why(lag: ConsumerLag) -> str | None:
         case _:
             return f"{lag.cause.value}, {lag.detail}"
 
+
+_OBJECT: Final[Columns] = {
+    **same("topic", "consumer", "partition", "events", "seconds"), "offset": "last_event_id",
+    **same("end", "buffered", "cause", "detail"),
+}  # fmt: skip
 
 _LAG: Final[Columns] = {
     **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),

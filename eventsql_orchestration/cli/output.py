@@ -195,6 +195,17 @@ def write_lines(items: Iterable[Mapping[str, Any]]) -> None:
         write("".join(lines))
 
 
+def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> None:
+    """Write the columns of objects as lines of CSV, after a line with the names of the columns."""
+    text = io.StringIO()
+    # Texts are quoted: before Python 3.13, a carriage return alone is not, and then its line ends there.
+    lines = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
+    if header:
+        text.write(",".join(columns) + "\n")
+    lines.writerows([item.get(name) for name in columns] for item in items)
+    write(text.getvalue())
+
+
 EVENT_FORMATS: Final = ("json", "csv", "value")
 
 
@@ -215,17 +226,11 @@ class EventWriter:
             self._write_csv([event_object(event, shard=shard) for event in events])
 
     def _write_csv(self, events: Sequence[dict[str, Any]]) -> None:
-        text = io.StringIO()
-        # Texts are quoted: before Python 3.13, a carriage return alone is not, and then its line ends there.
-        lines = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
-        columns = ["shard", *_CSV] if "shard" in events[0] else _CSV
-        if not self._begun:
-            text.write(",".join(columns) + "\n")
-        self._begun = True
         for event in events:
             event["metadata"] = _json(event["metadata"])
-            lines.writerow([event.get(name) for name in columns])
-        write(text.getvalue())
+        columns = ["shard", *_CSV] if "shard" in events[0] else _CSV
+        write_csv(events, columns, header=not self._begun)
+        self._begun = True
 
 
 _CSV: Final = ("topic", "offset", "partition", "key", "value", "encoding", "timestamp", "metadata")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import click
@@ -285,6 +287,11 @@ def work(
     stop = threading.Event()
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
+    if shutil.which(handler[0]) is None:
+        found = "cannot be executed" if Path(handler[0]).exists() else "is not there"
+        raise click.UsageError(
+            f"the program {handler[0]!r} {found}: name one of PATH, or the path of an executable file"
+        )
 
     def run(message: Message, _connection: Connection) -> None:
         ended = subprocess.run(handler, input=message.body, check=False)

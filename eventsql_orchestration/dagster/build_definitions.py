@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_de
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.monitoring.queues import build_queue_checks, build_queue_sensor
 from eventsql_orchestration.dagster.queues.assets import WorkerDefinition, check_one_worker, queue_asset
-from eventsql_orchestration.dagster.register import REGISTER_JOB
+from eventsql_orchestration.dagster.register import REGISTER_JOB, undeclared, undeclared_consumer
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
@@ -227,7 +227,7 @@ def build_register_job(
     gets the declared retention. If it has events or consumers and another number of partitions than declared, the run
     fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
     declares, and an existing queue the options that its worker declares. The run's log and the metadata of its only
-    step show each change.
+    step show each change, and the other consumers of these topics, which may have been removed from this location.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
@@ -252,7 +252,12 @@ def build_register_job(
         context.log.info("%d topics and %d consumers are registered", len(declared), len(consumers))
         created = [each.name for each in done if each.created]
         changed = {each.name: list(each.changes) for each in done if each.changes}
-        context.add_output_metadata({"created": created, "changed": changed})
+        others = undeclared(platform, declared, [each.consumer for each in consumers])
+        for topic, consumer in others:
+            context.log.info("%s", undeclared_consumer(topic, consumer))
+        context.add_output_metadata(
+            {"created": created, "changed": changed, "not declared here": [" ".join(each) for each in others]}
+        )
 
     @dg.job(
         name=name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -13,6 +13,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, T
 from eventsql_orchestration.errors import ConsumerNotFoundError, TopicNotFoundError
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue import list_queues
+from eventsql_orchestration.topics.side_consumers import backfill_of
 
 REGISTER_JOB: Final = "register"
 
@@ -52,6 +53,24 @@ def require_queue(platform: EventSQL, queue: str) -> None:
 def consumer_missing(consumer: Consumer) -> str:
     """The message for a consumer that an asset declares and that does not exist."""
     return f"consumer {consumer.name!r} of topic {consumer.topic!r} is not registered: {LAUNCH_IT}"
+
+
+def undeclared(platform: EventSQL, topics: Iterable[Topic], consumers: Iterable[Consumer]) -> list[tuple[str, str]]:
+    """The consumers of `topics` that are not among `consumers`: another location has them, or this one had them.
+
+    Each is a topic and a name. The side consumers of backfills are left out.
+    """
+    declared = {(each.topic, each.name) for each in consumers}
+    found = {(state.topic, state.name) for topic in topics for state in platform.registry.consumers(topic.name)}
+    return sorted(each for each in found - declared if backfill_of(each[1]) is None)
+
+
+def undeclared_consumer(topic: str, consumer: str) -> str:
+    """The message for a consumer that is registered and that the location does not declare."""
+    return (
+        f"consumer {consumer!r} of topic {topic!r} is registered, and not declared here. If it was removed, delete it "
+        f"and its offsets: eventsql consumer delete {shlex.quote(topic)} {shlex.quote(consumer)}"
+    )
 
 
 def why_unregistered(platform: EventSQL | Shard, topic: Topic, consumer: Consumer) -> str | None:

@@ -224,6 +224,20 @@ def test_events_as_csv_and_as_values(run: Run, rides: EventSQL, dsn: str) -> Non
     assert written == b'{"fare": 0}\n{"fare": 1}\n{"fare": 2}\n{"fare": 3}\n\xff\n'
 
 
+def test_lag_as_csv_has_the_columns_of_the_json(run: Run, rides: EventSQL) -> None:
+    for further in ((), ("--totals",)):
+        objects = json.loads(run("lag", "rides", "--format", "json", *further).stdout)
+        read = list(csv.DictReader(io.StringIO(run("lag", "rides", "--format", "csv", *further).stdout)))
+        assert [[*each] for each in read] == [[*each] for each in objects]
+        assert [(each["consumer"], each["events"]) for each in read] == [
+            (each["consumer"], str(each["events"])) for each in objects
+        ]
+    run("topic", "create", "empty")
+    (header,) = run("lag", "empty", "--format", "csv").stdout.splitlines()
+    assert header.split(",") == [*json.loads(run("lag", "rides", "--json").stdout)[0]]
+    assert run("lag", "--format", "csv", "--json").exit_code == 2
+
+
 def test_csv_gives_back_any_text(platform: EventSQL, dsn: str) -> None:
     texts = ["a\rb", "a\r\nb", 'a"b,c', "=1+1", " "]
     platform.registry.register_topic(Topic("texts"))

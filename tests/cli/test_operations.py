@@ -9,6 +9,7 @@ import subprocess
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -187,6 +188,26 @@ def test_a_stalled_transfer_is_a_problem(run: Run, consumer: str, platform: Even
     assert finding["remedy"] == "eventsql transfer"
     platform.transfer.run_once()
     assert diagnose(run, "--stalled-after", 0)[0] == 0
+
+
+@pytest.mark.usefixtures("java")
+def test_a_consumer_that_nobody_runs_any_more_is_named_after_a_day(
+    run: Run, consumer: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(platform, b"1", b"2")
+    assert diagnose(run)[1]["consumers"][0]["status"] == "ok"
+
+    lags = [replace(lag, seconds=90_000.0) for lag in platform.lag(TOPIC)]
+    monkeypatch.setattr("eventsql_orchestration.shards.shard.Shard.lag", lambda _shard: lags)
+    code, findings = diagnose(run)
+    assert code == 0
+    (idle,) = [each for each in findings["consumers"] if each["status"] == "warning"]
+    assert idle["message"].startswith(f"{consumer} of topic {TOPIC} has consumed nothing for a day, and 2 events")
+    assert idle["remedy"].endswith(f"eventsql consumer delete {TOPIC} {consumer}")
+
+    # It has consumed an event since, so a process runs it, however old its next event is.
+    platform.consumers.consume_once(TOPIC, consumer, lambda _event, _connection: None, max_events=1)
+    assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 
 @pytest.mark.usefixtures("java")

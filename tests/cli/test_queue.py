@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from click.testing import Result
@@ -67,3 +68,17 @@ def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
     result = run("queue", command, "nothing")
     assert result.exit_code == 1
     assert "'nothing'" in result.output
+
+
+@pytest.mark.parametrize(
+    ("program", "found"), [("no-such-program", "is not there"), ("./script", "cannot be executed")]
+)
+def test_a_program_that_cannot_run_is_an_error_before_a_message_is_taken(
+    run: Run, database: Database, directory: Path, program: str, found: str
+) -> None:
+    Queue(database, "jobs").send(b"1")
+    (directory / "script").write_text("#!/bin/sh\n")
+    result = run("queue", "work", "jobs", "--", program)
+    assert result.exit_code == 2
+    assert f"{program!r} {found}" in result.stderr
+    assert [message.receives for message in Queue(database, "jobs").peek()] == [0]

@@ -143,6 +143,18 @@ def registers(bench: Workbench, definition: ConsumerDefinition) -> dict[str, obj
 def handle(events: Sequence[Event], connection: Connection) -> None: ...
 
 
+def test_registering_names_the_consumers_that_the_location_does_not_declare(
+    bench: Workbench, capfd: pytest.CaptureFixture[str]
+) -> None:
+    mailer = consumer_asset(topic=Topic("orders"), consumer="mailer", name="mailer")(handle)
+    assert registers(bench, mailer)["not declared here"] == []
+    for name in ("removed", "mailer__backfill_b1_0_5"):
+        bench.platform.registry.register_consumer(Consumer("orders", name))
+    assert registers(bench, mailer)["not declared here"] == ["orders removed"]
+    assert "eventsql consumer delete orders removed" in capfd.readouterr().err
+    assert {state.name for state in bench.platform.registry.consumers("orders")} >= {"mailer", "removed"}
+
+
 def test_registering_leaves_settings_that_are_not_declared_and_offsets_as_they_are(bench: Workbench) -> None:
     by_hand = EventFilter(key_prefix="eu-")
     bench.platform.registry.register_topic(Topic("orders", 2))
@@ -152,7 +164,7 @@ def test_registering_leaves_settings_that_are_not_declared_and_offsets_as_they_a
     )
     before = bench.platform.registry.consumer("orders", "mailer")
     mailer = consumer_asset(topic=Topic("orders", 2), consumer="mailer", partitioned=True, start="latest")(handle)
-    assert registers(bench, mailer) == {"created": ["topic 'orders_dlt'"], "changed": {}}
+    assert registers(bench, mailer) == {"created": ["topic 'orders_dlt'"], "changed": {}, "not declared here": []}
     assert bench.platform.registry.consumer("orders", "mailer") == before
 
 
