@@ -12,9 +12,10 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.grants import ADMIN, KINDS
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
-from tests.roles.conftest import Login
+from tests.roles.conftest import As, Login
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "roles.md"
 
@@ -70,6 +71,53 @@ def test_a_service_cannot_change_history(service: EventSQL, owner: EventSQL) -> 
         service.store.adopt()
 
 
+RIGHTS = ("SELECT", "INSERT", "UPDATE", "DELETE", "TRUNCATE", "REFERENCES", "TRIGGER")
+STORE = ("aggregate", "aggregate_change", "archived_change", "aggregate_snapshot", "adopted_change", "store_home")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != ADMIN])
+def test_no_role_but_the_admin_has_a_right_on_the_store_or_its_archive(login: Login, kind: str) -> None:
+    with psycopg.connect(login(kind)) as connection:
+        found = connection.execute(
+            "SELECT store, may FROM unnest(%s::text[]) store, unnest(%s::text[]) may "
+            "WHERE has_table_privilege('eventsql.' || store, may)",
+            [list(STORE), list(RIGHTS)],
+        ).fetchall()
+        assert found == []
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute("TRUNCATE eventsql.archived_change")
+
+
+def closed(platform: EventSQL) -> None:
+    platform.store.append("order", "1", [Change("placed", {})], expected_version="none")
+    platform.store.close_stream("order", "1")
+
+
+def test_the_admin_archives(as_: As) -> None:
+    admin = as_("admin")
+    closed(admin)
+    assert admin.store.archive_stream("order", "1") == 1
+    assert admin.store.unarchive_stream("order", "1") == 1
+
+
+def test_a_service_archives_with_the_rights_that_the_document_adds(service: EventSQL, owner: EventSQL) -> None:
+    closed(service)
+    with pytest.raises(PermissionDeniedError):
+        service.store.archive_stream("order", "1")
+    (rights, tables) = re.findall(
+        r"A role that archives needs `([A-Z,\s]+)` on (`eventsql\.\w+` and `eventsql\.\w+`)",
+        DOCUMENT.read_text(encoding="utf-8"),
+    )[0]
+    with owner.database.connection() as connection, service.database.connection() as other:
+        grants = f'GRANT {rights} ON {tables.replace("`", "").replace(" and ", ", ")} TO "{other.info.user}"'
+        connection.execute(grants.encode())
+    assert service.store.archive_stream("order", "1") == 1
+    assert len(service.store.load("order", "1")) == 1
+    assert service.store.unarchive_stream("order", "1") == 1
+    with service.database.connection() as connection, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        connection.execute("TRUNCATE eventsql.aggregate_change")
+
+
 def test_row_security_keeps_a_tenant_to_ids_with_its_prefix(service: EventSQL, owner: EventSQL) -> None:
     columns = {"aggregate": "eql_id", **dict.fromkeys(("aggregate_change", "aggregate_snapshot"), "eql_aggregate_id")}
     with owner.database.connection() as connection:
@@ -87,3 +135,9 @@ def test_row_security_keeps_a_tenant_to_ids_with_its_prefix(service: EventSQL, o
     assert service.store.load("order", "other/7") == []
     assert {change.aggregate_id for change in service.store.read_all()} == {"acme/7"}
     assert {change.aggregate_id for change in owner.store.read_all()} == {"acme/7", "other/7"}
+
+    for aggregate_id in ("acme/7", "other/7"):
+        owner.store.close_stream("order", aggregate_id)
+        owner.store.archive_stream("order", aggregate_id)
+    assert service.store.load("order", "other/7") == []
+    assert {change.aggregate_id for change in service.store.read_all()} == {"acme/7"}

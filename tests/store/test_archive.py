@@ -25,6 +25,7 @@ from eventsql_orchestration.store import (
     SubscriptionOptions,
 )
 from tests.fixtures import Sessions, UntilBlocked
+from tests.store.test_order import restored
 
 LATER = datetime(9000, 1, 1, tzinfo=UTC)
 
@@ -326,9 +327,23 @@ def test_archived_changes_of_a_restored_dump_are_adopted(store: Store) -> None:
     closed(store, "1", 1, 2)
     store.archive_stream("order", "1")
     put(store, "0", 3)
-    with store.database.connection() as connection:
-        connection.execute("UPDATE eventsql.store_home SET eql_server = '1'")
+    restored(store.database)
     assert Store(store.database).adopt().changes == 4
     assert numbers(store.read_all()) == [0, 1, 2, 3]
     store.unarchive_stream("order", "1")
     assert numbers(store.read_all()) == [0, 1, 2, 3]
+
+
+def test_a_restored_dump_is_adopted_behind_a_transaction_that_goes_on_writing(
+    store: Store, other: ThreadPoolExecutor, until_blocked: UntilBlocked
+) -> None:
+    for name in ("1", "2"):
+        put(store, name, 1)
+    restored(store.database)
+    with store.database.transaction() as connection:
+        store.close_stream("order", "1", connection=connection)
+        adopting = other.submit(Store(store.database).adopt)
+        until_blocked()
+        put(store, "2", 2, connection=connection)
+    assert adopting.result(10).changes == 3
+    assert numbers(store.read_all()) == [1, 1, 2]

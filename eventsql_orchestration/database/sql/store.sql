@@ -190,8 +190,8 @@ SELECT has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE');
 -- hold_home -- Adopt one at a time.
 SELECT eql_era FROM {schema}.store_home FOR UPDATE;
 
--- hold_changes -- Let no writer append meanwhile.
-LOCK TABLE {schema}.aggregate_change IN SHARE ROW EXCLUSIVE MODE;
+-- hold_changes -- Let no writer append, close or archive meanwhile. Whoever has locked an aggregate goes first.
+LOCK TABLE {schema}.aggregate, {schema}.aggregate_change IN EXCLUSIVE MODE;
 
 -- adopt_subscriptions -- The same place of each subscription, counted in changes.
 UPDATE {schema}.store_subscription subscription
