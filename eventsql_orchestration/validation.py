@@ -39,6 +39,8 @@ _BETWEEN_URLS: Final = re.compile(r"\s+(?=[a-zA-Z0-9+]+://)")
 # A number with a positive exponent in JSON text; strings are skipped.
 _LARGE_NUMBER: Final = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\d(?:\.\d+)?e\+\d+)')
 
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
 # An escape of NUL in JSON text: its backslash is not itself escaped by another one.
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
@@ -179,6 +181,8 @@ def check_metadata(
     metadata: object, *, of: str = "", most: int = MAX_METADATA_BYTES, error: type[ValidationError] = ValidationError
 ) -> Metadata:
     """A copy of `metadata` that cannot be changed, or `error`: text by text without NUL, up to `most` bytes in all."""
+    if metadata is NO_METADATA:
+        return NO_METADATA
     if not isinstance(metadata, Mapping):
         raise error(f"metadata{of} must be a mapping, not {type(metadata).__name__}")
     # The copy is checked: a mapping of the caller's may be another one the next time.
@@ -206,11 +210,11 @@ def encode_json(what: str, data: Mapping[str, Any]) -> str:
     if not isinstance(data, Mapping):
         raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")
     try:
-        text = json.dumps(dict(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        text = _JSON.encode(dict(data))
     except (TypeError, ValueError, RecursionError) as error:
         raise ValidationError(f"{what} cannot be written as JSON: {error}") from None
     if "e+" in text:
         text = _LARGE_NUMBER.sub(lambda found: f"{Decimal(found[1]):f}.0" if found[1] else found[0], text)
-    if _ESCAPED_NUL.search(text):
+    if "\\u0000" in text and _ESCAPED_NUL.search(text):
         raise ValidationError(f"{what} holds a NUL character, which PostgreSQL cannot store")
     return check_text(what, text)
