@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
@@ -56,7 +57,7 @@ class QueueBenchmark(Benchmark):
         0, "Messages that wait in the queue meanwhile; the steps run with an empty queue, too", least=0, most=10_000_000
     )
     hold_xmin: bool = option(False, "Run the steps again while another transaction stays open")
-    keys: int = option(1_000, "Different keys of an ordered queue")
+    keys: int = option(1_000, "Different keys of the messages of a connection, of an ordered queue")
     ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
     pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
     topic: bool = option(False, "Consume a topic as a queue instead, one by one, beside raw COPY")
@@ -68,6 +69,8 @@ class QueueBenchmark(Benchmark):
         if self.topic:
             return session.beside_raw_copy(lambda: self._consume_topic(session))
         if self.end_to_end:
+            if self.pgmq_sql:
+                raise BenchmarkError("PGMQ sends and receives one after the other: omit --pgmq-sql or --end-to-end")
             return session.beside_raw_copy(lambda: self._deliver(session))
         text = _read(self.pgmq_sql) if self.pgmq_sql else None
         figures: dict[str, list[_Step]] = {}
@@ -271,26 +274,35 @@ def work(
         return {"messages": done, "started": started, "ended": time.monotonic()}
 
 
+def _keys(number: int, batch: int, keys: int) -> list[list[str]]:
+    """The keys of successive batches of a connection, until each of its keys was used."""
+    names = [f"{number} {place}" for place in range(keys)]
+    return [[names[(first + place) % keys] for place in range(batch)] for first in range(0, keys, batch)]
+
+
 @dataclass
 class _Own:
     name: str
     ordered: bool
     _queue: Queue = field(init=False)
-    _batch: list[NewMessage] = field(init=False)
+    _batches: Iterator[list[NewMessage]] = field(init=False)
+    _most: int = field(init=False)
 
     def open(self, platform: Any, _opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
         del messages
-        self._queue = Queue(platform, self.name)
+        self._queue, self._most = Queue(platform, self.name), batch
         self._queue.definition()
         bodies = [each.value for each in workload.publications(_NAME, batch, seed=number)]
-        names = [f"{number} {place % keys}" if self.ordered else None for place in range(batch)]
-        self._batch = [NewMessage(body, key=key) for body, key in zip(bodies, names, strict=True)]
+        self._batches = cycle(
+            [NewMessage(body, key=key) for body, key in zip(bodies, names, strict=True)]
+            for names in (_keys(number, batch, keys) if self.ordered else [[None] * batch])
+        )
 
     def send(self) -> int:
-        return len(self._queue.send_all(self._batch))
+        return len(self._queue.send_all(next(self._batches)))
 
     def receive(self, wait: float = 0.0) -> int:
-        received = self._queue.receive(max_messages=len(self._batch), visibility_timeout=_HELD, wait=wait)
+        received = self._queue.receive(max_messages=self._most, visibility_timeout=_HELD, wait=wait)
         if received:
             self._queue.acknowledge_all(received)
         return len(received)
@@ -301,18 +313,20 @@ class _Pgmq:
     ordered: bool
     _connection: psycopg.Connection[Any] = field(init=False)
     _batch: list[str] = field(init=False)
-    _headers: list[str] = field(init=False)
+    _headers: Iterator[list[str]] = field(init=False)
 
     def open(self, platform: Any, opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
         del messages
         self._connection = opened.enter_context(closing(platform.database.dedicated()))
         self._batch = [each.value.decode() for each in workload.publications(_NAME, batch, seed=number)]
-        self._headers = [json.dumps({"x-pgmq-group": f"{number} {place % keys}"}) for place in range(batch)]
+        self._headers = cycle(
+            [json.dumps({"x-pgmq-group": key}) for key in names] for names in _keys(number, batch, keys)
+        )
 
     def send(self) -> int:
         if self.ordered:
             statement = "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[], %s::pg_catalog.jsonb[])"
-            self._connection.execute(statement, [_NAME, self._batch, self._headers]).fetchall()
+            self._connection.execute(statement, [_NAME, self._batch, next(self._headers)]).fetchall()
         elif len(self._batch) == 1:
             self._connection.execute(
                 "SELECT * FROM pgmq.send(%s, %s::pg_catalog.jsonb)", [_NAME, self._batch[0]]

@@ -47,6 +47,7 @@ FROM_START_RATIO: Final = 20
 
 _integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack
+_TRUE: Final = b"\x01"
 
 
 class _Statements(NamedTuple):
@@ -173,7 +174,8 @@ class QueueTable:
         else:
             with self.database.callers(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
                 adapt_arrays(cursor)
-                row = cursor.execute(self._queries("put"), {"queue": self.id(), **columns}, binary=True).fetchone()
+                values = {"queue": self.id(), **columns, "alone": False}
+                row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
             ids = None if row is None else row[0]
         if not ids:
             raise QueueNotFoundError(f"queue {self.name!r} is not in {self.database} any more")
@@ -186,7 +188,7 @@ class QueueTable:
         values = {"queue": _integer(self.id()), **columns}
         if not self.known().ordered and columns["deduplication_ids"] is None:
             return [id_ for (id_,) in self.database.fetch_values(self._statements.put_plain, values)]
-        encoded = self.database.fetch(self._statements.put, values)[0][0]
+        encoded = self.database.fetch(self._statements.put, {**values, "alone": _TRUE})[0][0]
         return None if encoded is None else decode_bigints(encoded)
 
     # Receiving
@@ -199,10 +201,7 @@ class QueueTable:
             "max_messages": _integer(most),
             "visibility_timeout": _double(known.visibility_timeout if seconds is None else seconds),
         }
-        if known.ordered:
-            rows = self.database.fetch_values(self._statements.take_in_order, values)
-        else:
-            rows = self._take_onwards(values)
+        rows = self._take_onwards(self._statements.take_in_order if known.ordered else self._statements.take, values)
         shard = self.shard
         return [
             Message(
@@ -212,14 +211,14 @@ class QueueTable:
             for id_, body, key, metadata, receives, receipt, priority, sent_at, history, _ in rows
         ]  # fmt: skip
 
-    def _take_onwards(self, values: Mapping[str, bytes]) -> list[tuple[Any, ...]]:
+    def _take_onwards(self, take: SingleStatement, values: Mapping[str, bytes]) -> list[tuple[Any, ...]]:
         """Receive messages from where the last receive found some, and now and then from the start.
 
         A message is behind that place if its sender committed late, or if another receiver's transaction failed.
         """
         started = time.monotonic()
         since = self._onwards if started < self._from_start_at else None
-        rows = self.database.fetch_values(self._statements.take, {**values, "since": since})
+        rows = self.database.fetch_values(take, {**values, "since": since})
         if since is None:
             ended, (least, most) = time.monotonic(), FROM_START_SECONDS
             self._from_start_at = ended + min(most, max(least, FROM_START_RATIO * (ended - started)))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from eventsql_orchestration.bench.queue import QueueBenchmark
 from eventsql_orchestration.bench.session import Session
+from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import Queue
 
 
@@ -25,3 +28,9 @@ def test_messages_that_are_received_while_they_are_sent_all_count(session: Sessi
     assert figure.value > 0
     assert figure.ratio_to_raw_copy is not None
     assert Queue(session.platform, "eventsql_bench_queue").depth().visible == 0
+
+
+def test_pgmq_is_not_left_out_of_a_run_without_a_word(session: Session) -> None:
+    options = {"end_to_end": True, "pgmq_sql": "pgmq.sql"}
+    with pytest.raises(BenchmarkError):
+        QueueBenchmark.sized(quick=True, **options).measure(session)

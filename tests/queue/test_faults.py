@@ -107,7 +107,7 @@ def _run(
         with_keys: dict[str, list[int]] = {}
         for key, body in rows:
             with_keys.setdefault(key, []).append(int(body.partition(":")[2]))
-        # A transaction sends the odd places of its five numbers before the even ones.
+        # A sender sends the odd places of five numbers before the even ones.
         for numbers in with_keys.values():
             assert numbers == sorted(numbers, key=_sent)
 

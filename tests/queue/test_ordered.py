@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import psycopg
 import pytest
 
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionError, ValidationError
 from eventsql_orchestration.queue import Message, NewMessage, Queue
+from tests.fixtures import UntilBlocked
 
 
 @pytest.fixture
@@ -177,6 +180,71 @@ def test_a_message_that_commits_late_does_not_overlap_with_a_later_one(
     assert queue.receive(max_messages=5) == []
 
 
+ALONE = (
+    "SELECT eventsql.put_messages((SELECT eql_id FROM eventsql.queue), ARRAY['2'::bytea], ARRAY['a'], alone => true)"
+)
+"""What a send without a connection executes."""
+
+
+def test_a_message_behind_another_of_its_key_is_never_in_sight(database: Database, queue: Queue) -> None:
+    for number in range(3):
+        queue.send(b"%d" % number, key="a")
+    assert numbers(queue) == (1, 0, 0, 2)
+    with database.transaction() as connection:
+        queue.send(b"3", key="a", connection=connection)
+    # Nothing would keep an acknowledgement from missing a message of an open transaction behind its own.
+    assert numbers(queue) == (2, 0, 0, 2)
+    received: list[bytes] = []
+    while messages := queue.receive(max_messages=10):
+        received += bodies(messages)
+        queue.acknowledge_all(messages)
+    assert received == [b"0", b"1", b"2", b"3"]
+
+
+def test_a_due_time_counts_for_a_message_that_is_sent_behind_another(queue: Queue) -> None:
+    queue.send(b"1", key="a")
+    queue.send(b"2", key="a", delay=60)
+    (first,) = queue.receive()
+    queue.acknowledge(first)
+    assert numbers(queue) == (0, 0, 1, 0)
+
+
+def test_an_acknowledgement_waits_for_a_sender_that_relies_on_its_message(
+    database: Database, queue: Queue, until_blocked: UntilBlocked
+) -> None:
+    queue.send(b"1", key="a")
+    with database.transaction() as sender:
+        sender.execute(ALONE)
+        # Receivers do not wait.
+        (first,) = queue.receive()
+        acknowledging = threading.Thread(target=queue.acknowledge, args=[first])
+        acknowledging.start()
+        until_blocked()
+    acknowledging.join()
+    assert bodies(queue.receive()) == [b"2"]
+
+
+def test_a_sender_does_not_rely_on_a_message_that_is_being_acknowledged(database: Database, queue: Queue) -> None:
+    queue.send(b"1", key="a")
+    (first,) = queue.receive()
+    with database.transaction() as connection:
+        queue.acknowledge(first, connection=connection)
+        queue.send(b"2", key="a")
+    assert bodies(queue.receive()) == [b"2"]
+
+
+@pytest.mark.parametrize("level", ["REPEATABLE READ", "SERIALIZABLE"])
+def test_a_sender_with_an_old_snapshot_relies_on_no_message(database: Database, queue: Queue, level: str) -> None:
+    queue.send(b"1", key="a")
+    (first,) = queue.receive()
+    with database.transaction() as connection:
+        connection.execute(f"SET TRANSACTION ISOLATION LEVEL {level}".encode())
+        connection.execute("SELECT count(*) FROM eventsql.queue_message")
+        queue.acknowledge(first)
+        connection.execute(ALONE)
+    assert bodies(queue.receive()) == [b"2"]
+
+
 def test_two_receivers_with_open_transactions_never_have_one_key(database: Database, queue: Queue) -> None:
     for number in range(8):
         queue.send(b"%d" % number, key="ab"[number % 2])
@@ -192,7 +260,8 @@ def test_a_receiver_that_parks_messages_beside_an_open_acknowledgement_strands_n
 ) -> None:
     queue.send(b"1", key="a")
     (first,) = queue.receive()
-    queue.send(b"2", key="a")
+    with database.transaction() as connection:
+        queue.send(b"2", key="a", connection=connection)
     with database.transaction() as connection:
         queue.acknowledge(first, connection=connection)
         # The first message is locked: it cannot vouch for the second, which stays in sight.

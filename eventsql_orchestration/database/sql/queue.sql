@@ -21,10 +21,11 @@ SET eql_visibility_timeout = coalesce(%(visibility_timeout)s, eql_visibility_tim
     eql_deduplication_seconds = coalesce(%(deduplication_window)s, eql_deduplication_seconds)
 WHERE eql_name = %(name)s;
 
--- put -- Writes messages, one after another; gives their ids, or NULL where there is no such queue.
+-- put -- Writes messages, one after another; gives their ids, or NULL where there is no such queue. `alone`: the
+-- transaction ends with this statement.
 SELECT {schema}.put_messages(
     %(queue)s, %(bodies)s::bytea[], %(keys)s::text[], %(metadata)s::text[], %(priorities)s::int[],
-    %(dues)s::timestamptz[], %(delays)s::float8[], %(deduplication_ids)s::text[]
+    %(dues)s::timestamptz[], %(delays)s::float8[], %(deduplication_ids)s::text[], %(alone)s::bool
 );
 
 -- put_plain -- Writes messages of a queue without order, one after another; gives their ids. For one message, a function
@@ -44,9 +45,9 @@ RETURNING eql_id;
 SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history, onwards
 FROM {schema}.take_messages(%(queue)s, %(max_messages)s, %(visibility_timeout)s, %(since)s::timestamptz);
 
--- take_in_order -- Receives the first message of each key.
-SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history, NULL::bytea
-FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s);
+-- take_in_order -- Receives the first message of each key. `since`: as for `take`.
+SELECT id, body, key, metadata, receives, receipt, priority, sent_at, history, onwards
+FROM {schema}.take_in_order(%(queue)s, %(max_messages)s, %(visibility_timeout)s, %(since)s::timestamptz);
 
 -- acknowledge -- Deletes held messages, all or none; gives the ids that are not held, or NULL in an isolated transaction.
 SELECT {schema}.acknowledge_messages(%(queue)s, %(ids)s::bigint[], %(receipts)s::int[]);
