@@ -12,7 +12,7 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database
-from eventsql_orchestration.database.binary import decode_jsonb, encode_bigint, encode_jsonb, encode_time
+from eventsql_orchestration.database.binary import decode_jsonbs, encode_bigint, encode_jsonb, encode_time
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
@@ -97,9 +97,10 @@ class LogsView:
         values["limit"] = encode_bigint(check_whole("limit", limit, least=1))
         query = _search(self.definition, self._schema, frozenset(values))
         rows = self._table.fetch_values(query, values)
+        given = decode_jsonbs([row[4] for row in rows])
         return [
-            LogLine(of_id, name, of_level, line, decode_jsonb(given), written_at)
-            for of_id, name, of_level, line, given, written_at in rows
+            LogLine(of_id, name, of_level, line, of_line, written_at)
+            for (of_id, name, of_level, line, _, written_at), of_line in zip(rows, given, strict=True)
         ]
 
     def follow(
