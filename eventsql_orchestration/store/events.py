@@ -152,7 +152,7 @@ def check_events(aggregate_class: type[EventAggregate]) -> None:
 
 @checked
 class EventAggregate(Aggregate):
-    """An aggregate whose changes are events of declared types. `when` alters its state by one.
+    """An aggregate whose changes are events of declared types. `when` applies one event to its state.
 
     For example::
 

@@ -16,7 +16,7 @@ _ADOPT: Final = "run `eventsql store adopt`, which gives its changes places of t
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Result of `adopt`: the numbers of changes with new places, and of subscriptions that go on there."""
+    """Result of `adopt`: how many changes got new places in the order, and how many subscriptions were moved with them."""
 
     changes: int
     subscriptions: int
