@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 _SAMPLES: Final = 20
 """Refreshes that a trend shows."""
 
+_WIDE: Final = 110
+"""Columns of a screen that has room for trends."""
+
 _LEAST_ROWS: Final = 3
 """Rows of each table on the lowest screen."""
 
@@ -149,7 +152,8 @@ def top(
 
     It refreshes until Ctrl-C. Rates are events per second since the refresh before. Behind is the number of partitions
     with events to consume, by the cause; claims counts the ranges that runs have, and of these the expired ones. A
-    topic's busiest and a consumer's furthest behind come first; a screen that is too low says how many more there are.
+    topic's busiest and a consumer's furthest behind come first; a screen that is too low says how many more there are,
+    and one of less than 110 columns leaves trends out.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.
@@ -166,7 +170,7 @@ def top(
             if as_json:
                 write_json(screen.as_json(), indent=None)
             elif live is not None:
-                live.update(_drawn(screen, live.console.height), refresh=True)
+                live.update(_drawn(screen, live.console.height, live.console.width), refresh=True)
             else:
                 show(_drawn(screen, None))
             if number == refreshes:
@@ -299,9 +303,9 @@ def _read(reader: FiguresReader) -> Figures:
 
 
 _TOPICS: Final[Columns] = {
-    **same("topic", "shard"), "published/s": "published_rate", "transferred/s": "transferred_rate",
-    "in buffer": "buffered", "oldest s": "buffered_seconds", **same("offset"), "size": lambda row: size(row.bytes),
-    "dead letters": "open_letters", "trend": lambda row: sparkline(row.trend),
+    **same("topic", "shard"), "published/s": "published_rate", "moved/s": "transferred_rate", **same("buffered"),
+    "oldest s": "buffered_seconds", **same("offset"), "size": lambda row: size(row.bytes), "dead": "open_letters",
+    "trend": lambda row: sparkline(row.trend),
 }  # fmt: skip
 
 _CONSUMERS: Final[Columns] = {
@@ -325,8 +329,12 @@ _QUEUES: Final[Columns] = {
 }  # fmt: skip
 
 
-def _drawn(screen: Screen, height: int | None) -> RenderableType:
-    """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all."""
+def _drawn(screen: Screen, height: int | None, width: int | None = None) -> RenderableType:
+    """The tables of a screen, which has a title, and a heading and a line for each table: `height` lines in all.
+
+    A narrow screen has no trends, so that names stay on one line.
+    """
+    trends = width is None or width >= _WIDE
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
     tables = [
         (screen.topics, _TOPICS),
@@ -337,7 +345,8 @@ def _drawn(screen: Screen, height: int | None) -> RenderableType:
     shown = [(rows, columns) for rows, columns in tables if rows]
     most = None if height is None else max(_LEAST_ROWS, (height - 1 - 3 * len(shown)) // max(1, len(shown)))
     for rows, columns in shown:
-        parts += [lazy.Text(""), table_of(rows[:most], columns)]
+        drawn = {name: column for name, column in columns.items() if trends or name != "trend"}
+        parts += [lazy.Text(""), table_of(rows[:most], drawn)]
         if most is not None and len(rows) > most:
             parts.append(lazy.Text(f"… and {len(rows) - most} more"))
     return lazy.Group(*parts)

@@ -1,10 +1,9 @@
-"""`eventsql topic`: the topics of the registry."""
+"""`eventsql topic`: the topics of the registry. `topic_upkeep.py` has the commands that take care of their logs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, replace
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import click
@@ -13,19 +12,14 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
     counted,
-    picked,
-    same,
     say,
-    show_fields,
     show_items,
     write_json,
 )
 from eventsql_orchestration.cli.parameters import (
-    FILE,
     POSITIVE,
     AsJson,
     Name,
-    OptionalTopicName,
     Size,
     TopicName,
     argument,
@@ -39,10 +33,10 @@ from eventsql_orchestration.cli.topic_output import (
     description,
     form,
     kept,
-    size,
     statistics,
 )
-from eventsql_orchestration.errors import InputError, TopicNotFoundError
+from eventsql_orchestration.cli.topic_upkeep import compact, erase, erasures, retain
+from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.model import (
     COMPRESSIONS,
     NOT_PARTITIONED,
@@ -289,136 +283,5 @@ def delete(
     say(f"topic {topic!r} deleted")
 
 
-@command(topic)
-def erase(
-    context: CliContext,
-    *,
-    topic: TopicName,
-    keys: Annotated[tuple[str, ...], option("Erase the events of this key; repeat it.", "--key", metavar="KEY")],
-    key_file: Annotated[Path | None, option("Erase the events of the keys in FILE, one a line.", type=FILE)],
-    requested_by: Annotated[str | None, option("A note for the record, such as a ticket.", metavar="TEXT")],
-    execute: Annotated[bool, option("Erase them; without this, the plan is shown and nothing is changed.")],
-    as_json: AsJson,
-) -> None:
-    """Erase the values and metadata of a key's events in TOPIC: a plan and, with --execute, the erasure.
-
-    They go from the log, the buffer and the dead letters. Keys, offsets and times stay: consumers get such an event
-    without a value. This cannot be undone. Copies elsewhere stay, such as views, queues, archives, backups and the
-    database's write-ahead log. If it is interrupted, run it again.
-    """
-    wanted = sorted({*keys, *(() if key_file is None else _keys_of(key_file))})
-    if not wanted:
-        raise click.UsageError("give the keys to erase: --key KEY, or --key-file FILE")
-    with context.platform() as platform:
-        if execute:
-            done = platform.eraser.execute(topic, wanted, requested_by=requested_by)
-        else:
-            done = platform.eraser.plan(topic, wanted)
-    if as_json:
-        write_json({**asdict(done), "executed": execute})
-    else:
-        show_fields(picked(done, {**same("keys", "events", "buffered"), "dead letters": "dead_letters"}))
-    if not execute:
-        say("a plan, nothing is erased: run it again with --execute")
-        return
-    say(f"erased; `eventsql topic erasures {topic}` shows the record")
-    if not done.vacuumed:
-        say("the former rows stay on the disk until the next vacuum, because this role does not own the tables")
-
-
-def _keys_of(file: Path) -> list[str]:
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError:
-        raise InputError(f"{file} is not text in UTF-8: write one key a line") from None
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}") from None
-    return [line for line in text.split("\n") if line]
-
-
-@command(topic)
-def erasures(
-    context: CliContext,
-    topic: OptionalTopicName,
-    key: Annotated[str | None, option("Only erasures of this key.", metavar="KEY")],
-    limit: Annotated[int, option("List the newest N.", type=POSITIVE, default=100)],
-    as_json: AsJson,
-) -> None:
-    """List what was erased from TOPIC, or from all topics: when, by whom, and how many events.
-
-    A record has the SHA-256 of the key, not the key.
-    """
-    with context.platform() as platform:
-        records = platform.eraser.records(topic, key=key, limit=limit)
-    if as_json:
-        write_json([asdict(each) for each in records])
-        return
-    columns: Columns = {
-        **same("shard", "topic"), "key (SHA-256)": "key_digest", "begun": "started_at",
-        "finished": "finished_at", **same("role"), "requested by": "requested_by", **same("events", "buffered"),
-        "dead letters": "dead_letters",
-    }  # fmt: skip
-    show_items(records, columns)
-
-
-@command(topic)
-def compact(
-    context: CliContext,
-    *,
-    topic: TopicName,
-    execute: Annotated[bool, option("Merge them; without this, the plan is shown and nothing is changed.")],
-    as_json: AsJson,
-) -> None:
-    """Merge the small blocks in the log of TOPIC: a plan and, with --execute, the compaction.
-
-    A topic that is published to one event at a time has small blocks. Offsets, times and contents of events stay, and
-    publishers and consumers go on. The newest 20,000 offsets may stay as they are. A segment whose table is much larger
-    than its blocks is written anew, which gives the space back to the disk. `eventsql transfer` does it once a minute,
-    and Dagster's housekeeping once an hour.
-    """
-    with context.platform() as platform:
-        done = platform.compactor.execute(topic) if execute else platform.compactor.plan(topic)
-    if as_json:
-        write_json({**asdict(done), "executed": execute})
-    else:
-        executed = {"merged into": "into", "bytes given back": "freed"} if execute else {}
-        show_fields(picked(done, {"small blocks": "blocks", **same("events"), **executed}))
-        for each in done.unmerged:
-            say(
-                f"not merged: partition {each.partition}, offsets {each.after + 1} to {each.upto}, because a block is "
-                "broken: run `eventsql doctor`"
-            )
-    if not execute:
-        say("a plan, nothing is merged: run it again with --execute")
-
-
-@command(topic)
-def retain(
-    context: CliContext,
-    topics: Annotated[tuple[str, ...], argument(nargs=-1, metavar="[TOPIC]...", required=False)],
-    dry_run: Annotated[bool, option("Only say what would be dropped.")],
-    force: Annotated[bool, option("Also drop events that consumers have not consumed: they lose them.")],
-    as_json: AsJson,
-) -> None:
-    """Drop the segments beyond the retention of each TOPIC, or of all topics.
-
-    `eventsql transfer` does it once a minute, and Dagster's housekeeping once an hour.
-    """
-    with context.platform() as platform:
-        dropped = platform.retention.run_once(topics or None, force=force, execute=not dry_run)
-    if as_json:
-        write_json([asdict(each) for each in dropped])
-    elif not dropped:
-        say("nothing has a retention: give one with `eventsql topic alter`")
-    else:
-        show_items(
-            dropped,
-            {
-                **same("topic"),
-                "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
-                "events (about)": "events",
-                "size": lambda each: size(each.bytes),
-                "up to offset": lambda each: each.upto if each.segments else "",
-                "kept for": lambda each: each.held_by or "",
-            },
-        )
+for _command in (erase, erasures, compact, retain):
+    topic.add_command(_command)

@@ -23,7 +23,7 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
 )
-from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, permission_error
+from eventsql_orchestration.database.grants import ADMIN, may_not_migrate, permission_error
 from eventsql_orchestration.database.pool import Loan, Pool, plain
 from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session
@@ -40,7 +40,6 @@ from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseUnavailableError,
     EventSQLError,
-    PermissionDeniedError,
     SchemaOutdatedError,
 )
 from eventsql_orchestration.model import check_schema_name
@@ -369,19 +368,12 @@ class Database:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(f"the server does not know the time zone {times_in!r}") from None
                 if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
-                    raise self._may_not_migrate(error.orig) from error
+                    raise may_not_migrate(
+                        describe(error.orig), str(self), schema=self.schema, revision=migrations.head(),
+                        role=self._role or self.url.username, prefix=self._prefix,
+                    ) from error  # fmt: skip
                 raise
         logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
-
-    def _may_not_migrate(self, error: psycopg.Error) -> PermissionDeniedError:
-        role, admin = self._role or self.url.username, f"{self._prefix or DEFAULT_PREFIX}_{ADMIN}"
-        return PermissionDeniedError(
-            f"schema {self.schema!r} of {self} must be migrated to revision {migrations.head()}, and role {role!r} may "
-            f"not do that ({describe(error)}): run `eventsql migrate` as a member of {admin}, or "
-            f'`GRANT {admin} TO "{role}"`; if there are no tables yet, as a role with CREATE on the database',
-            role=role,
-            object=self.schema,
-        )
 
     def check_open(self) -> None:
         """Raise `ClosedError` after `close`."""
@@ -392,7 +384,7 @@ class Database:
         self._pool.open()
 
     def close(self) -> None:
-        """Close every pooled connection; a connection in use, when it is given back. Later uses raise `ClosedError`."""
+        """Close every pooled connection; one in use, when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
 
     def leave_to_parent(self) -> None:

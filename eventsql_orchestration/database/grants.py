@@ -317,6 +317,19 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
     )
 
 
+def may_not_migrate(
+    detail: str, where: str, *, schema: str, revision: str, role: str | None, prefix: str | None
+) -> PermissionDeniedError:
+    """The error for a role that may not migrate a schema to `revision`; otherwise as `permission_error`."""
+    admin = f"{prefix or DEFAULT_PREFIX}_{ADMIN}"
+    return PermissionDeniedError(
+        f"schema {schema!r} of {where} must be migrated to revision {revision}, and role {role!r} may not do that "
+        f"({detail}): run `eventsql migrate` as a member of {admin}, or `GRANT {admin} TO \"{role}\"`; if there are no "
+        "tables yet, as a role with CREATE on the database",
+        role=role, object=schema,
+    )  # fmt: skip
+
+
 def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str]]:
     """The roles that have the right, by the end of their names, and the work of each."""
     if kind == "topic":

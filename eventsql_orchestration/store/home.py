@@ -16,7 +16,7 @@ _ADOPT: Final = "run `eventsql store adopt`, which gives its changes places of t
 
 @dataclass(frozen=True, slots=True)
 class Adopted:
-    """Result of `adopt`: how many changes got new places in the order, and how many subscriptions were moved with them."""
+    """Result of `adopt`: how many changes got new places, and how many subscriptions were moved with them."""
 
     changes: int
     subscriptions: int

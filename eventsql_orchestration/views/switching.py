@@ -45,8 +45,8 @@ class Switch:
             connection.execute(sql.SQL("DROP TABLE {}").format(self._table(held.table)))
         except psycopg.errors.DependentObjectsStillExist as error:
             raise ViewConflictError(
-                f"the table of view {held.name!r} has what the switch would lose ({error.diag.message_detail}): drop "
-                "it, rebuild, and make it anew"
+                f"the switch would drop more than the table of view {held.name!r} ({error.diag.message_detail}): drop "
+                "that yourself, rebuild, and create it again"
             ) from error
 
         renamed = [(each, f"{held.table}{each[len(table) :]}") for each in self._partitions(connection, table)]
@@ -64,8 +64,8 @@ class Switch:
         lost += [what for (what,) in fetch_all(connection, self._queries("lost_indexes"), tables)]
         if lost:
             raise ViewConflictError(
-                f"the table of view {shadow.held.name!r} has what the switch would lose "
-                f"({', '.join(lost)}): drop it, rebuild, and make it anew"
+                f"the switch would drop more than the table of view {shadow.held.name!r} ({', '.join(lost)}): drop "
+                "that yourself, rebuild, and create it again"
             )
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:

@@ -142,6 +142,20 @@ def test_a_low_screen_says_how_many_rows_it_leaves_out(platform: EventSQL) -> No
         assert rows + sum(left_out) == 24
 
 
+def test_a_screen_of_80_columns_leaves_names_whole(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("order_placed")).register_consumer(Consumer("order_placed", "mailer"))
+    platform.publisher.publish_all([Publication("order_placed", b"1")] * 2_000)
+    platform.transfer.run_once()
+    look = _Look(platform, None)
+    look._screen()
+    for width, trends in ((80, 0), (120, 2)):
+        console = Console(width=width, force_terminal=False)
+        with console.capture() as capture:
+            console.print(_drawn(look._screen(), 24, width))
+        assert len(re.findall(r"^order_placed ", capture.get(), re.MULTILINE)) == 2
+        assert capture.get().count("trend") == trends
+
+
 def test_a_database_that_restarts_is_waited_for(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     look, read = _Look(rides, None), FiguresReader.read
 

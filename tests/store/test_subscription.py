@@ -306,7 +306,7 @@ def test_a_platform_that_is_closed_stops_its_subscriptions(platform: EventSQL, u
     assert platform.close()
     assert not first.running
     assert not second.running
-    with platform.database.connection() as connection:
+    with platform.open().database.connection() as connection:
         assert connection.execute("SELECT n FROM public.effects").fetchall() == [(7,)]
 
     with platform.store.subscribe("mailer", slow) as third:

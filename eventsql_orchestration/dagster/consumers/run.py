@@ -191,8 +191,8 @@ def _replay(context: dg.AssetExecutionContext, draining: RunDraining, config: Cl
         return False
     if claim is None:
         raise ReplayError(
-            f"there is nothing to replay: claim {claim_id} was not committed. Its events that are not consumed yet get a "
-            "run from the consumer's sensor"
+            f"there is nothing to replay: claim {claim_id} was not committed. The consumer's sensor requests another "
+            "run for its events"
         )
     begun = f"{run_id}/{claim.id}"
     run = context.instance.get_run_by_id(run_id)
