@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
@@ -16,7 +17,7 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
-from tests.fixtures import Worker
+from tests.fixtures import Until, Worker
 from tests.forms import in_blocks, stored
 
 
@@ -155,3 +156,21 @@ def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topi
         assert platform.layouts.of("there") == before
         assert platform.layouts.unsettled("anew") == {}
         assert platform.layouts.unsettled("there") == {"sums": 0}
+
+
+def test_a_migration_gives_way_to_a_publisher_that_has_a_table_which_it_needs_later(fresh: str, until: Until) -> None:
+    """From 0037 on, `topic` is altered first, and `event_buffer` then; a publisher has them the other way round."""
+    with (
+        Database(fresh) as database,
+        psycopg.connect(fresh) as publisher,
+        psycopg.connect(fresh, autocommit=True) as looking,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0037")
+        publisher.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+        migrating = executor.submit(database.migrate)
+        until(lambda: looking.execute("SELECT FROM pg_locks WHERE NOT granted AND locktype = 'relation'").rowcount > 0)
+        publisher.execute("SELECT FROM eventsql.topic")
+        publisher.commit()
+        migrating.result()
+        assert database.revision() == migrations.head()

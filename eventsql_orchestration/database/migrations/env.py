@@ -6,6 +6,7 @@ from sqlalchemy.schema import CreateSchema
 from eventsql_orchestration.database import roles
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.migrations import SYSTEM_PATH, VERSION_TABLE
+from eventsql_orchestration.database.migrations.holding import hold_publishers
 from eventsql_orchestration.database.queries import Queries
 
 connection = context.config.attributes["connection"]
@@ -23,6 +24,8 @@ connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 # A table that is altered keeps everybody waiting who comes after; an open transaction must not make that long.
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
+if context.get_context().get_current_revision() != context.get_revision_argument():
+    hold_publishers(driver_connection(connection), schema)
 context.run_migrations()
 if has_roles:
     roles.grant(driver_connection(connection), schema)

@@ -1,0 +1,52 @@
+"""Locking the tables that publishers use before a migration changes any table."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database.connections import Connection
+from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.retry import Backoff
+
+TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout")
+"""The tables that a publication locks."""
+
+ATTEMPT_MILLISECONDS: Final = 400
+"""How long an attempt waits. It is below the server's `deadlock_timeout`, so that the migration gives way, and not a
+publisher that waits for it."""
+
+SECONDS: Final = 10.0
+"""How long a migration tries."""
+
+
+def hold_publishers(connection: Connection, schema: str) -> None:
+    """Lock the tables that publishers use, all or none, in the caller's transaction.
+
+    A publisher locks several of them in one statement. If a migration locked one after the other, each could wait for a
+    table that the other has, and the server would end one of them. Raises `LockNotAvailable` or `QueryCanceled` if
+    other transactions keep a table for `SECONDS`.
+    """
+    has_table = Queries("sessions", schema)("has_table")
+    present = [
+        name
+        for name in TABLES
+        if connection.execute(has_table, {"table": f'"{schema}"."{name}"'}).fetchone() == (True,)
+    ]
+    if not present:
+        return
+    tables = sql.SQL(", ").join(sql.Identifier(schema, name) for name in present)
+    retry = Backoff(SECONDS)
+    while True:
+        try:
+            with connection.transaction():
+                connection.execute(f"SET LOCAL statement_timeout TO {ATTEMPT_MILLISECONDS}")
+                connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(tables))
+                connection.execute("SET LOCAL statement_timeout TO DEFAULT")
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
+            if not retry.lasts():
+                raise
+        else:
+            return
