@@ -28,9 +28,10 @@ from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
+from eventsql_orchestration.publishing.log_room import LogRoom
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.placements import Appended
-from eventsql_orchestration.storage import segments, sequences
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.appending import LogAppender, TopicState
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 
@@ -53,9 +54,6 @@ LOCK_TIMEOUT: Final = 0.25
 """Seconds that a publisher waits for other threads of its process, and then for the topic, before its batch goes to the
 buffer. A batch that waits is written once; a batch in the buffer has to be moved. Measured with four publishers of
 batches of 5,000: together as fast as one alone."""
-
-ROOM_CHECK: Final = 500_000
-"""Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
 
 _OF_EVENTS: Final = ("22", "23", "44", "P0", "XX")
 """SQLSTATE classes that a single event may cause: data, constraints, views' checks, triggers, faults of the server."""
@@ -108,10 +106,7 @@ class LogWriter:
         self._connection: Connection | None = None
         self._low_water = LowWater(database.schema)
         self._looked_at = 0.0
-        self._room: dict[str, int] = {}
-        self._zoned: dict[str, bool] = {}
-        self._blocks_of: dict[str, bool] = {}
-        self._ids = sequences.Ids(database.schema)
+        self._room = LogRoom(database.schema)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
 
@@ -152,8 +147,7 @@ class LogWriter:
         self._connection = None
         self._low_water = LowWater(self._database.schema)
         self._looked_at = 0.0
-        # The next connection may lead to another server with other sequences.
-        self._room.clear()
+        self._room.forget()
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
@@ -223,7 +217,7 @@ class LogWriter:
         connection = self._open()
         limit = min(self._batches.get(topic, self._fixed_batch or FIRST_BATCH), self._fixed_batch or MOST_BATCH)
         started = time.monotonic()
-        with self._room_for(topic), self._transaction(connection):
+        with self._room.using(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
                 return None
 
@@ -235,13 +229,13 @@ class LogWriter:
             if not batch.rows:
                 self._low_water.moved(topic, newest)
                 return 0
-            self._make_room(connection, topic, batch.last_id, blocks=batch.blocks)
+            zoned = self._room.make(connection, topic, batch.last_id, blocks=batch.blocks)
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
-                most=batch.rows, seconds=BATCH_SECONDS, zoned=self._zoned[topic], blocks=batch.blocks,
+                most=batch.rows, seconds=BATCH_SECONDS, zoned=zoned, blocks=batch.blocks,
             )  # fmt: skip
-            self._drew(topic, moved.events)
+            self._room.drew(topic, moved.events)
 
         if moved.whole:
             self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
@@ -307,7 +301,7 @@ class LogWriter:
 
         connection = self._open()
         try:
-            with self._room_for(topic.name), self._transaction(connection):
+            with self._room.using(topic.name), self._transaction(connection):
                 appended = self._append(connection, topic, events)
         except _BUFFER_MAY_TAKE_IT:
             return None
@@ -335,8 +329,8 @@ class LogWriter:
             return None
         if state.buffered > most:
             return None
-        self._make_room(connection, topic.name, state.last_id, blocks=blocks)
-        if not self._zoned[topic.name]:
+        if not self._room.make(connection, topic.name, state.last_id, blocks=blocks):
+            # The server has to convert the times.
             return None
 
         if state.buffered:
@@ -353,7 +347,7 @@ class LogWriter:
             copy.write(copy_format.HEADER)
             for part in events:
                 copy.write(prefix + prefix.join(part))
-                self._drew(topic, len(part))
+                self._room.drew(topic, len(part))
             copy.write(copy_format.TRAILER)
 
     def _append_blocks(
@@ -365,7 +359,7 @@ class LogWriter:
             first = self._log.draw(connection, topic, events)
             if first is None:
                 raise _ForeignIdsError
-            self._drew(topic, events)
+            self._room.drew(topic, events)
             with self._log.copy(connection.cursor(), topic) as copy:
                 copy.write(copy_format.HEADER)
                 for block in part:
@@ -382,7 +376,7 @@ class LogWriter:
         try:
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=state.mixed,
-                most=found, zoned=self._zoned[topic], blocks=state.blocks,
+                most=found, zoned=True, blocks=state.blocks,
             )  # fmt: skip
         except psycopg.Error as error:
             if self.broken:
@@ -390,36 +384,6 @@ class LogWriter:
             # Other publishers' events must not make this publisher's batch fail.
             self._batches[topic] = max(1, found // 2)
             raise _BufferStuckError(describe(error)) from error
-        self._drew(topic, moved.events)
+        self._room.drew(topic, moved.events)
         if topic in self._batches:
             self._batches[topic] = max(found * 2, self._batches[topic])
-
-    # Segments and sequences
-
-    def _make_room(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> None:
-        """Make segments for the ids to come, in the caller's transaction that holds the topic.
-
-        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
-        or if new events got another form.
-        """
-        if self._blocks_of.get(topic) != blocks:
-            self._blocks_of[topic] = blocks
-            self._room.pop(topic, None)
-        if self._room.get(topic, 0) > 0 and self._ids.holds(topic, last_id):
-            return
-        self._zoned[topic] = self._ids.look(connection, topic)
-        segments.ensure_ahead(connection, self._database.schema, topic)
-        self._room[topic] = ROOM_CHECK
-
-    def _drew(self, topic: str, ids: int) -> None:
-        self._room[topic] -= ids
-        self._ids.drew(topic, ids)
-
-    @contextmanager
-    def _room_for(self, topic: str) -> Iterator[None]:
-        """Look for room again after a failed transaction: it may have lacked room, or have made segments."""
-        try:
-            yield
-        except BaseException:
-            self._room.pop(topic, None)
-            raise

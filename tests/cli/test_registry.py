@@ -14,7 +14,7 @@ from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publicatio
 from eventsql_orchestration.cli.consumer import condition
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
 
 Run = Callable[..., Result]
@@ -122,7 +122,7 @@ def test_a_topic_is_created_with_its_retention(run: Run, platform: EventSQL) -> 
 def old(run: Run, platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> str:
     """A topic with two segments that are beyond its retention, one of which a consumer has not passed."""
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     platform.registry.register_topic(Topic("old"))
     platform.registry.register_consumer(Consumer("old", "mailer"))
     for _ in range(10):

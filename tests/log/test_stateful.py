@@ -29,7 +29,7 @@ from eventsql_orchestration.consuming import failures
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ClaimLostError, PartitionLeasedError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import STORAGES, Retention, Storage
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room, log_writer
 from eventsql_orchestration.publishing.publisher import STRAIGHT_LEAST
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import compacting, segments
@@ -850,7 +850,7 @@ def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, examples: int, form: str
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     # One transaction appends fewer events than two segments hold.
     monkeypatch.setattr(log_writer, "MOST_BUFFERED", 60)
     transfer = Transfer(platform.database, batch=50)

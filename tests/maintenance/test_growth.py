@@ -16,7 +16,7 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
 from tests.growth import Round, grown, let_a_month_pass
@@ -27,7 +27,7 @@ EVENTS = 60
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", EVENTS)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     monkeypatch.setattr(claim_pruning, "EVERY", 3)
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.0)
 

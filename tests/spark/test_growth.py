@@ -12,7 +12,7 @@ from eventsql_orchestration.consuming import claim_pruning
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.spark import commit_log
 from eventsql_orchestration.spark.commit_log import unnamed
 from eventsql_orchestration.spark.commit_protocol import Publications
@@ -30,7 +30,7 @@ EVENTS = 30
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 5 * EVENTS)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     monkeypatch.setattr(claim_pruning, "EVERY", 1)
     monkeypatch.setattr(commit_log, "KEPT_BATCHES", 3)
 

@@ -17,7 +17,7 @@ from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import DatabaseBusyError, RegistryError, ValidationError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Publication, Storage
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, log_form, segments, sequences
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.log_form import FORMS
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.parametrize("storage", ["rows", "blocks"])
 def platform(dsn: str, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventSQL]:
     """A platform with a topic `orders` of three partitions, in segments of 100 ids, without a transfer of its own."""
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     with EventSQL(dsn, transfer=False) as platform:
         platform.registry.register_topic(Topic("orders", 3, storage=storage))
         yield platform

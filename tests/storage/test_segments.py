@@ -13,7 +13,7 @@ from psycopg import sql
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RegistryError
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.segments import Segment, ensure_ahead, segment_name
 from tests.forms import check_order, stored
@@ -28,7 +28,7 @@ SCHEMA = "eventsql"
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of ten ids, and a look for each batch whether there are some ahead."""
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
 
 
 def orders(platform: EventSQL, count: int) -> None:
@@ -255,7 +255,7 @@ def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     orders(platform, 1)
-    monkeypatch.setattr(log_writer, "ROOM_CHECK", 1_000_000)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1_000_000)
     orders(platform, 1)
     session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 200)")
     orders(platform, 1)

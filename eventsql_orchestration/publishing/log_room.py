@@ -1,0 +1,58 @@
+"""The room at the end of a topic's log: the segments and the ids for its next events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.storage import segments, sequences
+
+ROOM_CHECK: Final = 500_000
+"""Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
+
+
+class LogRoom:
+    """What a log writer knows of the segments and sequences of its topics."""
+
+    def __init__(self, schema: str) -> None:
+        self._schema = schema
+        self._left: dict[str, int] = {}
+        self._zoned: dict[str, bool] = {}
+        self._blocks_of: dict[str, bool] = {}
+        self._ids = sequences.Ids(schema)
+
+    def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
+        """Make segments for the ids to come, in the caller's transaction that holds the topic.
+
+        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
+        or if new events got another form. Gives whether the times of the log are points in time. Raises
+        `SequenceError`.
+        """
+        if self._blocks_of.get(topic) != blocks:
+            self._blocks_of[topic] = blocks
+            self._left.pop(topic, None)
+        if self._left.get(topic, 0) <= 0 or not self._ids.holds(topic, last_id):
+            self._zoned[topic] = self._ids.look(connection, topic)
+            segments.ensure_ahead(connection, self._schema, topic)
+            self._left[topic] = ROOM_CHECK
+        return self._zoned[topic]
+
+    def drew(self, topic: str, ids: int) -> None:
+        """Note that so many ids of the log were taken."""
+        self._left[topic] -= ids
+        self._ids.drew(topic, ids)
+
+    @contextmanager
+    def using(self, topic: str) -> Iterator[None]:
+        """Look for room again after the block failed: it may have lacked room, or have made segments."""
+        try:
+            yield
+        except BaseException:
+            self._left.pop(topic, None)
+            raise
+
+    def forget(self) -> None:
+        """Look for room again in every log: the next connection may lead to another server with other sequences."""
+        self._left.clear()
