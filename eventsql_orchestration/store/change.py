@@ -214,8 +214,8 @@ class Snapshot:
 
 
 def read_snapshot(row: RawRow) -> Snapshot:
-    """The snapshot of a row with version, state, time and schema version, in PostgreSQL's binary format."""
-    version, state, created_at, schema_version = row
+    """The snapshot of a row like that of a change, without a kind, an id and metadata."""
+    version, _, state, created_at, schema_version, *_ = row
     return Snapshot(
         int.from_bytes(version or b""),
         decode_jsonb(state),

@@ -17,7 +17,7 @@ from eventsql_orchestration.model import Publication
 from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.publisher import TransactionPublisher, check_many
 from eventsql_orchestration.store.aggregate import Aggregate, SnapshottingAggregate
-from eventsql_orchestration.store.change import check_schema_version
+from eventsql_orchestration.store.change import Snapshot, check_schema_version
 from eventsql_orchestration.store.events import EventAggregate, check_events
 from eventsql_orchestration.store.projection import Projections
 from eventsql_orchestration.store.store import Store
@@ -62,26 +62,30 @@ class Repository(Generic[A]):
         """
         aggregate = self._class(aggregate_id)
         if isinstance(aggregate, SnapshottingAggregate):
-            snapshot = self._store.snapshot(
+            snapshot, changes = self._store.load_from_snapshot(
                 self._type, aggregate_id,
-                upto_version=upto_version, schema_version=aggregate.snapshot_schema, connection=connection,
+                schema_version=aggregate.snapshot_schema, upto_version=upto_version, connection=connection,
             )  # fmt: skip
-            if snapshot is not None:
-                try:
-                    aggregate.restore_at(snapshot.version, snapshot.state)
-                except Exception as error:  # noqa: BLE001 - the changes are the truth, whatever is wrong with a snapshot
-                    logger.warning(
-                        "%s %r: its snapshot at version %d cannot be restored, so all changes are replayed (%s: %s); "
-                        "raise snapshot_schema of %s when its state() changes",
-                        self._type, aggregate_id, snapshot.version, type(error).__name__, error, self._class.__name__,
-                    )  # fmt: skip
-                    aggregate = self._class(aggregate_id)
-        changes = self._store.load(
-            self._type, aggregate_id,
-            after_version=aggregate.stored_version, upto_version=upto_version, connection=connection,
-        )  # fmt: skip
+            if snapshot is None or self._restore(aggregate, snapshot):
+                aggregate.replay(changes)
+                return aggregate
+            aggregate = self._class(aggregate_id)
+        changes = self._store.load(self._type, aggregate_id, upto_version=upto_version, connection=connection)
         aggregate.replay(changes)
         return aggregate
+
+    def _restore(self, aggregate: SnapshottingAggregate, snapshot: Snapshot) -> bool:
+        """Whether the class could restore a snapshot."""
+        try:
+            aggregate.restore_at(snapshot.version, snapshot.state)
+        except Exception as error:  # noqa: BLE001 - the changes are the truth, whatever is wrong with a snapshot
+            logger.warning(
+                "%s %r: its snapshot at version %d cannot be restored, so all changes are replayed (%s: %s); "
+                "raise snapshot_schema of %s when its state() changes",
+                self._type, aggregate.id, snapshot.version, type(error).__name__, error, self._class.__name__,
+            )  # fmt: skip
+            return False
+        return True
 
     def save(
         self, aggregate: A, *, publications: Iterable[Publication] = (), connection: CallersConnection | None = None

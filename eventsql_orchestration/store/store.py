@@ -14,7 +14,6 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener, Notifier
 from eventsql_orchestration.database.rows import fetch_first, query_all
-from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
     ValidationError,
 )
@@ -32,7 +31,8 @@ from eventsql_orchestration.store.change import (
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, letters
 from eventsql_orchestration.store.home import Adopted
 from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
-from eventsql_orchestration.store.order import GlobalOrder, fetch_raw, filters
+from eventsql_orchestration.store.loading import Loader, check_aggregate, checked_values
+from eventsql_orchestration.store.order import GlobalOrder, filters
 from eventsql_orchestration.store.subscription import (
     ChangeHandler,
     Start,
@@ -42,8 +42,6 @@ from eventsql_orchestration.store.subscription import (
     move,
 )
 from eventsql_orchestration.validation import check_name, check_time, check_whole
-
-_UNBOUNDED: Final = 2**63 - 1
 
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
@@ -80,8 +78,7 @@ class Store:
         self._notifier = notifier
         self._queries = Queries("store", database.schema)
         self._appender = Appender(database)
-        self._load = SingleStatement("load", self._queries("load"), briefly=True)
-        self._snapshot = SingleStatement("snapshot", self._queries("snapshot"), briefly=True)
+        self._loader = Loader(database)
         self._archive = Archive(database)
         self.order = GlobalOrder(database)
         self._at_home = False
@@ -105,7 +102,7 @@ class Store:
         after `close_stream`, and `ValidationError` if another aggregate has one of the ids. Waits for another writer's
         uncommitted append.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         appending = Appending(aggregate_type, aggregate_id, changes, expected_version)
         if not self._at_home:
             with self.database.joined(connection) as joined:
@@ -132,7 +129,7 @@ class Store:
 
         Raises `ValidationError` for an aggregate without changes.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         values = {"type": aggregate_type, "id": aggregate_id}
         with self.database.joined(connection) as joined:
             closed = joined.execute(self._queries("close_stream"), values, prepare=False).rowcount
@@ -145,7 +142,7 @@ class Store:
         Everything reads them there as before: `load`, `read_all`, subscriptions and rebuilds. Raises `ValidationError`
         for an aggregate that is not closed.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         return self._archive.move(aggregate_type, aggregate_id)
 
     def unarchive_stream(self, aggregate_type: str, aggregate_id: str) -> int:
@@ -153,7 +150,7 @@ class Store:
 
         Raises `ValidationError`, with nothing moved, if another aggregate has a change with the id of one of them.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         return self._archive.move_back(aggregate_type, aggregate_id)
 
     def archive_closed(self, aggregate_type: str, *, before: datetime, limit: int = 1_000) -> Archived:
@@ -173,20 +170,23 @@ class Store:
 
         With `connection`, the caller's transaction reads and sees its own appends.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
         after = check_whole("after_version", after_version, least=0)
-        upto = _UNBOUNDED if upto_version is None else check_whole("upto_version", upto_version, least=0)
-        if connection is None:
-            raw = {
-                "type": aggregate_type.encode(), "id": aggregate_id.encode(),
-                "after_version": after.to_bytes(8), "upto_version": upto.to_bytes(8),
-            }  # fmt: skip
-            rows = self.database.fetch(self._load, raw)
-        else:
-            values = {"type": aggregate_type, "id": aggregate_id, "after_version": after, "upto_version": upto}
-            with self.database.callers(connection) as joined:
-                rows = fetch_raw(joined, self._queries("load"), values)
+        values = checked_values(aggregate_type, aggregate_id, upto_version) | {"after_version": after}
+        rows = self._loader.rows("load", values, connection)
         return [RecordedChange(aggregate_type, aggregate_id, row) for row in rows]
+
+    def load_from_snapshot(
+        self, aggregate_type: str, aggregate_id: str, *, schema_version: int,
+        upto_version: int | None = None, connection: CallersConnection | None = None,
+    ) -> tuple[Snapshot | None, list[RecordedChange]]:  # fmt: skip
+        """The newest snapshot of `schema_version`, up to `upto_version`, and the changes after it, in one round trip.
+
+        Without such a snapshot, these are all changes. See `load`.
+        """
+        values = checked_values(aggregate_type, aggregate_id, upto_version, schema_version)
+        rows = self._loader.rows("load_from_snapshot", values, connection)
+        snapshot = read_snapshot(rows.pop(0)) if rows and rows[0][1] is None else None
+        return snapshot, [RecordedChange(aggregate_type, aggregate_id, row) for row in rows]
 
     # In the global order
 
@@ -231,7 +231,7 @@ class Store:
         A change beyond the horizon has a place as well: others may still precede it, so read on from it only after
         `read_all` has given it.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         values = {"type": aggregate_type, "id": aggregate_id, "version": check_whole("version", version, least=1)}
         with self.database.joined(connection) as joined:
             era = self.order.home.era(joined)
@@ -322,7 +322,7 @@ class Store:
         `schema_version` is the version of the state's form, 1 or more; snapshots of earlier forms are dropped. Raises
         `ValidationError` for a version that the aggregate has not reached.
         """
-        _check_aggregate(aggregate_type, aggregate_id)
+        check_aggregate(aggregate_type, aggregate_id)
         values = {
             "type": aggregate_type, "id": aggregate_id, "version": check_whole("version", version, least=1),
             "state": encode(f"the state of {aggregate_type} {aggregate_id!r}", state),
@@ -340,24 +340,8 @@ class Store:
         schema_version: int | None = None, connection: CallersConnection | None = None,
     ) -> Snapshot | None:  # fmt: skip
         """The newest snapshot, or the newest up to `upto_version` or of `schema_version`; None without one."""
-        _check_aggregate(aggregate_type, aggregate_id)
-        if upto_version is not None:
-            check_whole("upto_version", upto_version, least=0)
-        if schema_version is not None:
-            check_schema_version("schema_version", schema_version)
-        upto = _UNBOUNDED if upto_version is None else upto_version
-        if connection is None:
-            raw = {
-                "type": aggregate_type.encode(), "id": aggregate_id.encode(), "upto_version": upto.to_bytes(8),
-                "schema_version": None if schema_version is None else schema_version.to_bytes(4),
-            }  # fmt: skip
-            rows = self.database.fetch(self._snapshot, raw)
-        else:
-            values = {
-                "type": aggregate_type, "id": aggregate_id, "upto_version": upto, "schema_version": schema_version
-            }  # fmt: skip
-            with self.database.callers(connection) as joined:
-                rows = fetch_raw(joined, self._queries("snapshot"), values)
+        values = checked_values(aggregate_type, aggregate_id, upto_version, schema_version)
+        rows = self._loader.rows("snapshot", values, connection)
         return read_snapshot(rows[0]) if rows else None
 
     def types(self) -> dict[str, int]:
@@ -378,8 +362,3 @@ class Store:
             row = connection.execute(self._queries("count"), {"type": aggregate_type}, prepare=False).fetchone()
             assert row is not None, "an aggregate without GROUP BY has one row"
             return int(row[0])
-
-
-def _check_aggregate(aggregate_type: str, aggregate_id: str) -> None:
-    check_name("aggregate type", aggregate_type)
-    check_name("aggregate id", aggregate_id)

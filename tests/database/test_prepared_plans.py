@@ -162,6 +162,7 @@ def test_the_store_views_and_the_snapshot_reader(platform: EventSQL) -> None:
             logs.write(connection, [LogEntry(order, "a line", NOON)])
         assert store.load("order", order)
         assert store.snapshot("order", order)
+        assert store.load_from_snapshot("order", order, schema_version=1)[0]
         assert store.count("order")
         assert timeline.read(order)
         assert rollup.read()

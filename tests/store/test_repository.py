@@ -317,6 +317,22 @@ def test_loading_from_a_snapshot_replays_the_tail_alone(kept_orders: Repository[
     assert kept_orders.load("1", upto_version=3).applied == 3
 
 
+def test_a_snapshot_and_its_tail_are_one_round_trip(
+    store: Store, kept_orders: Repository[KeptOrder], said_by: SaidBy
+) -> None:
+    order = KeptOrder("1")
+    order.place(["a"], 0)
+    for price in range(1, 6):
+        order.raise_price(price)
+    kept_orders.save(order)
+    kept_orders.load("1")  # prepares the statement
+    said = said_by(store.database)
+    assert kept_orders.load("1").price == 5
+    assert said.round_trips() == 1
+    with store.database.connection() as connection:
+        assert kept_orders.load("1", connection=connection).price == 5
+
+
 def test_snapshots_of_another_schema_are_left_out(
     platform: EventSQL, store: Store, kept_orders: Repository[KeptOrder]
 ) -> None:

@@ -329,6 +329,8 @@ def test_what_makes_no_sense_is_refused_before_anything_is_written(
     [
         ("load", "Index Scan using aggregate_change_pkey"),
         ("snapshot", "Index Scan Backward using aggregate_snapshot_pkey"),
+        ("load_from_snapshot", "Index Scan using aggregate_change_pkey"),
+        ("load_from_snapshot", "Index Scan Backward using aggregate_snapshot_pkey"),
         ("append", "Index Scan using aggregate_pkey"),
         ("save_snapshot", "Index Scan using aggregate_pkey"),
     ],
@@ -367,4 +369,5 @@ def test_the_statements_find_an_aggregate_through_its_key(database: Database, st
         plan = custom_plan(connection, composed, values)
     assert index in plan
     assert "Seq Scan" not in plan
-    assert not re.search(r"\bSort  \(", plan)  # a Merge Append has a "Sort Key"
+    # A Merge Append has a "Sort Key". A snapshot and the changes after it are sorted: they are few.
+    assert statement == "load_from_snapshot" or not re.search(r"\bSort  \(", plan)

@@ -237,13 +237,32 @@ FROM reached
 ON CONFLICT (eql_type, eql_aggregate_id, eql_version) DO UPDATE
 SET eql_data = EXCLUDED.eql_data, eql_schema_version = EXCLUDED.eql_schema_version;
 
--- snapshot -- The newest snapshot of an aggregate up to a version, in one version of its schema or in any.
-SELECT eql_version, eql_data, eql_created_at, eql_schema_version
+-- snapshot -- The newest snapshot of an aggregate up to a version, in one version of its schema or in any. It has no kind.
+SELECT eql_version, NULL::text, eql_data, eql_created_at, eql_schema_version
 FROM {schema}.aggregate_snapshot
 WHERE eql_type = %(type)s::text AND eql_aggregate_id = %(id)s::text AND eql_version <= %(upto_version)s::bigint
-  AND (%(schema_version)s::integer IS NULL OR eql_schema_version = %(schema_version)s::integer)
+  AND (%(schema_version)s::bigint IS NULL OR eql_schema_version = %(schema_version)s::bigint)
 ORDER BY eql_version DESC
 LIMIT 1;
+
+-- load_from_snapshot -- The newest snapshot of an aggregate in one version of its schema, which has no kind, and the changes
+-- after it, in the order of their versions.
+WITH newest AS (
+    SELECT eql_version, eql_data, eql_created_at, eql_schema_version
+    FROM {schema}.aggregate_snapshot
+    WHERE eql_type = %(type)s::text AND eql_aggregate_id = %(id)s::text AND eql_version <= %(upto_version)s::bigint
+      AND eql_schema_version = %(schema_version)s::bigint
+    ORDER BY eql_version DESC
+    LIMIT 1
+)
+SELECT eql_version, NULL::text, eql_data, eql_created_at, eql_schema_version, NULL::uuid, NULL::jsonb
+FROM newest
+UNION ALL
+SELECT eql_version, eql_kind, eql_data, eql_created_at, eql_schema_version, eql_change_id, eql_metadata
+FROM {schema}.aggregate_change
+WHERE eql_type = %(type)s::text AND eql_aggregate_id = %(id)s::text
+  AND eql_version > coalesce((SELECT eql_version FROM newest), 0) AND eql_version <= %(upto_version)s::bigint
+ORDER BY eql_version;
 
 -- count -- How many aggregates of a type there are.
 SELECT count(*) FROM {schema}.aggregate WHERE eql_type = %(type)s;
