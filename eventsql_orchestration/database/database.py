@@ -6,9 +6,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 import sqlalchemy
@@ -47,6 +47,8 @@ from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 _USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
 
@@ -210,29 +212,42 @@ class Database:
         with self._taken() as loan, plain(loan.connection) as connection:
             yield connection
 
+    def _run(
+        self,
+        run: Callable[[Connection, dict[Any, Any], Mapping[str, bytes | None]], Result],
+        values: Mapping[str, bytes | None],
+    ) -> Result:
+        self.ensure_schema()
+        connection = None
+        try:
+            loan = self._pool.take()
+            connection = loan.connection
+            try:
+                return run(connection, loan.notes, values)
+            finally:
+                self._pool.give_back(loan)
+        except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError):
+            # Only here: a context manager takes 5 µs of a message that is sent.
+            with self.errors(connection):
+                raise
+
     @checks_itself
     def execute(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> int:
         """Execute a statement in its own transaction on a pooled connection; gives the number of rows that it wrote.
 
         `values` are in PostgreSQL's binary format. Raises as `connection()`.
         """
-        self.ensure_schema()
-        with self._taken() as loan:
-            return statement.execute(loan.connection, loan.notes, values)
+        return self._run(statement.execute, values)
 
     @checks_itself
     def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
         """Execute a statement that gives rows in its own transaction on a pooled connection. See `execute`."""
-        self.ensure_schema()
-        with self._taken() as loan:
-            return statement.fetch(loan.connection, loan.notes, values)
+        return self._run(statement.fetch, values)
 
     @checks_itself
     def fetch_values(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[tuple[Any, ...]]:
         """As `fetch`, with the columns as Python's values. See `SingleStatement.fetch_values`."""
-        self.ensure_schema()
-        with self._taken() as loan:
-            return statement.fetch_values(loan.connection, loan.notes, values)
+        return self._run(statement.fetch_values, values)
 
     def dedicated(self) -> Connection:
         """A connection outside the pool, in autocommit mode; the caller closes it.

@@ -100,12 +100,17 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
     @sqlalchemy.event.listens_for(engine, "checkout")
     def checked_out(connection: Any, record: sqlalchemy.pool.ConnectionPoolEntry, _proxied: object) -> None:
         unused_since = record.info.get("unused_since")
-        if unused_since is None or (time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection)):
+        if unused_since is None or is_fresh(connection, unused_since):
             return
         try:
             engine.dialect.do_ping(connection)
         except psycopg.Error as error:
             raise sqlalchemy.exc.InvalidatePoolError from error
+
+
+def is_fresh(connection: Connection, unused_since: float) -> bool:
+    """Whether a connection needs no ping: unused for a short time, since a reading of `time.monotonic`, and quiet."""
+    return time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection)
 
 
 def _is_quiet(connection: Connection) -> bool:

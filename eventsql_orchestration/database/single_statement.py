@@ -7,6 +7,7 @@ preparing at each execution. Measured for publishing one event, whose wait for t
 
 from __future__ import annotations
 
+import math
 import re
 import struct
 import time
@@ -112,14 +113,13 @@ class SingleStatement:
             pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
             return _result(connection)
 
-        now = time.monotonic()
-        if self._briefly and self._name in prepared and now - prepared[self._name] >= BRIEF_SECONDS:
+        if self._briefly and time.monotonic() - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
             pgconn.send_query(b"DEALLOCATE " + self._name)
             _result(connection)
             del prepared[self._name]
         if self._name not in prepared:
             # Noted before it is prepared: after an interruption, the server may have the statement.
-            prepared[self._name] = now
+            prepared[self._name] = time.monotonic()
             self._prepare(connection)
         pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
         result = _result(connection)

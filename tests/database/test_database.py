@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import sqlalchemy
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database, tables
+from eventsql_orchestration.database import Database, sessions, tables
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
@@ -132,6 +133,66 @@ def test_connections_are_used_again_until_the_database_is_closed(database: Datab
     database.close()
     with database:
         assert pid_of(database) != before
+
+
+def checkouts(database: Database) -> list[object]:
+    """Grows with each connection that is taken from SQLAlchemy's pool."""
+    taken: list[object] = []
+    sqlalchemy.event.listen(database.engine, "checkout", lambda *_: taken.append(1))
+    return taken
+
+
+def test_a_connection_that_is_used_alone_is_kept_at_hand(database: Database) -> None:
+    pids = {pid_of(database)}
+    taken = checkouts(database)
+    pids |= {pid_of(database) for _ in range(3)}
+    assert (len(pids), len(taken)) == (1, 0)
+    # An engine's own users find it in the pool.
+    with database.core() as connection:
+        assert connection.exec_driver_sql("SELECT pg_catalog.pg_backend_pid()").scalar() in pids
+    assert not database.exhausted
+
+
+def test_no_connection_is_kept_at_hand_where_there_are_few_or_while_another_one_is_in_use(dsn: str) -> None:
+    with Database(dsn, pool_size=4, max_overflow=0) as narrow:
+        pid_of(narrow)
+        taken = checkouts(narrow)
+        pid_of(narrow), pid_of(narrow)
+        assert len(taken) == 2
+    with Database(dsn) as database, database.connection():
+        taken = checkouts(database)
+        pid_of(database), pid_of(database)
+        assert len(taken) == 2
+
+
+def test_a_connection_at_hand_that_was_unused_for_long_is_pinged(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pid = pid_of(database)
+    pinged: list[object] = []
+    monkeypatch.setattr(database.engine.dialect, "do_ping", pinged.append)
+    monkeypatch.setattr(sessions, "ASKED_AFTER", 0.0)
+    assert pid_of(database) == pid
+    assert len(pinged) == 1
+
+
+def test_a_connection_at_hand_is_closed_with_the_database(database: Database) -> None:
+    with database.connection() as connection:
+        pass
+    database.close()
+    assert connection.closed
+
+
+def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: Database) -> None:
+    pid = pid_of(database)
+    child = os.fork()
+    if not child:
+        try:
+            os._exit(0 if pid_of(database) != pid else 1)
+        except BaseException:  # noqa: BLE001 - the status tells
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert pid_of(database) == pid
 
 
 def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_after_its_use(database: Database) -> None:
