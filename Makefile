@@ -23,7 +23,7 @@ ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
 endif
 
-.PHONY: help setup demo demo-airflow airflow browser jdbc pgbouncer tls promtool java test nightly blocks pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
+.PHONY: help setup demo demo-airflow airflow browser jdbc pgbouncer tls promtool java test nightly rows pooler pooled oldest bench faults shardfaults lint format types contracts docs check clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -110,8 +110,8 @@ nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool ja
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
 	$(if $(ARGS),,$(VENV_AIRFLOW)/bin/python -m pytest -m "nightly or not nightly" tests/airflow)
 
-blocks: setup ## Run the tests of logs with every topic in blocks (ARGS=tests/…: some)
-	$(BIN)/python -m pytest --storage blocks --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \
+rows: setup ## Run the tests of logs with every topic in rows (ARGS=tests/…: some)
+	$(BIN)/python -m pytest --storage rows --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \
 		$(addprefix tests/,log publishing consuming topics maintenance queue views capture store shards spark dagster storage database \
 			metrics roles client languages assets cli))
 

@@ -158,8 +158,8 @@ class Topic:
 
     `partitions` is -1 for a topic that is not partitioned, else 1 to 32,767.
 
-    `storage` is the form of its log: "rows", or "blocks" for events that are published many at a time. In a topic to
-    register, None leaves it as it is, and takes rows for a new topic.
+    `storage` is the form of its log: "blocks", or "rows" for a topic that a service on EventSQL's Java library shares.
+    In a topic to register, None leaves it as it is, and takes blocks for a new topic, but rows for one of dead letters.
 
     `compression` is that of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are in small
     blocks, which are compressed when they are merged. In a topic to register, None leaves it as it is, and takes "none"

@@ -21,7 +21,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.embedded.programs import PROGRAMS_VARIABLE
-from eventsql_orchestration.model import ROWS, STORAGES
+from eventsql_orchestration.model import BLOCKS, ROWS, STORAGES
 from eventsql_orchestration.topics import registry
 from tests.fixtures import memory_disk, said_by, session, sessions, single_rows, spawn, until, until_blocked
 from tests.poolers import through
@@ -61,7 +61,7 @@ def is_setting(name: str) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     through.pytest_addoption(parser)
-    parser.addoption("--storage", choices=STORAGES, default=ROWS, help="The form of topics that name none.")
+    parser.addoption("--storage", choices=STORAGES, default=BLOCKS, help="The form of topics that name none.")
 
 
 def pytest_configure(config: pytest.Config) -> None:

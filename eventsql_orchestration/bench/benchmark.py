@@ -14,7 +14,7 @@ from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import BenchmarkError
-from eventsql_orchestration.model import MAX_PARTITIONS, ROWS, STORAGES
+from eventsql_orchestration.model import BLOCKS, MAX_PARTITIONS, STORAGES
 
 OPTION: Final = "option"
 """The key of an `Option` in the metadata of a field."""
@@ -77,7 +77,7 @@ class Benchmark(ABC):
     """Fields that mean nothing to this benchmark: they are no options."""
 
     partitions: int = option(10, "Partitions of the topic", most=MAX_PARTITIONS)
-    storage: str = option(ROWS, "Form of the topic's log", choices=STORAGES)
+    storage: str = option(BLOCKS, "Form of the topic's log", choices=STORAGES)
     raw_events: int = option(1_000_000, "Events of each measurement of the raw COPY rate", quick=20_000)
 
     @classmethod

@@ -28,7 +28,7 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import BenchmarkError, DatabaseBusyError, TopicNotFoundError
-from eventsql_orchestration.model import ROWS, UNCOMPRESSED, Compression, Storage, Topic
+from eventsql_orchestration.model import BLOCKS, UNCOMPRESSED, Compression, Storage, Topic
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
@@ -117,7 +117,7 @@ class Session:
 
     @contextmanager
     def topic(
-        self, label: str, *, partitions: int, storage: str = ROWS, compression: str = UNCOMPRESSED
+        self, label: str, *, partitions: int, storage: str = BLOCKS, compression: str = UNCOMPRESSED
     ) -> Iterator[str]:
         """A topic of the benchmark for the block. Gives its name."""
         name = f"{PREFIX}{label}_{self._token}"

@@ -101,7 +101,7 @@ def create(
     storage: Annotated[
         Storage | None,
         option(
-            "The form of its log: blocks (a preview) for events published in bulk.",
+            "The form of its log: blocks, or rows for a topic that EventSQL's Java library shares.",
             type=click.Choice(STORAGES),
         ),
     ],
@@ -114,7 +114,7 @@ def create(
     """Create TOPIC, or change it.
 
     A topic that exists gets the bounds of retention that options name. If it has no events and no consumers, it also
-    gets the number of partitions. Its form stays: rows, unless --storage says blocks when it is created.
+    gets the number of partitions. Its form stays: `eventsql topic alter --storage` changes it.
     """
     wanted, bounds = Topic(topic, partitions, storage=storage, compression=compression), _Bounds(**retention)
     letters = Topic(wanted.dead_letter_topic) if dead_letters else None

@@ -66,7 +66,7 @@ class ConsumerSettings(TypedDict, total=False):
     held: bool
 
 
-DEFAULT_STORAGE: Storage = ROWS
+DEFAULT_STORAGE: Storage = BLOCKS
 """The form of a new topic that names none, and takes no dead letters."""
 
 RETRY_SECONDS: Final = 30.0

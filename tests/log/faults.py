@@ -465,7 +465,7 @@ def settings_of(arguments: Sequence[str] | None) -> tuple[Settings, bool]:
     parser.add_argument("--changes", type=int, default=None, help="of the log's form, as many as restarts by default")
     parser.add_argument("--additions", type=int, default=None, help="of shards; two by default if there are several")
     parser.add_argument("--deadline", type=float, default=1_200.0, help="seconds")
-    parser.add_argument("--storage", choices=STORAGES, default="rows", help="the form of the log")
+    parser.add_argument("--storage", choices=STORAGES, default="blocks", help="the form of the log")
     parser.add_argument("--queue", action="store_true", help="consume the topic as a queue, and in no other way")
     parser.add_argument("--pooled", action="store_true", help="have a PgBouncer before each server")
     parser.add_argument("--standby", action="store_true", help="lose the server once, and promote its standby")

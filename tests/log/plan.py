@@ -44,7 +44,7 @@ class Settings:
     changes: int = 0
     additions: int = 0
     deadline: float = 1_200.0
-    storage: Storage = "rows"
+    storage: Storage = "blocks"
     pooled: bool = False
     standby: bool = False
     consumers: Mapping[str, str] = field(default_factory=lambda: CONSUMERS)

@@ -14,13 +14,13 @@ from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import MISSING, PROGRAM
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=10, restarts=2, repartitionings=3, deadline=250.0)
-IN_BLOCKS = replace(SMALL, events=6_000, kills=11, restarts=1, repartitionings=2, changes=3, storage="blocks")
+CHANGING = replace(SMALL, events=6_000, kills=11, restarts=1, repartitionings=2, changes=3)
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2
 )
 
-AS_QUEUE = replace(IN_BLOCKS, events=2_000, restarts=4, consumers=AS_A_QUEUE)
+AS_QUEUE = replace(CHANGING, events=2_000, restarts=4, consumers=AS_A_QUEUE)
 
 
 @pytest.mark.parametrize(
@@ -28,20 +28,20 @@ AS_QUEUE = replace(IN_BLOCKS, events=2_000, restarts=4, consumers=AS_A_QUEUE)
     [
         pytest.param(SMALL, id="one database"),
         pytest.param(SHARDED, id="shards that are added"),
-        pytest.param(IN_BLOCKS, id="blocks, and changes of the form"),
+        pytest.param(CHANGING, id="changes of the form"),
+        pytest.param(replace(SMALL, changes=9), id="more changes of the form", marks=pytest.mark.nightly),
         pytest.param(
-            replace(SMALL, storage="blocks", changes=9), id="more changes of the form", marks=pytest.mark.nightly
+            replace(SMALL, storage="rows", seed=20261123, changes=8),
+            id="changes of the form from rows",
+            marks=pytest.mark.nightly,
         ),
-        pytest.param(
-            replace(SMALL, seed=20261123, changes=8), id="changes of the form from rows", marks=pytest.mark.nightly
-        ),
-        pytest.param(replace(SMALL, storage="blocks"), id="more in blocks", marks=pytest.mark.nightly),
+        pytest.param(replace(SMALL, storage="rows"), id="rows", marks=pytest.mark.nightly),
         pytest.param(AS_QUEUE, id="as a queue", marks=pytest.mark.nightly),
         pytest.param(
             replace(SHARDED, events=2_000, consumers=AS_A_QUEUE), id="as a queue on shards", marks=pytest.mark.nightly
         ),
         pytest.param(
-            replace(IN_BLOCKS, restarts=0, changes=1, standby=True, consumers={**CONSUMERS, **AS_A_QUEUE}),
+            replace(CHANGING, restarts=0, changes=1, standby=True, consumers={**CONSUMERS, **AS_A_QUEUE}),
             id="a standby that is promoted",
             marks=pytest.mark.nightly,
         ),
