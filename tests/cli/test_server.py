@@ -17,9 +17,11 @@ Run = Callable[..., Result]
 
 def test_a_running_server_is_shown_without_its_password(invoke: Run, server: EmbeddedPostgres) -> None:
     running = server.start()
+    with psycopg.connect(running.dsn) as connection:
+        major = connection.info.server_version // 10_000
     result = invoke("--home", server.directory.parent, "server", "status", "--json")
     shown = json.loads(result.stdout)
-    assert shown.pop("version").startswith("18.")
+    assert shown.pop("version").startswith(f"{major}.")
     assert shown == {
         "directory": str(server.directory), "running": True, "pid": running.pid, "port": running.port,
     }  # fmt: skip

@@ -448,7 +448,7 @@ FORMS = [
 def test_a_topic_is_loaded_in_the_form_of_the_annotation(
     bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
 ) -> None:
-    ids = bench.publish("sums", 5)
+    ids = bench.publish("sums", 5, partition=0)
     seen: list[Any] = []
     result = materialize(topic_asset(RIDES), taker(seen, form()), selection=["taker"])
     assert seen == [[(id_, b"%d" % i) for i, id_ in enumerate(ids)]]
@@ -511,7 +511,7 @@ def test_of_events_that_retention_dropped_the_topic_begins_later_and_a_range_is_
     bench.publish("sums", 20)
     bench.platform.registry.set_retention("sums", Retention(events=10))
     bench.platform.retention.run_once()
-    ids = bench.publish("sums", 20)
+    ids = bench.publish("sums", 20, partition=0)
     bench.platform.retention.run_once()
     seen: list[Any] = []
     materialize(source, taker(seen, form()), selection=["taker"])

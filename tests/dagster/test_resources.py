@@ -163,7 +163,7 @@ def test_a_topic_publishes_reads_and_knows_its_lag(eventsql: EventSQLResource, p
     assert topic.publish_all(Publication("rides", b"%d" % i) for i in range(3)) == 3
     platform.transfer.run_once()
 
-    assert [event.value for event in topic.read()] == [b"one", b"two", b"0", b"1", b"2"]
+    assert {event.value for event in topic.read()} == {b"one", b"two", b"0", b"1", b"2"}
     assert [event.value for event in topic.read(after=1, upto=2, partition=1)] == [b"two"]
     assert dict(topic.read()[0].metadata) == {"source": "web"}
     assert [lag.events for lag in topic.lag()] == [5]

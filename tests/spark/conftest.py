@@ -78,9 +78,10 @@ def publish(platform: EventSQL) -> Callable[..., None]:
 
 @pytest.fixture
 def orders(platform: EventSQL, publish: Callable[..., None]) -> str:
-    """A topic of 1,000 events over 4 partitions."""
+    """A topic of 1,000 events over 4 partitions, in 10 publications."""
     platform.registry.register_topic(Topic("orders", partitions=4))
-    publish(1_000)
+    for first in range(0, 1_000, 100):
+        publish(100, first=first)
     return "orders"
 
 

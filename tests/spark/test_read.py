@@ -155,6 +155,7 @@ def test_events_that_come_while_a_query_is_planned_belong_to_the_next(
     assert splits_of(dsn, orders)[-1].upto == 1_010
 
 
+@pytest.mark.in_rows
 def test_splits_are_even_where_offsets_are_rare(
     platform: EventSQL, publish: Callable[..., None], dsn: str, orders: str
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher.channel import Channel, ChannelClosedError
+from eventsql_orchestration.threads import start_thread
 
 _ANSWER_TIMEOUT = 60.0
 """Seconds for the answer to a request. A fork takes milliseconds; a swapping machine may need longer."""
@@ -161,9 +162,11 @@ class ServerProcess:
         with self._lock:
             self._closed = True
             self._channel.close()
+        # A process that nobody waits for stays in the process table once it has ended.
+        start_thread("launcher-server", self._process.wait)
 
     def has_ended(self) -> bool:
-        """Whether the process has ended; its entry in the process table is gone then."""
+        """Whether the process has ended."""
         return self._process.poll() is not None
 
     def _kill(self) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -207,18 +205,6 @@ def deployed(
         for name in names:
             deployment.go(location=name)
         deployment.launcher.join(60)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _code_servers_are_collected_here() -> Iterator[None]:
-    """Dagster drops the objects of the code servers that a reload replaces, and their processes end by themselves.
-
-    Python warns when it collects them. That may be in another test, where the warning would be an error.
-    """
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

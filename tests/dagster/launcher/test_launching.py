@@ -16,9 +16,6 @@ from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, 
 from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
 
-# Of a code server that a reload replaced: see `_code_servers_are_collected_here`.
-pytestmark = pytest.mark.filterwarnings(r"ignore:subprocess \d+ is still running:ResourceWarning")
-
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
 
 
