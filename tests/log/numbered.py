@@ -215,9 +215,14 @@ class NumberedPublisher:
 
     def _published(self, connection: Connection) -> Iterator[int]:
         """The numbers from the next one on that lie in the buffer or, looked at after it, in the log."""
-        for part in ("eventsql.event_buffer", "eventsql.orders_event"):
+        # In the buffer, a row is an event, or a block of many.
+        buffer = (
+            "SELECT eql_key, eql_value FROM eventsql.event_buffer UNION ALL SELECT e.key, e.value "
+            "FROM eventsql.event_buffer CROSS JOIN LATERAL unnest(eql_keys, eql_values) AS e (key, value)"
+        )
+        for part in (buffer, "SELECT eql_key, eql_value FROM eventsql.orders_event"):
             statement = (
-                f"SELECT eql_key, eql_value FROM {part} WHERE starts_with(eql_key, %s) "
+                f"SELECT eql_key, eql_value FROM ({part}) AS published WHERE starts_with(eql_key, %s) "
                 "AND convert_from(eql_value, 'UTF8')::bigint >= %s"
             )
             for key, value in connection.execute(statement, (f"{self._name}-", self._next // self._keys)):
