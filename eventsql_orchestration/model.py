@@ -162,8 +162,9 @@ class Topic:
     In a topic to register, None leaves it as it is, and takes blocks for a new topic, but rows for one of dead letters.
 
     `compression` is that of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are in small
-    blocks, which are compressed when they are merged. In a topic to register, None leaves it as it is, and takes "none"
-    for a new topic. A topic in rows has a compression too, for the time when its new events are in blocks.
+    blocks, which are compressed when they are merged. In a topic to register, None leaves it as it is, and takes "lz4"
+    for a new topic where the server has it, else "none". A topic in rows has a compression too, for the time when its
+    new events are in blocks.
 
     Equality looks at `name` and `partitions` alone. In a topic from the registry, the retention None means that
     everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends it. `layout`

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from typing import Final
 
 from eventsql_orchestration import Event, EventSQL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.model import BLOCKS
 from eventsql_orchestration.topics import registry
+
+BUFFERED: Final = (
+    "SELECT eql_key, eql_value FROM eventsql.event_buffer WHERE eql_partition >= -1 UNION ALL SELECT e.key, e.value "
+    "FROM eventsql.event_buffer CROSS JOIN LATERAL unnest(eql_keys, eql_values) AS e (key, value)"
+)
+"""Keys and values of the events in the buffer, each of which is a row, or a part of one."""
 
 
 def in_blocks() -> bool:

@@ -23,7 +23,7 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, UNCOMPRESSED, Retention, Topic
+from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest, Place
 
@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 
 
 def form(topic: Topic) -> str:
-    """The partitions of a topic, its retention, and how it is stored where that is not the default, in a few words."""
+    """The partitions of a topic, its retention, and its form where that is not the default, in a few words."""
     words = [counted(topic.partitions, "partition") if topic.partitioned else "not partitioned"]
     if topic.storage not in {None, lazy.default_storage(topic.name)}:
         words.append(f"in {topic.storage}")
-    if topic.compression not in {None, UNCOMPRESSED}:
-        words.append(f"compressed by {topic.compression}")
     if topic.retention is not None:
         words.append(f"kept: {kept(topic)}")
     return ", ".join(words)

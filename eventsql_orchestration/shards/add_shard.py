@@ -205,9 +205,13 @@ class ShardAddition:
         """Give the new shard the topics and consumers of the other shards."""
         registry = self._old[0].registry
         existing = {topic.name: topic for topic in self._new.registry.topics()}
+        compressions = self._new.registry.compressions()
         for topic in registry.topics():
             if topic.name not in existing:
-                self._new.registry.register_topic(replace(topic, retention=topic.retention or Retention()))
+                # Its server may be built without a compression that the others have.
+                compression = topic.compression if topic.compression in compressions else None
+                retention = topic.retention or Retention()
+                self._new.registry.register_topic(replace(topic, retention=retention, compression=compression))
             elif topic.partitioned and existing[topic.name].partitions != topic.partitions:
                 self._new.repartitioner.repartition(topic.name, topic.partitions)
         known = {(state.topic, state.name) for state in self._new.registry.consumers()}

@@ -27,7 +27,6 @@ from eventsql_orchestration.model import (
     NOT_PARTITIONED,
     ROWS,
     STORAGES,
-    UNCOMPRESSED,
     Compression,
     Retention,
     Storage,
@@ -213,6 +212,11 @@ class Registry:
         with self._database.connection() as connection:
             compressing.check_available(connection, self._database.schema, compression)
 
+    def compressions(self) -> tuple[Compression, ...]:
+        """The compressions that the server has, and "none"."""
+        with self._database.connection() as connection:
+            return compressing.available(connection, self._database.schema)
+
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """See `ClusterRegistry.unregister_topic`."""
         # Refuse an unknown topic before anything is locked.
@@ -340,13 +344,14 @@ def _check_stored(existing: Topic, wanted: Topic) -> None:
 
 def _insert_topic(connection: Connection, topic: Topic) -> None:
     """Insert the row of a new topic. EventSQL's Java library registers topics too, and does not take our lock."""
+    compression = topic.compression or compressing.default(driver_connection(connection), schema_of(connection))
     connection.execute(
         insert(tables.topic)
         .values(
             eql_name=topic.name,
             eql_partitions=topic.partitions,
             eql_storage=_storage(connection, topic),
-            eql_compression=topic.compression or UNCOMPRESSED,
+            eql_compression=compression,
         )
         .on_conflict_do_nothing()
     )

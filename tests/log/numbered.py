@@ -12,6 +12,7 @@ from typing import Final
 
 from eventsql_orchestration import BufferedPublisher, EventSQL, Publication, Shard
 from eventsql_orchestration.database import Connection
+from tests.forms import BUFFERED
 
 TOPIC: Final = "orders"
 
@@ -215,12 +216,7 @@ class NumberedPublisher:
 
     def _published(self, connection: Connection) -> Iterator[int]:
         """The numbers from the next one on that lie in the buffer or, looked at after it, in the log."""
-        # In the buffer, a row is an event, or a block of many.
-        buffer = (
-            "SELECT eql_key, eql_value FROM eventsql.event_buffer UNION ALL SELECT e.key, e.value "
-            "FROM eventsql.event_buffer CROSS JOIN LATERAL unnest(eql_keys, eql_values) AS e (key, value)"
-        )
-        for part in (buffer, "SELECT eql_key, eql_value FROM eventsql.orders_event"):
+        for part in (BUFFERED, "SELECT eql_key, eql_value FROM eventsql.orders_event"):
             statement = (
                 f"SELECT eql_key, eql_value FROM ({part}) AS published WHERE starts_with(eql_key, %s) "
                 "AND convert_from(eql_value, 'UTF8')::bigint >= %s"

@@ -21,6 +21,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
+from tests.forms import stored
 from tests.shards.conftest import Databases, Open
 
 KEYS = [f"key {number}" for number in range(30)]
@@ -103,7 +104,7 @@ def test_a_shard_that_fails_where_another_commits_is_named_with_what_is_publishe
 ) -> None:
     broken = platform.shards[1]
     with broken.database.connection() as connection:
-        for table in ("event_buffer", "orders_event"):
+        for table in ("event_buffer", stored("orders")):
             # Deferred, so that it fails when the other shard may have committed.
             connection.execute(
                 f"""

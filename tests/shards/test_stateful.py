@@ -32,6 +32,7 @@ from eventsql_orchestration.sharding import HELD, shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.topics.offsets import Earliest
 from eventsql_orchestration.topics.partitioner import default_partition
+from tests.forms import BUFFERED, in_blocks
 from tests.log.test_stateful import SETTINGS, ConsumerModel, Entry, PartitionModel, TopicModel
 from tests.shards.conftest import database_of
 
@@ -171,7 +172,7 @@ class ShardedMachine(RuleBasedStateMachine):
         """The values of the events that a shard has."""
         with shard.platform.database.connection() as connection:
             rows = connection.execute(
-                "SELECT convert_from(eql_value, 'UTF8')::int FROM eventsql.event_buffer "
+                f"SELECT convert_from(eql_value, 'UTF8')::int FROM ({BUFFERED}) AS buffered "
                 "UNION ALL SELECT convert_from(eql_value, 'UTF8')::int FROM eventsql.orders_event"
             ).fetchall()
         return {value for (value,) in rows}
@@ -323,6 +324,8 @@ class ShardedMachine(RuleBasedStateMachine):
         for shard in self.shards:
             events = shard.platform.reader.read(TOPIC)
             found = [(int(event.value), event.key, event.partition) for event in events]
+            if in_blocks():
+                shard.topic.place_new([value for value, _, _ in found])
             assert found == [(entry.value, entry.key, entry.partition) for entry in shard.topic.log]
             for event, entry in zip(events, shard.topic.log, strict=True):
                 assert entry.id in (0, event.id)

@@ -43,10 +43,18 @@ def reading(platform: EventSQL) -> Iterator[Connection]:
 
 
 def test_a_topic_without_a_compression_keeps_events_as_they_are(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="none"))
     platform.publisher.publish_all(BATCH)
     assert compressions(platform) == [None]
     assert platform.registry.topic("orders").compression == "none"
+
+
+def test_a_topic_that_names_no_compression_has_lz4_where_the_server_has_it(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.publisher.publish_all(BATCH)
+    expected = "lz4" if has_lz4(platform) else None
+    assert compressions(platform) == [expected]
+    assert platform.registry.topic("orders").compression == (expected or "none")
 
 
 def test_blocks_are_compressed_as_their_topic_says(platform: EventSQL) -> None:
@@ -74,7 +82,7 @@ def test_a_server_without_lz4_refuses_it_before_anything_is_written(platform: Ev
 
 
 def test_a_changed_compression_counts_for_new_blocks_in_present_segments(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="none"))
     platform.publisher.publish_all(BATCH)
     assert platform.registry.set_compression("orders", "pglz")
     assert not platform.registry.set_compression("orders", "pglz")
@@ -112,7 +120,7 @@ def test_a_declared_compression_that_a_topic_does_not_have_is_refused(platform: 
 
 
 def test_a_compression_is_not_changed_while_a_reader_does_not_end(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    platform.registry.register_topic(Topic("orders", storage="blocks", compression="none"))
     with reading(platform), pytest.raises(DatabaseBusyError):
         platform.registry.set_compression("orders", "pglz", timeout=0)
     assert platform.registry.topic("orders").compression == "none"
