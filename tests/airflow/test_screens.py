@@ -1,4 +1,4 @@
-"""Airflow's UI in a browser, as a user of `eventsql dev --dags` sees it: the graph of assets, a run and its trace."""
+"""Airflow's UI in a browser, as a user of `eventsql dev --dags` sees it: assets, a run, a trace, a connection."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from selenium import webdriver
+from selenium.webdriver.common.keys import Keys
 
 from eventsql_orchestration.airflow.api import AirflowApi
 from tests.airflow.test_dev import DAGS, home, running, wait_for
@@ -57,6 +58,31 @@ def test_a_person_sees_the_assets_a_run_and_where_its_events_come_from(
     follow(browser, "EventSQL trace")
     see(browser, lambda page: "as consumer billing" in text(page), "the ranges that the run has read")
     screenshot(browser, "airflow-trace", tmp_path)
+
+    browser.get(f"{served.url}/connections")
+    press(browser, "Add Connection")
+    see(browser, lambda page: page.find_elements("css selector", "input[role=combobox]"), "the form of a connection")
+    browser.find_element("css selector", "input[role=combobox]").send_keys("eventsql", Keys.ENTER)
+    see(browser, lambda page: page.find_elements("name", "schema"), "the fields of the type")
+    for name, value in {"connection_id": "shop", "host": "127.0.0.1", "port": "5433", "schema": "events"}.items():
+        browser.find_element("name", name).send_keys(value)
+    press(browser, "Extra Fields")
+    see(browser, lambda page: "The schema of the platform's tables." in text(page), "the fields of this provider")
+    assert browser.find_element("name", "element_db_schema").get_attribute("value") == "eventsql"
+    assert browser.find_element("name", "element_shards").get_attribute("type") == "password"
+    browser.find_element("name", "element_parameters").send_keys("sslmode=require")
+    screenshot(browser, "airflow-connection", tmp_path)
+    press(browser, "Save")
+    see(browser, lambda page: "shop" in text(page) and "5433" in text(page), "the stored connection")
+
+
+def press(driver: webdriver.Chrome, button: str) -> None:
+    """Click the button of this text."""
+    path = f"//button[normalize-space()='{button}']"
+    see(driver, lambda page: page.find_element("xpath", path).is_enabled(), button)
+    target = driver.find_element("xpath", path)
+    driver.execute_script("arguments[0].scrollIntoView()", target)
+    target.click()
 
 
 def details(api: AirflowApi, dag: str, task: str) -> str:
