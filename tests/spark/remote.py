@@ -74,6 +74,11 @@ def progress(spark: SparkSession) -> str:
     lines: list[str] = []
     with spark_progress(_context(lines), spark, every=0.05) as progress:
         spark.range(1000).selectExpr("id % 7 AS key").groupBy("key").count().collect()
+        # The server's figures come a moment after the answer.
+        deadline = time.monotonic() + 60.0
+        while not any(stage.rows_in for stage in progress.stages()):
+            assert time.monotonic() < deadline, "no figures"
+            time.sleep(0.05)
     spark.range(5).count()  # not in the block
     return json.dumps({"metadata": progress.metadata(), "lines": lines})
 
