@@ -21,8 +21,9 @@ FROM pg_proc p WHERE p.pronamespace = '{schema}'::regnamespace AND p.proname IN 
 
 # Parked behind a message that is locked: until this transaction ends, that one cannot be acknowledged, and then its
 # acknowledgement sees the parked one. So only a transaction that ends at once (`alone`) locks, and it never waits for a
-# lock: without one, the message is visible, and receivers decide. The bounds of the key say with the order which index
-# is read: a plan made on an empty table might read the primary key's instead.
+# lock: without one, the message is visible, and receivers decide. A lock takes rights that a role of senders lacks, and
+# PostgreSQL asks for all rights of a statement: the look is a statement of its own. The bounds of the key say with the
+# order which index is read: a plan made on an empty table might read the primary key's instead.
 _PUT = """
 DROP FUNCTION {schema}.put_messages(
     integer, bytea[], text[], text[], integer[], timestamptz[], double precision[], text[]
@@ -34,10 +35,10 @@ CREATE FUNCTION {schema}.put_messages(
 ) RETURNS bigint[] {settings} AS $$
 DECLARE
     in_order boolean;
-    may_lock boolean;
     seconds double precision;
     ids bigint[];
     repeated boolean[];
+    behind boolean[];
     place integer;
     sent bigint;
 BEGIN
@@ -78,29 +79,41 @@ BEGIN
     END IF;
 
     IF ids IS NOT NULL THEN
-        may_lock := alone AND current_setting('transaction_isolation') = 'read committed';
+        IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed'
+           AND has_table_privilege('{schema}.queue_message', 'SELECT')
+           AND has_any_column_privilege('{schema}.queue_message', 'UPDATE') THEN
+            behind := ARRAY(
+                SELECT earlier.found
+                FROM (
+                    SELECT g.key, g.place, row_number() OVER (PARTITION BY g.key ORDER BY g.place) AS rank
+                    FROM unnest(keys) WITH ORDINALITY AS g (key, place)
+                ) each
+                LEFT JOIN LATERAL (
+                    SELECT true AS found FROM {schema}.queue_message m
+                    WHERE each.rank = 1 AND m.eql_queue = of_queue
+                      AND m.eql_key >= each.key AND m.eql_key <= each.key AND m.eql_in_order
+                    ORDER BY m.eql_key DESC, m.eql_id DESC LIMIT 1
+                    FOR KEY SHARE SKIP LOCKED
+                ) earlier ON true
+                ORDER BY each.place
+            );
+        END IF;
         INSERT INTO {schema}.queue_message (
             eql_id, eql_queue, eql_key, eql_body, eql_metadata, eql_priority, eql_in_order, eql_visible_at, eql_due_at
         ) OVERRIDING SYSTEM VALUE
         SELECT g.id, of_queue, g.key, g.body, coalesce(g.metadata, '{}')::json, coalesce(g.priority, 0), g.in_order,
                CASE WHEN g.parked THEN 'infinity' ELSE g.due END, CASE WHEN g.parked THEN g.due END
         FROM (
-            SELECT h.*, h.in_order AND (h.rank > 1 OR earlier.found IS TRUE) AS parked
+            SELECT h.*, h.in_order AND (h.rank > 1 OR h.behind IS TRUE) AS parked
             FROM (
-                SELECT h.id, h.key, h.body, h.metadata, h.priority, in_order AND h.key IS NOT NULL AS in_order,
+                SELECT h.id, h.key, h.body, h.metadata, h.priority, h.behind,
+                       in_order AND h.key IS NOT NULL AS in_order,
                        row_number() OVER (PARTITION BY h.key ORDER BY h.id) AS rank,
                        coalesce(h.due, clock_timestamp() + make_interval(secs => coalesce(h.delay, 0))) AS due
-                FROM unnest(ids, bodies, keys, metadata, priorities, dues, delays, repeated)
-                    AS h (id, body, key, metadata, priority, due, delay, repeated)
+                FROM unnest(ids, bodies, keys, metadata, priorities, dues, delays, repeated, behind)
+                    AS h (id, body, key, metadata, priority, due, delay, repeated, behind)
                 WHERE h.repeated IS NOT TRUE
             ) h
-            LEFT JOIN LATERAL (
-                SELECT true AS found FROM {schema}.queue_message m
-                WHERE may_lock AND h.in_order AND h.rank = 1 AND m.eql_queue = of_queue
-                  AND m.eql_key >= h.key AND m.eql_key <= h.key AND m.eql_in_order
-                ORDER BY m.eql_key DESC, m.eql_id DESC LIMIT 1
-                FOR KEY SHARE SKIP LOCKED
-            ) earlier ON true
         ) g;
         RETURN ids;
     END IF;
