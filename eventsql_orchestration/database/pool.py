@@ -29,6 +29,8 @@ class Loan:
     connection: Connection
     notes: dict[Any, Any]
     proxied: PoolProxiedConnection
+    pool: sqlalchemy.Pool
+    """SQLAlchemy's pool that gave it. A forked process has another one."""
     closings: int
 
 
@@ -86,11 +88,11 @@ class Pool:
             if is_fresh(spare.connection, spare.notes["unused_since"]):
                 return spare
             self._return_spare(spare)
-        closings = self._closings
+        closings, pool = self._closings, self.engine.pool
         proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
         assert isinstance(connection, psycopg.Connection)
-        return Loan(connection, proxied.info, proxied, closings)
+        return Loan(connection, proxied.info, proxied, pool, closings)
 
     def give_back(self, loan: Loan) -> None:
         """Give a connection back. It is closed if `close` was called meanwhile: its pool was replaced."""
@@ -107,7 +109,7 @@ class Pool:
         pool = self.engine.pool
         return (
             not self._spares
-            and self._closings == loan.closings
+            and loan.pool is pool
             and loan.connection.pgconn.transaction_status == TransactionStatus.IDLE
             and isinstance(pool, QueuePool)
             and pool.checkedout() == 1

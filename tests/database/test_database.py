@@ -197,6 +197,25 @@ def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: 
     assert pid_of(database) == pid
 
 
+def test_a_forked_process_keeps_no_connection_of_its_parent_at_hand(database: Database) -> None:
+    parents = database.connection()
+    with parents as connection:
+        pid = connection.info.backend_pid
+        child = os.fork()
+        if not child:
+            try:
+                # The parent's connection is given back while the child has one of its own.
+                with database.connection():
+                    parents.__exit__(None, None, None)
+                    with database.connection():
+                        pass
+                os._exit(0 if pid_of(database) != pid else 1)
+            except BaseException:  # noqa: BLE001 - the status tells
+                os._exit(2)
+        assert os.waitpid(child, 0)[1] == 0
+    assert pid_of(database) == pid
+
+
 def test_a_connection_that_is_in_use_while_the_database_is_closed_is_closed_after_its_use(database: Database) -> None:
     with database.connection() as connection:
         database.close()
