@@ -18,6 +18,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, UNCOMPRESSED, Compress
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.storage import compressing
 from eventsql_orchestration.topics.catalog import check_form, no_consumer
 from eventsql_orchestration.topics.offsets import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
@@ -165,7 +166,8 @@ class ClusterRegistry:
     def _check_compression(self, compression: Compression | None) -> None:
         """Raise `RegistryError` if one of several servers is built without a compression, before any is changed."""
         if self._lone is None and compression not in {None, UNCOMPRESSED}:
-            self._cluster.fan_out(lambda shard: shard.registry.check_compression(compression))
+            for shard, found in self._cluster.fan_out(lambda shard: shard.registry.compressions()).items():
+                compressing.check_among(compression, found, f"the PostgreSQL server of shard {shard.label!r}")
 
     def unregister_topic(self, name: str, *, force: bool = False) -> None:
         """Delete a topic with all its events.

@@ -30,12 +30,15 @@ def default(connection: psycopg.Connection[Any], schema: str) -> Compression:
 
 def check_available(connection: psycopg.Connection[Any], schema: str, compression: Compression | None) -> None:
     """Raise `RegistryError` if the server is built without a compression."""
-    if compression in {None, UNCOMPRESSED}:
-        return
-    methods = available(connection, schema)
-    if compression not in methods:
+    if compression not in {None, UNCOMPRESSED}:
+        check_among(compression, available(connection, schema), "this PostgreSQL server")
+
+
+def check_among(compression: Compression | None, methods: tuple[Compression, ...], server: str) -> None:
+    """Raise `RegistryError` if a compression is not among those of a server."""
+    if compression is not None and compression not in methods:
         raise RegistryError(
-            f"this PostgreSQL server is built without {compression}: take {' or '.join(methods)} for the compression, "
+            f"{server} is built without {compression}: take {' or '.join(methods)} for the compression, "
             f"or a server that has {compression}"
         )
 

@@ -93,7 +93,8 @@ def create_block_table(connection: psycopg.Connection[Any], schema: str, topic: 
     steps = ["create_blocks", "store_apart", "create_gap_index"]
     for step in steps + (["create_partition_index"] if topic.partitioned else []):
         connection.execute(queries(step, topic=topic.name, table=table))
-    if topic.compression not in {None, UNCOMPRESSED}:
+    # A topic that was restored from another server may have a compression that this server lacks.
+    if topic.compression != UNCOMPRESSED and topic.compression in compressing.available(connection, schema):
         compressing.compress(connection, schema, table, topic.compression)
 
 

@@ -207,11 +207,6 @@ class Registry:
         self.forget(name)
         return changed
 
-    def check_compression(self, compression: Compression | None) -> None:
-        """Raise `RegistryError` if the server is built without a compression."""
-        with self._database.connection() as connection:
-            compressing.check_available(connection, self._database.schema, compression)
-
     def compressions(self) -> tuple[Compression, ...]:
         """The compressions that the server has, and "none"."""
         with self._database.connection() as connection:

@@ -39,7 +39,6 @@ PARTS = [
 OF_A_SHARD = {
     (Transfer, "close"): "a shard closes its own",
     (Publisher, "publish_batch"): "each shard has lanes of its own",
-    (Registry, "check_compression"): "all shards are asked before one of them is changed",
     (Registry, "compressions"): "servers may be built with others",
 }
 

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import RedefinitionError, SchemaOutdatedError, ShardsDifferError, ShardSetError
+from eventsql_orchestration.errors import (
+    RedefinitionError,
+    RegistryError,
+    SchemaOutdatedError,
+    ShardError,
+    ShardsDifferError,
+    ShardSetError,
+)
+from eventsql_orchestration.model import Compression
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.bootstrap import compare
 from eventsql_orchestration.shards.shard_state import ShardState
+from eventsql_orchestration.storage import compressing
 from tests.shards.conftest import Databases, Open, database_of
 
 
@@ -194,3 +205,29 @@ def _dies_after(step: str):  # type: ignore[no-untyped-def]
             raise KeyboardInterrupt
 
     return on_step
+
+
+def test_a_compression_that_one_server_lacks_changes_nothing_on_any(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = databases(2)
+    registry = opened(one, other).registry
+    registry.register_topic(Topic("rides", compression="none"))
+    lacking = conninfo_to_dict(other)["dbname"]
+
+    def available(connection: psycopg.Connection[Any], _schema: str) -> tuple[Compression, ...]:
+        return ("pglz", "none") if connection.info.dbname == lacking else ("pglz", "lz4", "none")
+
+    # The tests have one server, so its databases stand for servers that are built differently.
+    monkeypatch.setattr(compressing, "available", available)
+    calls = (
+        lambda: registry.set_compression("rides", "lz4"),
+        lambda: registry.register_topic(Topic("fresh", compression="lz4")),
+    )
+    for call in calls:
+        with pytest.raises(RegistryError) as refused:
+            call()
+        assert not isinstance(refused.value, ShardError)
+        assert "shard-2" in str(refused.value)
+    for shard in opened(one, other).shards:
+        assert [(topic.name, topic.compression) for topic in shard.registry.topics()] == [("rides", "none")]

@@ -112,6 +112,15 @@ def test_a_topic_in_rows_keeps_its_compression_for_later(platform: EventSQL) -> 
     assert compressions(platform) == ["pglz"]
 
 
+def test_a_topic_that_was_restored_from_a_server_with_lz4_gets_blocks(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", storage="rows", compression="none"))
+    with platform.database.transaction() as connection:
+        connection.execute("UPDATE eventsql.topic SET eql_compression = 'lz4'")
+    platform.registry.set_storage("orders", "blocks")
+    platform.publisher.publish_all(BATCH)
+    assert compressions(platform) == ["lz4" if has_lz4(platform) else None]
+
+
 def test_a_declared_compression_that_a_topic_does_not_have_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks", compression="pglz"))
     platform.registry.register_topic(Topic("orders"))
