@@ -27,7 +27,8 @@ def leftover_findings(platform: Shard) -> Iterator[Finding]:
         yield warning(
             "leftovers",
             f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"eventsql topic create {shlex.quote(name)}, or delete them from event_buffer",
+            f"eventsql topic create {shlex.quote(name)}, and if nobody needs them, then eventsql topic delete "
+            f"{shlex.quote(name)} --force",
         )
     for topic in platform.registry.topics():
         for each in leftovers.lacking(topic.name):

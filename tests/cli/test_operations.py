@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import signal
 import subprocess
 import time
@@ -145,6 +146,24 @@ def test_what_a_deleted_topic_has_left_is_named_and_cleared_by_the_command_that_
     assert run(*layouts["remedy"].split()[1:]).exit_code == 0
     _, findings = diagnose(run)
     assert len(findings["leftovers"]) == 1, "events are the user's"
+
+
+@pytest.mark.usefixtures("java")
+@pytest.mark.parametrize("events", [1, 500])
+def test_events_of_a_topic_that_does_not_exist_are_deleted_by_the_commands_that_the_doctor_names(
+    run: Run, platform: EventSQL, dsn: str, events: int
+) -> None:
+    platform.registry.register_topic(Topic("former"))
+    with EventSQL(dsn, transfer=False) as other, other.database.transaction() as connection:
+        other.publisher.publish_all([Publication("former", b"")] * events, connection=connection)
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.topic")
+    (finding,) = diagnose(run)[1]["leftovers"]
+    create, delete = re.findall(r"eventsql (topic (?:create|delete)[^,]*)", finding["remedy"])
+    assert run(*create.split()).exit_code == run(*delete.split()).exit_code == 0
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT FROM eventsql.event_buffer").fetchall() == []
+    assert "leftovers" not in diagnose(run)[1]
 
 
 @pytest.mark.usefixtures("java")
