@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import os
 import zlib
@@ -12,7 +13,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO, Final, Literal, cast
+from typing import Final, Literal
 
 from eventsql_orchestration.errors import InputError
 from eventsql_orchestration.validation import MAX_VALUE_BYTES
@@ -117,15 +118,16 @@ class File(Source):
             self.total = os.fstat(self._raw.fileno()).st_size or None
         except OSError as error:
             raise InputError(f"{path} cannot be read: {error.strerror or error}") from error
-        self._content: BinaryIO = self._raw
+        self._content: io.BufferedIOBase = self._raw
         if path.suffix.lower() == ".gz":
-            self._content = stack.enter_context(cast("BinaryIO", gzip.GzipFile(fileobj=self._raw)))
+            self._content = stack.enter_context(gzip.GzipFile(fileobj=self._raw))
 
     def position(self) -> int:
         return self._raw.tell()
 
     def _chunks(self) -> Iterator[bytes]:
         try:
-            yield from iter(partial(self._content.read, CHUNK_BYTES), b"")
+            # `read` waits for all of these bytes without a look at signals: Ctrl-C would wait for more input.
+            yield from iter(partial(self._content.read1, CHUNK_BYTES), b"")
         except UNREADABLE as error:
             raise InputError(f"{self.name} cannot be read to its end: {error}") from error

@@ -448,7 +448,7 @@ def test_a_file_whose_publishing_is_interrupted_is_not_published(
     start: Start, platform: EventSQL, topic: str, stored: Stored, directory: Path
 ) -> None:
     os.mkfifo(directory / "endless.jsonl")
-    process = start("publish", topic, "--file", "endless.jsonl")
+    process = start("publish", topic, "--file", "endless.jsonl", PYTHONFAULTHANDLER="1")
     with (directory / "endless.jsonl").open("wb", buffering=0) as pipe:
         pipe.write(b"1\n" * 200_000)
         with platform.database.connection() as connection:
@@ -456,8 +456,13 @@ def test_a_file_whose_publishing_is_interrupted_is_not_published(
             copying = "SELECT count(*) FROM pg_stat_progress_copy WHERE datname = current_database()"
             await_until(lambda: connection.execute(copying).fetchall() == [(1,)])
         process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=30)
-    assert (process.returncode, errors) == (130, b"")
+        try:
+            _, errors = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            # Python tells where the program is.
+            process.send_signal(signal.SIGABRT)
+            _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors.decode()
     assert stored(topic) == 0
 
 

@@ -29,7 +29,7 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     described = shown(run, "queue", "describe", "jobs")
     assert isinstance(described, dict)
     assert (described["ordered"], described["dead_letters"], described["visible"], described["blocked"]) == (
-        True, "jobs_dead", 2, 1,
+        True, "jobs_dead", 1, 2,
     )  # fmt: skip
     assert [each["body"] for each in shown(run, "queue", "peek", "jobs")] == ["first", "second", "third"]  # type: ignore[attr-defined]
     received = shown(run, "queue", "receive", "jobs", "--acknowledge")
