@@ -202,7 +202,7 @@ class DeadLetters:
             else [self._source(topic)]
         )
         with self._database.connection() as connection:
-            removed = connection.execute(self._queries("prune_deleted")).rowcount
+            removed = connection.execute(self._queries("prune_deleted"), prepare=False).rowcount
             for source in sources:
                 for name in ("prune_former", "prune"):
                     query = self._letters(name, topic=source)
