@@ -209,7 +209,7 @@ class RollupView:
         rollup = self.definition
         step = rollup.grain if every is None else every
         if step <= timedelta(0) or step % rollup.grain:
-            raise ValidationError(f"every: {step} is not a multiple of {rollup.grain}, the grain of rollup {rollup.name!r}")
+            raise ValidationError(f"every: {step} is not a multiple of {rollup.grain}, the grain of {rollup.name!r}")
         wanted = {} if where is None else dict(where)
         for name in (*wanted, *(by or ())):
             self._check_known("dimension", name, rollup.dimensions)
