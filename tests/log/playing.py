@@ -99,7 +99,8 @@ class Shards:
             time.sleep(0.05)
             return True
 
-        self.until_told(work, end)
+        # A process that begins at the end of the run is told to end before it has started anything.
+        self.until_told(work, lambda: end() if started else None)
 
 
 # Roles
