@@ -55,6 +55,7 @@ def names_log(identifier: str) -> bool:
     return any(part in identifier for part in ("_event", "_block", "_rows", "_array", "_segment_"))
 
 
-def mentions_log(message: str, schema: str) -> bool:
-    """Whether a server's message names a log of `schema`. The words and quotes around the name differ by language."""
-    return re.search(rf"\b{re.escape(schema)}\.\S*_(event|block|rows|array)\W", message) is not None
+def topic_in(message: str, schema: str) -> str | None:
+    """The topic whose log in `schema` a server's message names. Words and quotes around the name differ by language."""
+    found = re.search(rf"\b{re.escape(schema)}\.(\S*)_(event|block|rows|array)\W", message)
+    return None if found is None else found[1]

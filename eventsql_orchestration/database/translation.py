@@ -9,7 +9,7 @@ from typing import Final
 import psycopg
 import sqlalchemy
 
-from eventsql_orchestration.database.log_names import mentions_log
+from eventsql_orchestration.database.log_names import topic_in
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseBusyError,
@@ -67,8 +67,8 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
             kind, meaning = DatabaseError, f"cannot read or write its files ({detail}): look at the server's log"
         case psycopg.errors.QueryCanceled() | psycopg.errors.LockNotAvailable() | psycopg.errors.DeadlockDetected():
             kind, meaning = DatabaseBusyError, f"was too busy ({detail}): try again"
-        case psycopg.errors.UndefinedTable() if mentions_log(detail, schema):
-            kind, meaning = TopicNotFoundError, f"lacks the log of a topic ({detail}): the topic was deleted"
+        case psycopg.errors.UndefinedTable() if (topic := topic_in(detail, schema)) is not None:
+            kind, meaning = TopicNotFoundError, f"lacks the log of topic {topic!r}: the topic was deleted"
         case (
             psycopg.errors.UndefinedTable() | psycopg.errors.UndefinedColumn() | psycopg.errors.InvalidSchemaName()
         ) if re.search(rf"\b{re.escape(schema)}\b|eql_", detail):

@@ -340,7 +340,7 @@ def test_a_table_of_ours_that_is_missing_is_named_with_the_command_that_makes_it
 
 
 def test_the_log_of_a_deleted_topic_is_a_topic_that_is_not_found(database: Database) -> None:
-    with pytest.raises(TopicNotFoundError, match="orders_event"), database.connection() as connection:
+    with pytest.raises(TopicNotFoundError, match="the log of topic 'orders'"), database.connection() as connection:
         connection.execute(LogQueries("read", "eventsql")("end", topic="orders"))
 
 
