@@ -83,12 +83,14 @@ class Pool:
 
     def take(self) -> Loan:
         """Take a connection. `give_back` returns it. Raises `ClosedError`."""
+        # Before the look at `closed`: a connection that is taken while `close` runs is closed when it is given back.
+        closings = self._closings
         self.check_open()
         if (spare := self._spare()) is not None:
             if is_fresh(spare.connection, spare.notes["unused_since"]):
                 return spare
             self._return_spare(spare)
-        closings, pool = self._closings, self.engine.pool
+        pool = self.engine.pool
         proxied = self.engine.raw_connection()
         connection = proxied.driver_connection
         assert isinstance(connection, psycopg.Connection)
@@ -144,9 +146,9 @@ class Pool:
 
         `engine` is the pool's, or the pool's with options of its own. Raises `ClosedError`.
         """
+        closings = self._closings
         self.check_open()
         self._return_spare(self._spare())
-        closings = self._closings
         with engine.connect() as connection:
             try:
                 yield connection

@@ -197,6 +197,21 @@ def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: 
     assert pid_of(database) == pid
 
 
+def test_a_connection_that_is_taken_while_the_database_is_closed_is_not_kept(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, check = database._pool, database._pool.check_open
+
+    def close_after_the_check() -> None:
+        check()
+        pool.close()
+
+    monkeypatch.setattr(pool, "check_open", close_after_the_check)
+    loan = pool.take()
+    pool.give_back(loan)
+    assert loan.connection.closed
+
+
 def test_a_forked_process_keeps_no_connection_of_its_parent_at_hand(database: Database) -> None:
     parents = database.connection()
     with parents as connection:
