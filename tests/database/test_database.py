@@ -185,15 +185,20 @@ def test_a_connection_at_hand_is_closed_with_the_database(database: Database) ->
     assert connection.closed
 
 
-def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: Database) -> None:
-    pid = pid_of(database)
+def holds_in_a_fork(condition: Callable[[], bool]) -> bool:
+    """Whether a condition holds in a forked process, and nothing fails there."""
     child = os.fork()
     if not child:
         try:
-            os._exit(0 if pid_of(database) != pid else 1)
+            os._exit(0 if condition() else 1)
         except BaseException:  # noqa: BLE001 - the status tells
             os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
+    return os.waitpid(child, 0)[1] == 0
+
+
+def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: Database) -> None:
+    pid = pid_of(database)
+    assert holds_in_a_fork(lambda: pid_of(database) != pid)
     assert pid_of(database) == pid
 
 
@@ -216,18 +221,16 @@ def test_a_forked_process_keeps_no_connection_of_its_parent_at_hand(database: Da
     parents = database.connection()
     with parents as connection:
         pid = connection.info.backend_pid
-        child = os.fork()
-        if not child:
-            try:
-                # The parent's connection is given back while the child has one of its own.
+
+        def has_its_own() -> bool:
+            # The parent's connection is given back while the child has one of its own.
+            with database.connection():
+                parents.__exit__(None, None, None)
                 with database.connection():
-                    parents.__exit__(None, None, None)
-                    with database.connection():
-                        pass
-                os._exit(0 if pid_of(database) != pid else 1)
-            except BaseException:  # noqa: BLE001 - the status tells
-                os._exit(2)
-        assert os.waitpid(child, 0)[1] == 0
+                    pass
+            return pid_of(database) != pid
+
+        assert holds_in_a_fork(has_its_own)
     assert pid_of(database) == pid
 
 
