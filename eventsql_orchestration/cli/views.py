@@ -94,6 +94,18 @@ def retain(context: CliContext, *, as_json: AsJson) -> None:
         say(f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped{busy}")
 
 
+@command(view, "sort")
+def sort_logs(context: CliContext, *, as_json: AsJson) -> None:
+    """Rewrite the closed partitions of logs in the order of resources, each once."""
+    with _views(context) as views:
+        done = views.sort()
+    if as_json:
+        write_json([asdict(each) for each in done])
+    for each in () if as_json else done:
+        busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
+        say(f"logs {each.view!r}: {counted(each.partitions, 'partition')} sorted{busy}")
+
+
 @command(view)
 def drop(
     context: CliContext,
@@ -305,6 +317,8 @@ def _form(definition: Definition) -> str | None:
     described = definition.described()
     if "grain" in described:
         described["grain"] = age(described["grain"])
+    if "sort_after" in described:
+        described["sort_after"] = "never" if described["sort_after"] is None else age(described["sort_after"])
     texts = {name: " ".join(value) if isinstance(value, list) else value for name, value in described.items()}
     return ", ".join(f"{name} {text}" for name, text in texts.items() if text) or None
 

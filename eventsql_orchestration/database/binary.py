@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -48,9 +47,3 @@ def encode_jsonb(text: str) -> bytes:
 def decode_jsonb(raw: bytes | None) -> Any:
     # The server writes no blanks around it. `json.loads` of bytes would take four times as long for a small object.
     return _JSON.raw_decode((raw or b"")[1:].decode())[0]
-
-
-def decode_jsonbs(raws: Sequence[bytes]) -> list[Any]:
-    """As `decode_jsonb`, for many values in half of the time: they are one array."""
-    array: list[Any] = _JSON.raw_decode(f"[{b','.join([raw[1:] for raw in raws]).decode()}]")[0]
-    return array

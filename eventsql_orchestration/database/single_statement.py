@@ -160,6 +160,14 @@ def raw_rows(result: PGresult) -> list[RawRow]:
     return transformer.load_rows(0, result.ntuples, tuple)
 
 
+def fetch_raw(connection: Connection, query: sql.SQL | bytes, values: Mapping[str, object]) -> list[RawRow]:
+    """The rows of a statement in PostgreSQL's binary format."""
+    cursor = connection.cursor().execute(query, values, binary=True, prepare=False)
+    result = cursor.pgresult
+    assert result is not None, "a statement that was executed has a result"
+    return raw_rows(result)
+
+
 def encode_array(items: Sequence[bytes | None], *, of: int) -> bytes:
     """An array of one dimension in PostgreSQL's binary format. `of` is the OID of the items' type."""
     parts = [struct.pack("!iiIii", 1, int(None in items), of, len(items), 1)]

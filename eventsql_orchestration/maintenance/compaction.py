@@ -348,19 +348,20 @@ class _Log:
                 # A retention has dropped it, or a change of the form has given its log another name.
                 return False
             # If VACUUM did not run, the server's numbers may be older than the newest events.
-            vacuumed = self._compactor.vacuum(source, segment.table)
-            bounds = self._compactor.bounds(source, segment) if vacuumed else None
+            own = self._compactor.exchange(segment)
+            vacuumed = self._compactor.vacuum(source, segment.table) and own.may_vacuum(source)
+            bounds = own.seen_by_all(source) if vacuumed else None
             has_roles = act_as_owner(connection, self._schema)
-            if bounds is None or not self._attempt(connection, segment, self._compactor.probe):
+            if bounds is None or not self._attempt(connection, segment, own.probe):
                 return False
-            if not self._attempt(connection, segment, self._compactor.keep_writers_away):
+            if not self._attempt(connection, segment, own.keep_writers_away):
                 return False
 
             new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
             if not has_roles:
                 segments.pass_on_owner(connection, self._schema, old, new)
             segments.pass_on_rights(connection, self._schema, old, new)
-            exchange = partial(self._compactor.replace, new=new, bounds=bounds)
+            exchange = partial(self._compactor.replace, segment=segment, new=new, bounds=bounds)
             if not self._attempt(connection, segment, exchange, seconds=EXCHANGE_SECONDS):
                 connection.execute(sql.SQL("DROP TABLE {}").format(new))
                 return False
@@ -369,7 +370,7 @@ class _Log:
     def _may_be_exchanged(self, connection: Connection, segment: Segment) -> bool:
         """Whether nothing of others depends on the table of a segment."""
         found = segments.dependents(connection, self._schema, self.topic, segments.table(self._schema, segment))
-        if found or self._compactor.is_published(connection):
+        if found or self._compactor.exchange(segment).is_published(connection):
             logger.info("segment %r keeps its free space, because %s", segment.table, found or "it may be replicated")
             return False
         return True
@@ -378,7 +379,7 @@ class _Log:
         self,
         connection: Connection,
         segment: Segment,
-        step: Callable[[Connection, Segment], None],
+        step: Callable[[Connection], None],
         seconds: float = 0.0,
     ) -> bool:
         """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. False where others are in its way."""
@@ -387,7 +388,7 @@ class _Log:
         while True:
             try:
                 with connection.transaction():
-                    step(connection, segment)
+                    step(connection)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
                 if not retry.lasts():
                     logger.debug("segment %r keeps its free space for now: transactions read it", segment.table)

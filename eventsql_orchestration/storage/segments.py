@@ -36,7 +36,7 @@ LOCK_SECONDS: Final = 5
 """Seconds that each step of an adoption waits for other transactions. Later transactions wait behind it."""
 
 ADOPTION_CHECK: Final = "eql_within_segment"
-"""The constraint that a plain table has while it is made a segment."""
+"""The constraint that a plain table has while it is made a segment or another partition."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from psycopg.errors import SerializationFailure, UniqueViolation
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array, fetch_raw
 from eventsql_orchestration.errors import (
     AggregateClosedError,
     ConcurrentAppendError,
@@ -18,7 +18,6 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.store.change import Change, encode_metadata
-from eventsql_orchestration.store.order import fetch_raw
 from eventsql_orchestration.validation import check_whole, shown
 
 ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]

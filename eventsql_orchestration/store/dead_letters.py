@@ -7,8 +7,8 @@ from datetime import datetime
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.single_statement import fetch_raw
 from eventsql_orchestration.store.change import RecordedChange
-from eventsql_orchestration.store.order import fetch_raw
 
 
 @dataclass(frozen=True, slots=True)

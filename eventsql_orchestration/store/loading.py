@@ -7,9 +7,8 @@ from typing import Final
 
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.binary import encode_bigint
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
 from eventsql_orchestration.store.change import check_schema_version
-from eventsql_orchestration.store.order import fetch_raw
 from eventsql_orchestration.validation import check_name, check_whole
 
 _UNBOUNDED: Final = 2**63 - 1

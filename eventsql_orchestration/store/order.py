@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final, TypeAlias
 
-from psycopg import sql
-
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.database.single_statement import RawRow, raw_rows
+from eventsql_orchestration.database.single_statement import RawRow, fetch_raw
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.home import Home
@@ -69,14 +67,6 @@ class GlobalOrder:
         start = self.home.place(connection, None)
         row = fetch_first(connection, self._queries("newest"), prepare=False)
         return start if row is None else StoreCheckpoint(start.era, int(row[0]), row[1])
-
-
-def fetch_raw(connection: Connection, query: sql.SQL, values: Mapping[str, object]) -> list[RawRow]:
-    """The rows of a statement in PostgreSQL's binary format."""
-    cursor = connection.cursor().execute(query, values, binary=True, prepare=False)
-    result = cursor.pgresult
-    assert result is not None, "a statement that was executed has a result"
-    return raw_rows(result)
 
 
 def _placed(row: RawRow, era: str) -> RecordedChange:

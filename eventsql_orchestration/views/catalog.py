@@ -28,6 +28,7 @@ from eventsql_orchestration.views.rebuilding import (
     drop_rebuilds,
 )
 from eventsql_orchestration.views.rollups import RollupView
+from eventsql_orchestration.views.sorting import LogSorting, Sorted
 from eventsql_orchestration.views.tables import (
     adding_columns,
     differences,
@@ -195,12 +196,28 @@ class Views:
         view for longer than a second, the rest stays for the next run. Also makes the partition after the current one,
         so that no handler has to.
         """
+        time = self._time(now)
+        results = [self._retain(each, time) for each in self.definitions()]
+        return [result for result in results if result is not None]
+
+    def sort(self, *, now: datetime | None = None) -> list[Sorted]:
+        """Rewrite the closed partitions of logs in the order of resources, each once: see `Logs.sort_after`.
+
+        `now` is the time to go by, as for `retain`. Readers go on. The writer of a line that comes late goes first, and
+        its partition is left to the next run. So is one that a long transaction reads. One run sorts the partitions of
+        a view for up to five minutes.
+        """
+        time = self._time(now)
+        return [LogSorting(self._database, each).run(time) for each in self.definitions() if isinstance(each, Logs)]
+
+    def _time(self, now: datetime | None) -> datetime:
+        """The server's time, or `now`. Raises `ValidationError`."""
         with self._database.connection() as connection:
             (time,) = fetch_one(connection, self._queries("clock"))
+        assert isinstance(time, datetime), "the statement gives a time"
         if now is not None and abs(now - time) > MAX_AGE:
             raise ValidationError(f"now must be at most 100 years from {time}, not {now}")
-        results = [self._retain(each, time if now is None else now) for each in self.definitions()]
-        return [result for result in results if result is not None]
+        return time if now is None else now
 
     def _retain(self, view: Definition, now: datetime) -> Retained | None:
         with self._database.connection() as connection:

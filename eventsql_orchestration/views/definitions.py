@@ -23,6 +23,9 @@ MAX_NAME: Final = 40
 
 MAX_COLUMNS: Final = 20
 
+_SORT_AFTER: Final = timedelta(hours=1)
+"""Lines may come late for so long before their partition is sorted."""
+
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _PARTITION: Final = re.compile(r".*_p[0-9]{12}")
 """Names that end as the tables of a view's partitions do."""
@@ -139,6 +142,9 @@ class Logs(_Definition):
 
     `language` names a text search configuration of PostgreSQL, such as "english" or "simple": an index of words then
     makes `words` of a search fast, and each line takes more time and room to store.
+
+    `Views.sort` rewrites each partition once in the order of resources, in whole minutes `sort_after` the end of its
+    time; None leaves lines in the order in which they came.
     """
 
     kind: ClassVar[str] = "logs"
@@ -147,9 +153,12 @@ class Logs(_Definition):
     language: str | None = None
     retention: timedelta | None = field(default=None, kw_only=True)
     period: timedelta = field(default=timedelta(days=1), kw_only=True)
+    sort_after: timedelta | None = field(default=_SORT_AFTER, kw_only=True)
 
     def __post_init__(self) -> None:
         self._check()
+        if self.sort_after is not None:
+            _check_minutes("sort_after", self.sort_after, timedelta(), MOST_PERIOD)
         if self.language is not None and not _LANGUAGE.fullmatch(check_text("language", self.language)):
             raise ValidationError(
                 f"language {shown(self.language)} is not usable: take the name of a text search configuration of "
@@ -157,7 +166,10 @@ class Logs(_Definition):
             )
 
     def described(self) -> dict[str, Any]:
-        return {"language": self.language}
+        described: dict[str, Any] = {"language": self.language}
+        if self.sort_after != _SORT_AFTER:
+            described["sort_after"] = None if self.sort_after is None else self.sort_after.total_seconds()
+        return described
 
 
 Definition: TypeAlias = Timeline | Rollup | Logs
@@ -168,6 +180,9 @@ def define(kind: str, name: str, described: Mapping[str, Any], **common: Any) ->
     if kind == Timeline.kind:
         return Timeline(name, **common)
     if kind == Logs.kind:
+        if "sort_after" in described:
+            seconds = described["sort_after"]
+            common["sort_after"] = None if seconds is None else timedelta(seconds=seconds)
         return Logs(name, language=described["language"], **common)
     grain = timedelta(seconds=described["grain"])
     dimensions, values, distinct, quantiles = (

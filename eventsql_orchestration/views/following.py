@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from psycopg.rows import class_row
-
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.database.single_statement import fetch_raw
 from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.views.log_values import LogLine
 from eventsql_orchestration.views.partitions import ViewTable
@@ -62,10 +61,8 @@ class LogFollower:
             if relation != self._relation:
                 raise ViewConflictError("the logs were rebuilt, and their lines have other ids: follow them anew")
             writers = self._writers(connection)
-            with connection.cursor(row_factory=class_row(LogLine)) as cursor:
-                values = {**self._values, "after_id": self._settled}
-                found = cursor.execute(self._query, values, prepare=False).fetchall()
-        lines = [line for line in found if line.id not in self._given]
+            found = fetch_raw(connection, self._query, {**self._values, "after_id": self._settled})
+        lines = [line for line in map(LogLine, found) if line.id not in self._given]
         self._given.update(line.id for line in lines)
         self._settle(newest, writers)
         return lines

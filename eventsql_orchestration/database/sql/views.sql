@@ -37,6 +37,27 @@ JOIN pg_class partition ON partition.oid = inherits.inhrelid
 WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
 ORDER BY partition.relname;
 
+-- unsorted_partitions -- The tables of a log's partitions that were not sorted, the oldest first. A sorted one has the mark
+-- of CLUSTER on an index.
+SELECT partition.relname
+FROM pg_inherits inherits
+JOIN pg_class partition ON partition.oid = inherits.inhrelid
+WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
+  AND NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = partition.oid AND i.indisclustered)
+ORDER BY partition.relname;
+
+-- sorting_index -- The index of a log's partition by resource and time.
+SELECT c.relname
+FROM pg_index i
+JOIN pg_class c ON c.oid = i.indexrelid
+WHERE i.indrelid = to_regclass(%(table)s)
+  AND ARRAY(
+      SELECT a.attname::text
+      FROM unnest(i.indkey) WITH ORDINALITY AS own (number, place)
+      JOIN pg_attribute a ON a.attrelid = i.indrelid AND a.attnum = own.number
+      ORDER BY own.place
+  ) = ARRAY['eql_tenant', 'eql_resource', 'eql_written_at', 'eql_id'];
+
 -- clock -- The server's time.
 SELECT clock_timestamp();
 

@@ -96,9 +96,6 @@ WITH gone AS (
 SELECT (SELECT count(*) FROM gone), (SELECT coalesce(sum(eql_events), 0) FROM gone)::bigint,
        (SELECT count(*) FROM entered), (SELECT coalesce(sum(eql_events), 0) FROM entered)::bigint;
 
--- vacuum -- Free the space of merged blocks in a segment.
-VACUUM {schema}.{table};
-
 -- space -- The bytes that a segment takes, and about how many its blocks need.
 SELECT pg_total_relation_size('{schema}.{table}'), (
     SELECT coalesce(sum(
@@ -108,28 +105,3 @@ SELECT pg_total_relation_size('{schema}.{table}'), (
     ), 0)::bigint
     FROM {schema}.{table}
 );
-
--- is_published -- Whether a subscriber might get rows of the tables of a schema. Some programs read a slot without a
--- publication.
-SELECT EXISTS (SELECT FROM pg_publication_tables WHERE schemaname = %(schema)s)
-    OR EXISTS (SELECT FROM pg_replication_slots WHERE slot_type = 'logical' AND database = current_database());
-
--- options -- What a copy made by LIKE lacks of a table, as actions of ALTER TABLE: its tablespace and its options.
-SELECT 'SET TABLESPACE ' || quote_ident(coalesce(space.spcname, own.spcname))
-FROM pg_class old
-JOIN pg_class new ON new.oid = %(new)s::regclass
-JOIN pg_database base ON base.datname = current_database()
-JOIN pg_tablespace own ON own.oid = base.dattablespace
-LEFT JOIN pg_tablespace space ON space.oid = old.reltablespace
-WHERE old.oid = %(old)s::regclass AND old.reltablespace <> new.reltablespace
-UNION ALL
-SELECT format('SET (%%s%%I = %%L)', own.prefix, each.option_name, each.option_value)
-FROM pg_class old
-LEFT JOIN pg_class toast ON toast.oid = old.reltoastrelid
-CROSS JOIN LATERAL (VALUES ('', old.reloptions), ('toast.', toast.reloptions)) AS own (prefix, options)
-CROSS JOIN LATERAL pg_options_to_table(own.options) each
-WHERE old.oid = %(old)s::regclass;
-
--- seen_by_all -- Whether every transaction sees all blocks of a segment, as VACUUM has found; and its bounds.
-SELECT relallvisible >= relpages, pg_get_expr(relpartbound, oid)
-FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;

@@ -1,0 +1,139 @@
+"""Exchanging a partition for a copy of its rows, which lie in another order or take less space, beside readers.
+
+A transaction keeps writers away from the partition, copies it and exchanges the two. If it is interrupted, the
+partition stays. The copy's rows are frozen: each transaction sees them, whatever its snapshot. So `seen_by_all` or
+`is_seen_by_all` must have told that each transaction sees all rows of the partition.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.storage.log_form import ROOM
+from eventsql_orchestration.storage.segments import ADOPTION_CHECK
+
+
+class Exchange:
+    """The exchange of the partition `table` of the table `parent`. All connections are in autocommit mode at first."""
+
+    def __init__(self, schema: str, parent: str, table: str) -> None:
+        self.table = sql.Identifier(schema, table)
+        self._name = table
+        self._parent = sql.Identifier(schema, parent)
+        self._schema = schema
+        self._queries = Queries("exchanging", schema, room=ROOM)
+
+    def vacuum(self, connection: Connection) -> bool:
+        """Free the space of deleted rows, and note which pages each transaction sees whole.
+
+        If other transactions are in the way, or the session's own limits are too short, the server vacuums later: then
+        this gives False.
+        """
+        with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+            connection.execute(self._query("vacuum"))
+            return True
+        return False
+
+    def may_vacuum(self, connection: Connection) -> bool:
+        """Whether the current role may vacuum the partition. False where it does not exist."""
+        name = {"table": self.table.as_string(connection)}
+        return fetch_first(connection, Queries("erasing", self._schema, room=ROOM)("may_vacuum"), name) == (True,)
+
+    def seen_by_all(self, connection: Connection) -> str | None:
+        """The bounds of a partition that nobody writes to, if `vacuum` found that each transaction sees all rows."""
+        found = fetch_first(connection, self._query("seen_by_all"), prepare=False)
+        return str(found[1]) if found is not None and found[0] else None
+
+    def is_seen_by_all(self, connection: Connection) -> bool:
+        """Whether each transaction sees all rows, if others may have written since `vacuum`.
+
+        Call it with writers kept away. A page that was written to since `vacuum` is looked up, and not only the index.
+        """
+        for setting in ("enable_seqscan", "enable_bitmapscan"):
+            connection.execute(f"SET LOCAL {setting} TO off")
+        (plans,) = fetch_one(connection, self._query("counted_by_index"), prepare=False)
+        return _heap_fetches(plans[0]["Plan"]) == 0
+
+    def is_published(self, connection: Connection) -> bool:
+        """Whether a subscriber of a publication might get the rows of a new table."""
+        return fetch_one(connection, self._query("is_published"), {"schema": self._schema}) == (True,)
+
+    def is_awaited(self, connection: Connection) -> bool:
+        """Whether a transaction waits for a lock on the partition."""
+        return fetch_one(connection, self._query("is_awaited"), prepare=False) == (True,)
+
+    def probe(self, connection: Connection) -> None:
+        """Find out whether others let `replace` be done: raise the driver's `LockNotAvailable` if they do not."""
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(self._parent))
+        raise psycopg.Rollback
+
+    def keep_writers_away(self, connection: Connection) -> None:
+        """Let nobody change the partition until the caller's transaction ends: the copy would not have the change."""
+        connection.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(self.table))
+
+    def partition(self, connection: Connection) -> tuple[str, str] | None:
+        """The bounds of the partition, and the condition that its rows meet; None if it is no partition any more."""
+        found = fetch_first(connection, self._query("partition"), prepare=False)
+        return None if found is None else (found[0], found[1])
+
+    def copy(
+        self, connection: Connection, source: Connection, new: str, *, order: sql.Composable, check: sql.Composable
+    ) -> sql.Identifier:
+        """Copy the rows in an order into a new table, in the transaction of `connection`. `source` reads them.
+
+        `check` is the condition that all rows meet by the partition's bounds.
+        """
+        names = {"old": self.table, "new": sql.Identifier(self._schema, new), "order": order, "check": check}
+        connection.execute(sql.SQL("CREATE TABLE {new} (LIKE {old} INCLUDING ALL)").format(**names))
+        values = {"old": self.table.as_string(connection), "new": names["new"].as_string(connection)}
+        for (option,) in fetch_all(connection, self._query("options"), values):
+            connection.execute(sql.SQL("ALTER TABLE {new} {option}").format(new=names["new"], option=sql.SQL(option)))
+        read = sql.SQL("COPY (SELECT * FROM {old} ORDER BY {order}) TO STDOUT (FORMAT binary)").format(**names)
+        write = sql.SQL("COPY {new} FROM STDIN (FORMAT binary, FREEZE)").format(**names)
+        with source.transaction():
+            source.execute("SET LOCAL statement_timeout TO 0")
+            with source.cursor().copy(read) as rows, connection.cursor().copy(write) as into:
+                for piece in rows:
+                    into.write(piece)
+
+        # With this constraint, attaching the table need not read it while others wait.
+        constraint = sql.SQL("ALTER TABLE {new} ADD CONSTRAINT {name} CHECK {check}")
+        connection.execute(constraint.format(**names, name=sql.Identifier(ADOPTION_CHECK)))
+        connection.execute(sql.SQL("ANALYZE {new}").format(**names))
+        return sql.Identifier(self._schema, new)
+
+    def replace(self, connection: Connection, *, new: sql.Identifier, bounds: str) -> None:
+        """Let a new table take the place of the partition, in the caller's transaction. Readers of the parent wait.
+
+        `bounds` are those of the partition. Raises the driver's `LockNotAvailable` after its timeout.
+        """
+        names = {
+            "parent": self._parent, "old": self.table, "name": sql.Identifier(self._name), "new": new,
+            "bounds": sql.SQL(bounds), "check": sql.Identifier(ADOPTION_CHECK),
+        }  # fmt: skip
+        for statement in (
+            "ALTER TABLE {parent} DETACH PARTITION {old}",
+            "DROP TABLE {old}",
+            "ALTER TABLE {new} RENAME TO {name}",
+            "ALTER TABLE {parent} ATTACH PARTITION {old} {bounds}",
+            "ALTER TABLE {old} DROP CONSTRAINT {check}",
+        ):
+            connection.execute(sql.SQL(statement).format(**names))
+
+    def _query(self, name: str) -> sql.SQL:
+        return self._queries(name, table=self._name)
+
+
+def _heap_fetches(plan: dict[str, Any]) -> int:
+    """The rows that a plan did not find in an index alone; 1 for a plan that read no index."""
+    if plan["Node Type"] == "Index Only Scan":
+        return int(plan["Heap Fetches"])
+    if "Plans" not in plan:
+        return 1
+    return sum(map(_heap_fetches, plan["Plans"]))

@@ -1,0 +1,42 @@
+-- vacuum -- Free the space of rows that were deleted, and note which pages every transaction sees whole.
+VACUUM {schema}.{table};
+
+-- options -- What a copy made by LIKE lacks of a table, as actions of ALTER TABLE: its tablespace and its options.
+SELECT 'SET TABLESPACE ' || quote_ident(coalesce(space.spcname, own.spcname))
+FROM pg_class old
+JOIN pg_class new ON new.oid = %(new)s::regclass
+JOIN pg_database base ON base.datname = current_database()
+JOIN pg_tablespace own ON own.oid = base.dattablespace
+LEFT JOIN pg_tablespace space ON space.oid = old.reltablespace
+WHERE old.oid = %(old)s::regclass AND old.reltablespace <> new.reltablespace
+UNION ALL
+SELECT format('SET (%%s%%I = %%L)', own.prefix, each.option_name, each.option_value)
+FROM pg_class old
+LEFT JOIN pg_class toast ON toast.oid = old.reltoastrelid
+CROSS JOIN LATERAL (VALUES ('', old.reloptions), ('toast.', toast.reloptions)) AS own (prefix, options)
+CROSS JOIN LATERAL pg_options_to_table(own.options) each
+WHERE old.oid = %(old)s::regclass;
+
+-- is_published -- Whether a subscriber might get rows of the tables of a schema. Some programs read a slot without a
+-- publication.
+SELECT EXISTS (SELECT FROM pg_publication_tables WHERE schemaname = %(schema)s)
+    OR EXISTS (SELECT FROM pg_replication_slots WHERE slot_type = 'logical' AND database = current_database());
+
+-- seen_by_all -- Whether every transaction sees all rows of a partition, as VACUUM has found; and its bounds.
+SELECT relallvisible >= relpages, pg_get_expr(relpartbound, oid)
+FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
+
+-- partition -- The bounds of a partition, and the condition that its rows meet; no row for a table that is no partition.
+SELECT pg_get_expr(relpartbound, oid), pg_get_partition_constraintdef(oid)
+FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
+
+-- counted_by_index -- The number of rows, which the server reads from an index alone where every transaction sees a page's
+-- rows. The plan tells how many rows it had to look up otherwise.
+EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF, FORMAT JSON) SELECT count(*) FROM {schema}.{table};
+
+-- is_awaited -- Whether a transaction waits for a lock on a table.
+SELECT EXISTS (
+    SELECT FROM pg_locks l
+    WHERE l.locktype = 'relation' AND l.relation = to_regclass('{schema}.{table}') AND NOT l.granted
+      AND l.database = (SELECT d.oid FROM pg_database d WHERE d.datname = current_database())
+);

@@ -1,0 +1,188 @@
+"""Sorting closed partitions of logs by resource and time, beside readers and writers.
+
+A partition has its lines in the order in which they came: those of a resource lie on as many pages. A copy in the order
+of resources takes its place, after which they lie on few. The copy begins anew at a later run if a writer comes
+meanwhile: the writer waits for a moment, and its line is in the partition.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Final
+
+import psycopg
+from psycopg import sql
+
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, roles
+from eventsql_orchestration.database.migrations import SYSTEM_PATH
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
+from eventsql_orchestration.retry import Backoff
+from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.exchanging import Exchange
+from eventsql_orchestration.views.definitions import Logs, start_of_partition
+
+logger = logging.getLogger(__name__)
+
+RUN_SECONDS: Final = 300.0
+"""Seconds for which one run sorts partitions of a view. The next run goes on."""
+
+WAIT_SECONDS: Final = 0.5
+"""The longest that one attempt makes others wait. It is shorter than the server's `deadlock_timeout`, so that the
+attempt gives way, and not a writer that waits for it."""
+
+EXCHANGE_SECONDS: Final = 10.0
+"""Seconds for which the exchange is tried, before the copy is thrown away and left to a later run."""
+
+LOOK_SECONDS: Final = 0.1
+"""How often a copy looks whether a writer waits for it."""
+
+_ORDER: Final = sql.SQL("eql_tenant, eql_resource, eql_written_at, eql_id")
+
+
+@dataclass(frozen=True, slots=True)
+class Sorted:
+    """The partitions of logs that `sort` has sorted, and those left for the next run since they are in use."""
+
+    view: str
+    partitions: int
+    busy: int
+
+
+class _InUseError(Exception):
+    """Others use the partition."""
+
+
+class LogSorting:
+    """Sorts the partitions of one log."""
+
+    def __init__(self, database: Database, logs: Logs) -> None:
+        self._database = database
+        self._schema = database.schema
+        self._logs = logs
+        self._queries = Queries("views", database.schema)
+
+    def run(self, now: datetime) -> Sorted:
+        """Sort the partitions that are closed at a time."""
+        until, done, busy = time.monotonic() + RUN_SECONDS, 0, 0
+        with self._database.errors(), self._database.dedicated() as connection:
+            for partition in self.due(connection, now):
+                if time.monotonic() >= until:
+                    break
+                if self._sort(connection, partition):
+                    done += 1
+                else:
+                    busy += 1
+        return Sorted(self._logs.name, done, busy)
+
+    def due(self, connection: Connection, now: datetime) -> list[str]:
+        """The closed partitions that are not sorted yet, the oldest first. Those beyond the retention are left out."""
+        if self._logs.sort_after is None:
+            return []
+        closed = now - self._logs.period - self._logs.sort_after
+        kept = None if self._logs.retention is None else now - self._logs.period - self._logs.retention
+        table = sql.Identifier(self._schema, self._logs.table).as_string(connection)
+        rows = fetch_all(connection, self._queries("unsorted_partitions"), {"table": table})
+        starts = {partition: start_of_partition(partition) for (partition,) in rows}
+        return [name for name, start in starts.items() if start <= closed and (kept is None or start > kept)]
+
+    def _sort(self, connection: Connection, partition: str) -> bool:
+        """Sort a partition. False where others are in the way, or would lose something."""
+        exchange = Exchange(self._schema, self._logs.table, partition)
+        with self._database.dedicated() as source, self._database.dedicated() as watch:
+            if not exchange.vacuum(source) or not exchange.may_vacuum(source) or exchange.is_published(source):
+                return False
+            try:
+                with connection.transaction():
+                    self._replace(connection, source, watch, exchange, partition)
+            except (_InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist) as error:
+                logger.info("partition %r of logs %r is not sorted yet: %s", partition, self._logs.name, error)
+                return False
+        return True
+
+    def _replace(
+        self, connection: Connection, source: Connection, watch: Connection, exchange: Exchange, partition: str
+    ) -> None:
+        """Let a sorted copy take the place of a partition, in the caller's transaction. Raises `_InUseError`."""
+        has_roles = roles.act_as_owner(connection, self._schema)
+        # The bounds are read as texts, and written again: in one form.
+        for setting in (
+            SYSTEM_PATH, "SET LOCAL timezone TO 'UTC'", "SET LOCAL datestyle TO 'ISO'",
+            "SET LOCAL idle_in_transaction_session_timeout TO 0", "SET LOCAL statement_timeout TO 0",
+            f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'",
+        ):  # fmt: skip
+            connection.execute(setting)
+        self._attempt(connection, lambda: exchange.keep_writers_away(connection))
+        found = exchange.partition(connection)
+        if found is None or not exchange.is_seen_by_all(connection):
+            raise _InUseError("an open transaction does not see all of its lines, or wrote some of them just now")
+
+        bounds, condition = found
+        with _giving_way(watch, source, exchange):
+            new = exchange.copy(
+                connection, source, f"{partition}_new", order=_ORDER, check=sql.SQL("({})").format(sql.SQL(condition))
+            )
+        self._keep(connection, partition, new, has_roles=has_roles)
+
+        def replace() -> None:
+            if exchange.is_awaited(connection):
+                raise _InUseError("a writer waits for it")
+            exchange.replace(connection, new=new, bounds=bounds)
+
+        self._attempt(connection, replace, seconds=EXCHANGE_SECONDS)
+        table = exchange.table.as_string(connection)
+        (index,) = fetch_one(connection, self._queries("sorting_index"), {"table": table})
+        connection.execute(sql.SQL("ALTER TABLE {} CLUSTER ON {}").format(exchange.table, sql.Identifier(index)))
+
+    def _keep(self, connection: Connection, partition: str, new: sql.Identifier, *, has_roles: bool) -> None:
+        """Give the copy the owner and the rights of a partition. Raises `_InUseError` if it would lose anything."""
+        live, made = (self._schema, partition), (self._schema, f"{partition}_new")
+        if lost := replaced_tables.lost(connection, live, made):
+            raise _InUseError(f"it would lose {', '.join(lost)}")
+        replaced_tables.revoke_all(connection, made)
+        replaced_tables.grant_as_on(connection, live, made)
+        if not has_roles:
+            segments.pass_on_owner(connection, self._schema, sql.Identifier(*live), new)
+
+    def _attempt(self, connection: Connection, step: Callable[[], None], seconds: float = 0.0) -> None:
+        """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. Raises `_InUseError`."""
+        retry = Backoff(seconds)
+        while True:
+            try:
+                with connection.transaction():
+                    step()
+            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
+                if not retry.lasts():
+                    raise _InUseError("transactions use it") from error
+            else:
+                return
+
+
+@contextmanager
+def _giving_way(watch: Connection, source: Connection, exchange: Exchange) -> Iterator[None]:
+    """Cancel what `source` reads in the block as soon as a writer waits for the partition. Raises `_InUseError`."""
+    ended, given_way = threading.Event(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(LOOK_SECONDS):
+            if exchange.is_awaited(watch):
+                given_way.set()
+                source.cancel_safe()
+                return
+
+    looking = threading.Thread(target=look, name="eventsql-sorting", daemon=True)
+    looking.start()
+    try:
+        yield
+    except psycopg.errors.QueryCanceled as error:
+        if given_way.is_set():
+            raise _InUseError("a writer came") from error
+        raise
+    finally:
+        ended.set()
+        looking.join()
