@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.output import Columns, complain, keep_secret, picked, say, show_items, write_json
-from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from eventsql_orchestration.settings import Settings
 
 Setting = Literal["dsn", "schema", "home"]
+
+STOP_SECONDS: Final = 1.0
+"""Seconds after which a command says that it waits for the embedded server to stop."""
 
 
 def embedded_server(settings: Settings) -> EmbeddedPostgres:
@@ -155,7 +158,10 @@ class CliContext:
 
     @contextmanager
     def whole_system(self) -> Iterator[EventSQL]:
-        """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays."""
+        """The platform, its tables up to date. An embedded server is stopped when the block ends; its data stays.
+
+        It says so if the server takes longer than `STOP_SECONDS` to write what is in its memory.
+        """
         embedded = None if self.settings.dsns else embedded_server(self.settings)
         if len(self.settings.dsns) > 1 and self.shard is None:
             resolve_dsn(self.settings)
@@ -164,7 +170,11 @@ class CliContext:
                 yield platform
         finally:
             if embedded is not None:
-                embedded.stop()
+                try:
+                    embedded.stop(timeout=STOP_SECONDS)
+                except EmbeddedServerError:
+                    say("waiting for the embedded server, which writes its memory to the disk")
+                    embedded.stop()
 
     def keep_embedded(self) -> None:
         """Start the embedded server again, if this invocation uses it and it has died."""

@@ -54,8 +54,8 @@ from eventsql_orchestration.signals import handling
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 STOP_SECONDS: Final = 1.0
-"""Seconds that runs and Dagster's processes have to end after Ctrl-C. Killed ones lose nothing: their claims are
-consumed again, and their effects are rolled back."""
+"""Seconds that runs have to end after Ctrl-C. Killed ones lose nothing: their claims are consumed again, and their
+effects are rolled back."""
 
 _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import dagster as dg
 import pytest
@@ -196,6 +198,67 @@ def test_waiting_for_a_run_ends_with_the_processes_that_would_run_it(
     run = instance.create_run_for_job(failing, status=dg.DagsterRunStatus.STARTED)
     with pytest.raises(LocalDagsterError, match="does not run any more"):
         local(tmp_path).wait(instance, run.run_id, timeout=60)
+
+
+class Ending(BaseHTTPRequestHandler):
+    """Answers as a webserver with one run, which ends when it is told to."""
+
+    under_way: ClassVar[list[dict[str, object]]] = []
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if "terminateRun" in asked["query"]:
+            assert asked["variables"] == {"run": "r1"}
+            self.under_way.clear()
+            data: object = {"terminateRun": {"__typename": "TerminateRunSuccess"}}
+        else:
+            assert "STARTED" in asked["variables"]["statuses"]
+            data = {"runsOrError": {"results": list(self.under_way)}}
+        answer = json.dumps({"data": data}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class Silent(Ending):
+    """Never answers, as a webserver whose database is down."""
+
+    over: ClassVar = threading.Event()
+
+    def do_POST(self) -> None:
+        self.over.wait()
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [(Ending, ["ending Dagster's processes", "waiting for 1 run (mail)"]), (Silent, ["ending Dagster's processes"])],
+)
+def test_the_end_tells_runs_and_does_not_wait_for_a_webserver_that_does_not_answer(
+    tmp_path: Path, handler: type[Ending], says: list[str]
+) -> None:
+    Ending.under_way[:] = [{"runId": "r1", "jobName": "mail", "tags": []}]
+    Silent.over.clear()
+    said: list[str] = []
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        dagster = LocalDagster(
+            CodeLocation(tmp_path / "definitions.py"), instance_home=tmp_path, port=server.server_port,
+            on_stop=said.append,
+        )  # fmt: skip
+        # It heeds no signal, as a daemon whose tick is under way.
+        dagster._process = subprocess.Popen(["sh", "-c", "trap '' INT TERM; exec sleep 600"], start_new_session=True)
+        process = dagster._process
+        dagster.stop()
+        Silent.over.set()
+        server.shutdown()
+        thread.join()
+    assert said == says
+    assert process.poll() == -signal.SIGKILL
 
 
 def test_a_second_dev_touches_nothing(tmp_path: Path) -> None:

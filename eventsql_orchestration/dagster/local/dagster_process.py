@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import dagster as dg
 import requests
 
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.webserver import Webserver, one_line
+from eventsql_orchestration.dagster.local.webserver import RunOfWebserver, Webserver, one_line
 from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
@@ -27,13 +26,13 @@ from eventsql_orchestration.orchestration.local_processes import (
     reserved_port,
     start_group,
 )
-from eventsql_orchestration.threads import join_all, start_thread
-
-logger = logging.getLogger(__name__)
+from eventsql_orchestration.threads import start_thread
 
 _URL_FILE: Final = "dagster.url"
 
-UNDER_WAY: Final = dg.RunsFilter(statuses=[status for status in dg.DagsterRunStatus if status not in FINISHED])
+_STATUSES_UNDER_WAY: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
+
+UNDER_WAY: Final = dg.RunsFilter(statuses=_STATUSES_UNDER_WAY)
 
 _LOCATIONS = """
 { workspaceOrError {
@@ -70,8 +69,8 @@ class LocalDagster:
 
     `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
     the processes. `start` takes another port if `port` is not free, and any for 0. Leaving the context ends the
-    unfinished runs and the processes: after `stop_timeout` seconds, it kills them. `on_stop` gets a line about what it
-    ends.
+    unfinished runs, which have `stop_timeout` seconds for that, and kills the processes. `on_stop` gets a line about
+    what it ends.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class LocalDagster:
         instance_home: Path,
         port: int,
         environment: Mapping[str, str] | None = None,
-        stop_timeout: float = 30.0,
+        stop_timeout: float = 1.0,
         on_stop: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.location = location
@@ -215,37 +214,36 @@ class LocalDagster:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """End the runs, then the processes. Processes that do not end in time are killed."""
+        """End the runs, and kill the processes: what they know is in the database."""
         process, self._process = self._process, None
         if process is None:
             return
         (self.instance_home / _URL_FILE).unlink(missing_ok=True)
-        deadline = time.monotonic() + self._stop_timeout
         try:
             if process.poll() is None:
-                self._end_runs(time.monotonic() + self._stop_timeout / 2)
-                process.send_signal(signal.SIGINT)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.1, deadline - time.monotonic()))
+                self._on_stop("ending Dagster's processes")
+                self._end_runs(time.monotonic() + self._stop_timeout)
         finally:
-            # Kill the rest of the session: children that outlived their parent, or all after a second Ctrl-C.
             kill_group(process.pid)
             process.wait()
 
     def _end_runs(self, deadline: float) -> None:
-        try:
-            with self.instance() as instance:
-                runs = instance.get_runs(UNDER_WAY)
-                # The transfer has nothing to lose.
-                told = [run for run in runs if TRANSFER_TAG not in run.tags]
-                self._on_stop(f"waiting for {_described(told)}" if told else "ending Dagster's processes")
-                join_all([start_thread("end", self._end_run, run.run_id) for run in runs], deadline)
-                while (left := instance.get_runs(UNDER_WAY)) and time.monotonic() < deadline:
-                    time.sleep(0.05)
-                if killed := [run for run in left if TRANSFER_TAG not in run.tags]:
-                    self._on_stop(f"killing {_described(killed)}: their work since the last commit is done again later")
-        except Exception as error:  # noqa: BLE001 - the processes end next, whatever fails here
-            logger.warning("runs that were under way could not be ended: %s", error)
+        # A webserver answers late, or never, while its database is down. The next start cancels the runs then.
+        with contextlib.suppress(LocalDagsterError):
+            runs = self._runs_before(deadline)
+            # The transfer has nothing to lose.
+            if told := [run for run in runs if TRANSFER_TAG not in run.tags]:
+                self._on_stop(f"waiting for {_described(told)}")
+            for run in runs:
+                start_thread("end", self._end_run, run.id)
+            while (left := self._runs_before(deadline)) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            if killed := [run for run in left if TRANSFER_TAG not in run.tags]:
+                self._on_stop(f"killing {_described(killed)}: their work since the last commit is done again later")
+
+    def _runs_before(self, deadline: float) -> list[RunOfWebserver]:
+        """The runs under way. Raises `LocalDagsterError` if no answer comes before `deadline`."""
+        return Webserver(self.url, timeout=max(0.1, deadline - time.monotonic())).runs(_STATUSES_UNDER_WAY)
 
     def _end_run(self, run_id: str) -> None:
         # A webserver that does not answer ends with the other processes.
@@ -259,8 +257,8 @@ class LocalDagster:
         self.stop()
 
 
-def _described(runs: Sequence[dg.DagsterRun]) -> str:
-    jobs = sorted({run.job_name for run in runs})
+def _described(runs: Sequence[RunOfWebserver]) -> str:
+    jobs = sorted({run.job for run in runs})
     return f"{len(runs)} run{'' if len(runs) == 1 else 's'} ({', '.join(jobs[:3])}{', …' if len(jobs) > 3 else ''})"
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
+import dagster as dg
 import requests
 
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
@@ -42,7 +44,23 @@ mutation ($parameters: ExecutionParams!) {
 }
 """
 
+_RUNS: Final = """
+query ($statuses: [RunStatus!]!) { runsOrError(filter: {statuses: $statuses}) {
+    ... on Runs { results { runId jobName tags { key } } }
+    ... on PythonError { message }
+} }
+"""
+
 _TERMINATE: Final = "mutation ($run: String!) { terminateRun(runId: $run) { __typename } }"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOfWebserver:
+    """A run, its job, and the names of its tags."""
+
+    id: str
+    job: str
+    tags: frozenset[str]
 
 
 class Webserver:
@@ -102,6 +120,16 @@ class Webserver:
             why = answer.get("message") or "; ".join(error["message"] for error in answer.get("errors", []))
             raise RunFailedError(f"job {job!r} could not be launched: {one_line(why) or answer['__typename']}")
         return str(answer["run"]["runId"])
+
+    def runs(self, statuses: Iterable[dg.DagsterRunStatus]) -> list[RunOfWebserver]:
+        """The runs that have one of these statuses. Raises `LocalDagsterError`."""
+        found = self.ask(_RUNS, statuses=[status.value for status in statuses])["runsOrError"]
+        if "results" not in found:
+            raise LocalDagsterError(f"{self.url} could not read its runs: {one_line(str(found.get('message')))}")
+        return [
+            RunOfWebserver(run["runId"], run["jobName"], frozenset(tag["key"] for tag in run["tags"]))
+            for run in found["results"]
+        ]
 
     def terminate(self, run_id: str) -> None:
         """Ask Dagster to end a run. A run that has ended stays as it is."""
