@@ -81,14 +81,14 @@ tls: ## Install a PostgreSQL that is built with TLS, for the tests with a server
 		fi; \
 	fi
 
-promtool: ## Fetch promtool for the tests of the alerts, where apt-get can: the program alone, without the server
-	@if ! PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v promtool >/dev/null; then \
+promtool: ## Fetch Prometheus and promtool for the tests of dashboard and alerts, where apt-get can: the programs alone, without a service
+	@if ! PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v prometheus >/dev/null; then \
 		if command -v apt-get >/dev/null && command -v dpkg-deb >/dev/null; then \
 			{ [ "$$(id -u)" != 0 ] || apt-get update -qq; } && mkdir -p .promtool && cd .promtool && apt-get download -qq prometheus && \
-				dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool && rm -f prometheus_*.deb; \
+				dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool ./usr/bin/prometheus && rm -f prometheus_*.deb; \
 		fi; \
-		PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v promtool >/dev/null || \
-			echo "No promtool here: the tests of the alerts will say that they did not run. Install prometheus."; \
+		PATH="$$PATH:$(CURDIR)/.promtool/usr/bin" command -v prometheus >/dev/null || \
+			echo "No Prometheus here: the tests of dashboard and alerts will say that they did not run. Install prometheus."; \
 	fi
 
 java: ## Fetch EventSQL's Java library for the tests that share a database with it, where Maven and its repository have it

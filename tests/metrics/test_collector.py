@@ -165,6 +165,10 @@ def test_dead_letters_and_claims_are_counted(orders: EventSQL, scrape: Callable[
     )
     assert scrape()("eventsql_claims_expired", topic="orders", consumer="mailer") == 1
 
+    # A process that needs no claims consumes the range.
+    consume(orders, "orders", "mailer")
+    assert "eventsql_claims_expired" not in {sample.name for sample in scrape().samples}
+
 
 def test_a_subscription_is_behind_by_the_changes_that_it_has_not_handled(
     platform: EventSQL, scrape: Callable[[], Scrape], sessions: Sessions

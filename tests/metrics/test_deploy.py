@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +15,8 @@ from prometheus_client import CollectorRegistry
 from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.metrics import Latencies, PlatformCollector
 from eventsql_orchestration.queue import Queue
+from tests.metrics.prometheus import REPOSITORY, program
 
-REPOSITORY = Path(__file__).parents[2]
 DEPLOY = REPOSITORY / "deploy"
 DOCUMENT = REPOSITORY / "docs" / "metrics.md"
 
@@ -103,12 +101,7 @@ def test_panels_have_ids_of_their_own_and_do_not_overlap() -> None:
         taken |= own
 
 
-def _promtool() -> str | None:
-    """The program of this machine, or the one that `make promtool` has fetched."""
-    return shutil.which("promtool") or shutil.which("promtool", path=str(REPOSITORY / ".promtool" / "usr" / "bin"))
-
-
-PROMTOOL = _promtool()
+PROMTOOL = program("promtool")
 
 
 @pytest.mark.skipif(PROMTOOL is None, reason="promtool comes with Prometheus; it is not here")
