@@ -99,7 +99,8 @@ def _refuse(given: object) -> NoReturn:
         )
     kind = type(given)
     raise ValidationError(
-        f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {kind.__module__}.{kind.__qualname__}"
+        f"a psycopg or SQLAlchemy (postgresql+psycopg) connection is needed, not {kind.__module__}."
+        f"{kind.__qualname__}: for asyncio and other drivers, `publisher.statement(…)` makes an event's SQL"
     )
 
 
