@@ -53,7 +53,7 @@ from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
-STOP_SECONDS: Final = 1.0
+STOP_SECONDS: Final = 0.7
 """Seconds that runs have to end after Ctrl-C. Killed ones lose nothing: their claims are consumed again, and their
 effects are rolled back."""
 

@@ -80,7 +80,7 @@ class LocalDagster:
         instance_home: Path,
         port: int,
         environment: Mapping[str, str] | None = None,
-        stop_timeout: float = 1.0,
+        stop_timeout: float = 0.7,
         on_stop: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.location = location
