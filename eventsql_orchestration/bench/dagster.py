@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -12,7 +13,9 @@ from eventsql_orchestration.bench.figure import Figure, percentile
 from eventsql_orchestration.bench.session import Session
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.bench.dagster_daemon import RunRate
+    from eventsql_orchestration.bench.dagster_daemon import Daemon, RunRate
+
+    Start = Callable[..., AbstractContextManager[Daemon]]
 
 PUBLISH_EVERY: Final = 0.1
 """Seconds between two events for a run that drains."""
@@ -46,28 +49,32 @@ class Dagster(Benchmark):
 
     def measure(self, session: Session) -> list[Figure]:
         """Raises `BenchmarkError` for a daemon that makes no progress, `ModuleNotFoundError` without Dagster."""
-        # Only these figures need Dagster.
+        # Only the figures need Dagster.
         from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
 
-        figures: list[Figure] = []
         daemon = partial(dagster.daemon, session, launcher=self.launcher)
         parts = self.only or PARTS
+        return [*self._latencies(daemon, parts), *self._rates(daemon, parts)]
+
+    def _latencies(self, daemon: Start, parts: Container[str]) -> Iterator[Figure]:
+        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
+
         if "cold" in parts:
             with daemon("cold") as running:
-                figures.append(_delays("dagster_cold_start", dagster.cold_starts(running, self.cold)))
+                yield _delays("dagster_cold_start", dagster.cold_starts(running, self.cold))
 
         if "draining" in parts:
             with daemon("drain", drain=self.drained * PUBLISH_EVERY * 1.5 + 10) as running:
-                figures.append(_delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY)))
+                yield _delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY))
 
         if "handover" in parts:
             with daemon("steady", drain=self.window, idle=1.0) as running:
                 traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
-            figures.append(_delays("dagster_steady", traffic.delays, runs=traffic.runs))
+            yield _delays("dagster_steady", traffic.delays, runs=traffic.runs)
             if traffic.hand_overs:
                 within = 1_000 * max(traffic.gaps_within)
-                figures.append(_delays("dagster_steady_around_handover", traffic.delays_around))
-                figures.append(_delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within))
+                yield _delays("dagster_steady_around_handover", traffic.delays_around)
+                yield _delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within)
 
         if "transfer" in parts:
             with daemon("transfer", drain=self.window, idle=1.0, transfers=True) as running:
@@ -75,14 +82,17 @@ class Dagster(Benchmark):
                 traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
                 moved = dagster.transfer_delays(running)
             ticks = {"ticks_per_hour": rest.ticks}
-            figures.append(Figure("dagster_transfer_at_rest", rest.runs, "runs/h", details=ticks))
-            figures.append(_delays("dagster_transfer", moved))
-            figures.append(_delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs))
+            yield Figure("dagster_transfer_at_rest", rest.runs, "runs/h", details=ticks)
+            yield _delays("dagster_transfer", moved)
+            yield _delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs)
+
+    def _rates(self, daemon: Start, parts: Container[str]) -> Iterator[Figure]:
+        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
 
         for sensors in self.sensors if "ticks" in parts else ():
             with daemon("ticks", partitions=sensors) as running:
                 rate = dagster.ticks_per_minute(running, self.seconds) / sensors
-            figures.append(Figure(f"dagster_ticks_{sensors}_sensors", rate, "looks/min per partition"))
+            yield Figure(f"dagster_ticks_{sensors}_sensors", rate, "looks/min per partition")
 
         if "runs" in parts:
             most = max(*self.sensors, self.runs)
@@ -90,14 +100,9 @@ class Dagster(Benchmark):
                 dagster.runs_at_once(running, 1)
                 rate = dagster.ticks_per_minute(running, self.seconds)
                 runs = dagster.runs_at_once(running, self.runs)
-            name = f"dagster_ticks_1_sensor_{most}_partitions"
-            figures += [
-                Figure(name, rate, "looks/min per partition"),
-                Figure(
-                    "dagster_runs", runs.per_second, "runs/s",
-                    details={"processor_seconds_per_run": runs.processor_seconds},
-                ),
-            ]  # fmt: skip
+            yield Figure(f"dagster_ticks_1_sensor_{most}_partitions", rate, "looks/min per partition")
+            details = {"processor_seconds_per_run": runs.processor_seconds}
+            yield Figure("dagster_runs", runs.per_second, "runs/s", details=details)
 
         if "launchers" in parts:
             rates = {}
@@ -105,8 +110,7 @@ class Dagster(Benchmark):
                 with daemon(launcher, partitions=self.runs, sensor="consumer", launcher=launcher) as running:
                     dagster.runs_at_once(running, 1)
                     rates[launcher] = dagster.runs_at_once(running, self.runs)
-            figures += _compared(rates[dagster.PREFORK], rates[dagster.DEFAULT])
-        return figures
+            yield from _compared(rates[dagster.PREFORK], rates[dagster.DEFAULT])
 
 
 def _compared(prefork: RunRate, default: RunRate) -> list[Figure]:

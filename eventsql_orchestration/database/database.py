@@ -23,9 +23,10 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
 )
-from eventsql_orchestration.database.grants import ADMIN, may_not_migrate, permission_error
-from eventsql_orchestration.database.pool import Loan, Pool, plain
-from eventsql_orchestration.database.queries import Queries, statement
+from eventsql_orchestration.database.grants import may_not_migrate, permission_error
+from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
+from eventsql_orchestration.database.pool import Pool, plain
+from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.sessions import ISOLATION, open_session
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
@@ -91,9 +92,7 @@ class Database:
         self._migrate = migrate
         self._ready = False
         self._ready_lock = threading.Lock()
-        self._role: str | None = None
-        self._prefix: str | None = None
-        self._may_transfer = False
+        self._role: CurrentRole | None = None
         options = {"application_name": application_name, "connect_timeout": 10}
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self._home = Home()
@@ -198,19 +197,14 @@ class Database:
             yield connection
 
     @contextmanager
-    def _taken(self) -> Iterator[Loan]:
+    def _pooled(self) -> Iterator[Connection]:
         with self.errors():
             loan = self._pool.take()
         try:
-            with self.errors(loan.connection):
-                yield loan
+            with self.errors(loan.connection), plain(loan.connection) as connection:
+                yield connection
         finally:
             self._pool.give_back(loan)
-
-    @contextmanager
-    def _pooled(self) -> Iterator[Connection]:
-        with self._taken() as loan, plain(loan.connection) as connection:
-            yield connection
 
     def _run(
         self,
@@ -295,10 +289,10 @@ class Database:
     def meaning(self, error: psycopg.Error, connection: Connection | None = None) -> EventSQLError:
         """The error of this package for a driver's error. A statement of this package on `connection` caused it."""
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
-            role = self._role or self.url.username
+            role, prefix = self._role_names()
             if connection is not None and not connection.closed and connection.info.user != self.url.username:
                 role = connection.info.user
-            return permission_error(describe(error), str(self), role, self._prefix)
+            return permission_error(describe(error), str(self), role, prefix)
         return translate_own(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:
@@ -332,30 +326,15 @@ class Database:
         with self.errors(), self._pool.alchemy(self.engine) as connection:
             driver = driver_connection(connection)
             try:
-                return self._revision(driver, Queries("sessions", self.schema))
+                self._role = CurrentRole.of(driver, self.schema)
+                return revision_of(driver, self.schema)
             except psycopg.Error as error:
                 raise self.meaning(error, driver) from error
 
-    def _revision(self, connection: Connection, queries: Queries) -> str | None:
-        """The revision. Also notes the current role, its rights, and the prefix of the installation's roles."""
-        role = connection.execute(queries("role"), {"schema": self.schema}).fetchone()
-        assert role is not None, "a left join gives a row"
-        self._role, owner, self._may_transfer = role[0], role[1] or "", bool(role[2])
-        admin = f"_{ADMIN}"
-        self._prefix = owner.removesuffix(admin) if owner.endswith(admin) else None
-
-        table = f'"{self.schema}".{migrations.VERSION_TABLE}'
-        if connection.execute(queries("has_table"), {"table": table}).fetchone() != (True,):
-            return None
-        row = connection.execute(queries("revision")).fetchone()
-        return None if row is None else str(row[0])
-
     def has_tables(self) -> bool:
         """Whether the schema has tables of the platform, also those of EventSQL's Java library."""
-        has_table = Queries("sessions", self.schema)("has_table")
         with self.errors(), self._pool.alchemy(self.engine) as connection:
-            found = driver_connection(connection).execute(has_table, {"table": f'"{self.schema}".topic'}).fetchone()
-        return found == (True,)
+            return has_tables(driver_connection(connection), self.schema)
 
     @property
     def may_transfer(self) -> bool:
@@ -364,7 +343,11 @@ class Database:
         The right is read at the first connection: a GRANT counts for programs that start after it.
         """
         self.ensure_schema()
-        return self._may_transfer
+        return self._role is not None and self._role.may_transfer
+
+    def _role_names(self) -> tuple[str | None, str | None]:
+        """The current role, and the prefix of the installation's roles, as far as they are known."""
+        return (self.url.username, None) if self._role is None else (self._role.name, self._role.prefix)
 
     def migrate(self, *, times_in: str = "UTC") -> None:
         """Bring the schema up to date; safe from many processes at once.
@@ -383,9 +366,10 @@ class Database:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(f"the server does not know the time zone {times_in!r}") from None
                 if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
+                    role, prefix = self._role_names()
                     raise may_not_migrate(
                         describe(error.orig), str(self), schema=self.schema, revision=migrations.head(),
-                        role=self._role or self.url.username, prefix=self._prefix,
+                        role=role, prefix=prefix,
                     ) from error  # fmt: skip
                 raise
         logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())

@@ -78,23 +78,7 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
                 "user_code_failure_retry_delay": 5,
             },
         },
-        # Fork runs from a process that has imported the location: importing takes most of a short run's time.
-        "run_launcher": {
-            "module": "eventsql_orchestration.dagster",
-            "class": "PreforkRunLauncher",
-            # Here the code servers are on one machine; deploy/ replaces daemon and code server at once.
-            "config": {"same_code": True},
-        },
-        "concurrency": {
-            "runs": {
-                "max_concurrent_runs": max_concurrent_runs,
-                # Runs of backfills take long: live runs must not wait for them.
-                "tag_concurrency_limits": [{"key": BACKFILL_OF_TAG, "limit": max(max_concurrent_runs // 2, 1)}],
-            },
-            # One Spark session uses all cores of its machine, and its run may go on to further steps. The limit holds
-            # for every pool that has none of its own (`dagster instance concurrency set`).
-            "pools": {"granularity": "run", "default_limit": 1},
-        },
+        **_runs(max_concurrent_runs),
         "run_monitoring": {
             "enabled": True,
             "start_timeout_seconds": 180,
@@ -113,6 +97,29 @@ def instance_config(*, max_concurrent_runs: int = 6) -> dict[str, Any]:
         },
         "telemetry": {"enabled": False},
         "nux": {"enabled": False},
+    }
+
+
+def _runs(most: int) -> dict[str, Any]:
+    """How runs are launched, and how many at once."""
+    return {
+        # Fork runs from a process that has imported the location: importing takes most of a short run's time.
+        "run_launcher": {
+            "module": "eventsql_orchestration.dagster",
+            "class": "PreforkRunLauncher",
+            # Here the code servers are on one machine; deploy/ replaces daemon and code server at once.
+            "config": {"same_code": True},
+        },
+        "concurrency": {
+            "runs": {
+                "max_concurrent_runs": most,
+                # Runs of backfills take long: live runs must not wait for them.
+                "tag_concurrency_limits": [{"key": BACKFILL_OF_TAG, "limit": max(most // 2, 1)}],
+            },
+            # One Spark session uses all cores of its machine, and its run may go on to further steps. The limit holds
+            # for every pool that has none of its own (`dagster instance concurrency set`).
+            "pools": {"granularity": "run", "default_limit": 1},
+        },
     }
 
 

@@ -1,0 +1,48 @@
+"""The installation that a connection finds in a schema: tables, revision, and the current role's rights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+from eventsql_orchestration.database import migrations
+from eventsql_orchestration.database.connections import Connection
+from eventsql_orchestration.database.grants import ADMIN
+from eventsql_orchestration.database.queries import Queries
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurrentRole:
+    """A role of the server. `prefix` begins the names of the installation's roles; None where it has no roles."""
+
+    name: str
+    prefix: str | None
+    may_transfer: bool
+
+    @classmethod
+    def of(cls, connection: Connection, schema: str) -> Self:
+        """The role of a connection, with its rights in a schema, which need not exist."""
+        row = connection.execute(Queries("sessions", schema)("role"), {"schema": schema}).fetchone()
+        assert row is not None, "a left join gives a row"
+        name, owner, may_transfer = row
+        admin = f"_{ADMIN}"
+        prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
+        return cls(name=name, prefix=prefix, may_transfer=bool(may_transfer))
+
+
+def revision_of(connection: Connection, schema: str) -> str | None:
+    """The revision of a schema, or None if it was never migrated."""
+    if not _has_table(connection, schema, migrations.VERSION_TABLE):
+        return None
+    row = connection.execute(Queries("sessions", schema)("revision")).fetchone()
+    return None if row is None else str(row[0])
+
+
+def has_tables(connection: Connection, schema: str) -> bool:
+    """Whether a schema has tables of the platform, also those of EventSQL's Java library."""
+    return _has_table(connection, schema, "topic")
+
+
+def _has_table(connection: Connection, schema: str, name: str) -> bool:
+    found = connection.execute(Queries("sessions", schema)("has_table"), {"table": f'"{schema}".{name}'}).fetchone()
+    return found == (True,)
