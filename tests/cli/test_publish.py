@@ -482,7 +482,7 @@ def test_an_interrupted_stream_says_how_much_was_published(start: Start, topic: 
     }
 
 
-def await_until(condition: Callable[[], bool], *, seconds: float = 30.0) -> None:
+def await_until(condition: Callable[[], bool], *, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

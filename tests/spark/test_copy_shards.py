@@ -13,6 +13,7 @@ from psycopg import sql
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import SparkSession
 from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -24,12 +25,12 @@ from tests.conftest import own_server
 from tests.shards.conftest import Databases, databases
 from tests.spark.processes import driver, wait_until
 from tests.spark.stopping import Stop, await_end_of_transactions, stopping
+from tests.spark.streams import PATIENCE, run_to_end
 
 __all__ = ["databases"]
 
 EVENTS = 400
 LIMIT = 240
-PATIENCE = 120
 
 
 @pytest.fixture
@@ -61,23 +62,19 @@ def urls_of(platform: EventSQL) -> list[str]:
     return [shard.database.dsn for shard in sorted(platform.shards, key=lambda shard: str(shard.name))]
 
 
-def start(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> StreamingQuery:
-    """Copy on from the checkpoint, as two tasks; `trigger` in seconds keeps the query running."""
+def writer(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> DataStreamWriter:
+    """Copies on from the checkpoint, as two tasks; `running` in seconds keeps the query running."""
     reading = {"dsn": " ".join(dsns), "subscribe": "orders", "startingOffsets": "earliest", "minPartitions": "2"}
     rows = spark.readStream.format(FORMAT).options(**reading, maxOffsetsPerTrigger=str(LIMIT)).load()
     given = {"dsn": " ".join(dsns), "topic": "fares", "checkpointLocation": str(checkpoint), **writing}
     running = given.pop("running", None)
-    writer = rows.select("key", "value").writeStream.format(FORMAT).options(**given)
-    return (writer.trigger(availableNow=True) if running is None else writer.trigger(processingTime=running)).start()
+    found = rows.select("key", "value").writeStream.format(FORMAT).options(**given)
+    return found.trigger(availableNow=True) if running is None else found.trigger(processingTime=running)
 
 
 def copy(spark: SparkSession, dsns: list[str], checkpoint: Path, **writing: str) -> None:
     """Copy all that there is."""
-    query = start(spark, dsns, checkpoint, **writing)
-    try:
-        assert query.awaitTermination(PATIENCE)
-    finally:
-        query.stop()
+    run_to_end(writer(spark, dsns, checkpoint, **writing))
 
 
 def copies(platform: EventSQL) -> list[int]:
@@ -196,7 +193,7 @@ def test_a_shard_that_goes_down_stops_a_stream_which_goes_on_when_it_is_back(
         name = next(str(shard.name) for shard in shards.shards if shard.database.dsn == lost)
         # While a part of the first batch is published there.
         stop = Stop(lost, "INSERT ON eventsql.event_buffer")
-        query = start(spark, dsns, checkpoint)
+        query = writer(spark, dsns, checkpoint).start()
         stop.await_reached()
         second.stop(mode="immediate")
         stop.let_go()
@@ -205,7 +202,7 @@ def test_a_shard_that_goes_down_stops_a_stream_which_goes_on_when_it_is_back(
         with psycopg.connect(lost, autocommit=True) as connection:
             connection.execute("DROP FUNCTION stop_here CASCADE")
         # Between two batches.
-        query = start(spark, dsns, checkpoint, running="0 seconds")
+        query = writer(spark, dsns, checkpoint, running="0 seconds").start()
         wait_until(lambda: copies(shards) == list(range(EVENTS)), "everything is copied")
         second.stop(mode="immediate")
         assert f"shard {name!r} is down" in failure_of(query)

@@ -32,6 +32,7 @@ from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.forms import stored
+from tests.spark.streams import run_to_end
 
 Publish = Callable[..., None]
 
@@ -65,18 +66,13 @@ def position(platform: EventSQL, topic: str, consumer: str) -> dict[int, int]:
 
 def drain(frame: DataFrame, checkpoint: Path, sink: Path) -> list[dict[str, Any]]:
     """Run a stream until it has read all there is; gives the progress of its batches."""
-    query = (
+    query = run_to_end(
         frame.writeStream.format("json")
         .option("path", str(sink))
         .option("checkpointLocation", str(checkpoint))
         .trigger(availableNow=True)
-        .start()
     )
-    try:
-        assert query.awaitTermination(200)
-        return [json.loads(progress.json) for progress in query.recentProgress if progress.numInputRows]
-    finally:
-        query.stop()
+    return [json.loads(progress.json) for progress in query.recentProgress if progress.numInputRows]
 
 
 def stream_of(spark: SparkSession, dsn: str, topic: str, **options: object) -> DataFrame:
@@ -441,17 +437,15 @@ def test_a_trigger_reads_every_event_once(
         found.extend(row.offset for row in batch.select("offset").collect())
 
     def run() -> None:
-        query = (
-            frame.writeStream.foreachBatch(collect)
-            .option("checkpointLocation", str(checkpoint))
-            .trigger(**trigger)
-            .start()
+        writer = (
+            frame.writeStream.foreachBatch(collect).option("checkpointLocation", str(checkpoint)).trigger(**trigger)
         )
+        if "once" in trigger:
+            run_to_end(writer)
+            return
+        query = writer.start()
         try:
-            if "once" in trigger:
-                assert query.awaitTermination(200)
-            else:
-                query.processAllAvailable()
+            query.processAllAvailable()
         finally:
             query.stop()
 

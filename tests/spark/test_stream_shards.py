@@ -25,6 +25,7 @@ from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.shards.conftest import Databases, databases
+from tests.spark.streams import run_to_end
 
 __all__ = ["databases"]
 
@@ -111,16 +112,9 @@ def drain(spark: SparkSession, dsn: str, checkpoint: Path, **options: object) ->
     def collect(batch: DataFrame, _number: int) -> None:
         batches.append([(row.key, int(bytes(row.value))) for row in batch.collect()])
 
-    query = (
-        frame.writeStream.foreachBatch(collect)
-        .option("checkpointLocation", str(checkpoint))
-        .trigger(availableNow=True)
-        .start()
+    run_to_end(
+        frame.writeStream.foreachBatch(collect).option("checkpointLocation", str(checkpoint)).trigger(availableNow=True)
     )
-    try:
-        assert query.awaitTermination(200)
-    finally:
-        query.stop()
     return batches
 
 

@@ -54,6 +54,7 @@ from eventsql_orchestration.spark.staging import Attempt, Share, WriteTarget, st
 from eventsql_orchestration.spark.writer import StreamWriter
 from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
 from tests.forms import check_order
+from tests.spark.streams import run_to_end
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -610,17 +611,12 @@ def run(
         .load()
         .selectExpr("key", "value")
     )
-    query = (
+    run_to_end(
         rows.writeStream.format(FORMAT)
         .options(dsn=dsn, topic="fares", **{name: str(value) for name, value in options.items()})
         .option("checkpointLocation", str(checkpoint))
         .trigger(availableNow=True)
-        .start()
     )
-    try:
-        assert query.awaitTermination(200)
-    finally:
-        query.stop()
 
 
 def test_a_stream_publishes_each_event_once_also_when_a_batch_is_replayed(
@@ -757,11 +753,7 @@ def test_a_batch_of_foreach_batch_that_has_other_events_is_refused_instead_of_lo
         writer = (
             stream.load().writeStream.foreachBatch(publish).option("checkpointLocation", str(tmp_path / checkpoint))
         )
-        query = writer.trigger(availableNow=True).start()
-        try:
-            assert query.awaitTermination(200)
-        finally:
-            query.stop()
+        run_to_end(writer.trigger(availableNow=True))
 
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(30))
     platform.transfer.run_once()

@@ -1,0 +1,30 @@
+"""Streams of Spark that run until they have read all there is."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from pyspark.errors import StreamingQueryException
+from pyspark.sql.streaming.query import StreamingQuery
+from pyspark.sql.streaming.readwriter import DataStreamWriter
+
+PATIENCE: Final = 200
+"""Seconds for a stream to its end."""
+
+NO_PYTHON: Final = "Python worker failed to connect back"
+"""The error of a stream whose Python did not start within 10 s. Spark has no setting for it."""
+
+
+def run_to_end(writer: DataStreamWriter) -> StreamingQuery:
+    """Run a stream that ends by itself; gives the query. On a busy machine, it begins again until its Python starts."""
+    while True:
+        query = writer.start()
+        try:
+            assert query.awaitTermination(PATIENCE)
+        except StreamingQueryException as error:
+            if NO_PYTHON not in str(error):
+                raise
+        else:
+            return query
+        finally:
+            query.stop()
