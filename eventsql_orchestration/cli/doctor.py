@@ -225,6 +225,19 @@ def _blocks(platform: Shard) -> Iterator[Finding]:
             )
 
 
+def _compressions(platform: Shard) -> Iterator[Finding]:
+    """Topics with a compression that the server does not have, since they were restored from one that has it."""
+    methods = platform.registry.compressions()
+    for topic in platform.registry.topics():
+        if topic.compression not in methods:
+            yield warning(
+                "logs",
+                f"topic {topic.name} is compressed by {topic.compression}, which this server does not have: its new "
+                "blocks are compressed in the server's own way, or not at all",
+                f"eventsql topic alter {topic.name} --compression none",
+            )
+
+
 def _captures(platform: Shard) -> Iterator[Finding]:
     """Tables whose changes do not become events any more."""
     for capture in Captures(platform.database).list():
@@ -342,8 +355,8 @@ def _order(platform: Shard) -> Iterator[Finding]:
 
 
 _CHECKS: Final = (
-    _sequences, _blocks, _captures, _stranded, _order, leftover_findings, consumer_findings, idle_findings,
-    dead_letter_findings, _views,
+    _sequences, _blocks, _compressions, _captures, _stranded, _order, leftover_findings, consumer_findings,
+    idle_findings, dead_letter_findings, _views,
 )  # fmt: skip
 
 

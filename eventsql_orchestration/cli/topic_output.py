@@ -140,6 +140,8 @@ class Description:
     unsettled: Sequence[Unsettled]
     logs: Sequence[Log]
     consumers: Sequence[ConsumerLag]
+    compresses: bool
+    """Whether its servers have its compression. A restored topic may have been compressed by another server."""
 
     def as_json(self, context: CliContext) -> dict[str, Any]:
         def objects(items: Sequence[Any], **columns: Column) -> list[dict[str, Any]]:
@@ -165,7 +167,8 @@ class Description:
         partitions = found.partitions if found.partitioned else "not partitioned"
         fields = {"topic": found.name, "partitions": partitions, "stored in": found.storage}
         if found.storage == BLOCKS:
-            fields["compression"] = found.compression
+            lacking = "" if self.compresses else ", which this server does not have"
+            fields["compression"] = f"{found.compression}{lacking}"
         kept_since = {"created": found.created_at, "kept": kept(found)}
         show_fields({**fields, **kept_since, "dead letters": self.dead_letters})
         show_items(self.logs, {**same("shard"), "partition": partition_of, **same("events"), "newest offset": "end"})
@@ -202,6 +205,7 @@ def description(platform: EventSQL, topic: str) -> Description:
             for number in had
         ],
         consumers,
+        all(found.compression in shard.registry.compressions() for shard in reached),
     )
 
 

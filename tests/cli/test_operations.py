@@ -308,6 +308,16 @@ def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: Event
     assert findings["consumers"][0]["remedy"] == "eventsql consumer resume account_created mailer"
 
 
+def test_a_compression_of_another_server_is_told(platform: EventSQL, run: Callable[..., Result]) -> None:
+    platform.registry.register_topic(Topic("rides", storage="blocks", compression="none"))
+    lacks = "lz4" not in platform.shards[0].registry.compressions()
+    with platform.database.connection() as connection:
+        # As in a dump of a server that has it.
+        connection.execute("UPDATE eventsql.topic SET eql_compression = 'lz4'")
+    assert ("topic alter rides --compression none" in run("doctor").stdout) is lacks
+    assert ("does not have" in run("topic", "describe", "rides").stdout) is lacks
+
+
 @pytest.mark.usefixtures("java")
 def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, empty: str) -> None:
     result = invoke("--dsn", empty, "doctor", "--json")
