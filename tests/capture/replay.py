@@ -11,7 +11,11 @@ EVENTS = """
     SELECT eql_partition, eql_key, eql_value FROM (
         SELECT 1 AS place, eql_id, eql_partition, eql_key, eql_value FROM eventsql.changes_event
         UNION ALL
-        SELECT 2, eql_id, eql_partition, eql_key, eql_value FROM eventsql.event_buffer WHERE eql_topic = 'changes'
+        SELECT 2, eql_id, coalesce(eql_block_partition, eql_partition), own.key, own.value
+        FROM eventsql.event_buffer
+        CROSS JOIN LATERAL unnest(coalesce(eql_keys, ARRAY[eql_key]), coalesce(eql_values, ARRAY[eql_value]))
+            AS own (key, value)
+        WHERE eql_topic = 'changes'
     ) events ORDER BY place, eql_id
 """
 """The events of the topic `changes`: those of its log, then those that wait in the buffer."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Literal
 
 import psycopg
 import pytest
@@ -309,6 +309,28 @@ def test_a_statement_with_many_rows_writes_the_events_of_each_to_its_partition(
     assert [(each["op"], (each["after"] or {}).get("status")) for each in found if each["key"] == "17"] == [
         ("c", "new"), ("u", "paid"), ("u", "paid!"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("storage", "partitions", "rows"), [("blocks", 4, 8), ("blocks", 200, 1_500), ("rows", 4, 1_500)]
+)
+def test_many_changes_are_blocks_in_the_buffer_where_the_topic_has_blocks(
+    platform: EventSQL, session: Connection, storage: Literal["blocks", "rows"], partitions: int, rows: int
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, note text)")
+    platform.registry.register_topic(Topic("changes", partitions, storage=storage))
+    platform.capture("orders", "changes")
+    # Some 4.5 MB of values: more than a block for each partition.
+    session.execute("INSERT INTO orders SELECT n, repeat('note', 700) FROM generate_series(1, 1500) n")
+    assert session.execute("SELECT FROM eventsql.event_buffer").rowcount == rows
+    session.execute("UPDATE orders SET note = 'short' WHERE id < 10")
+    before = events(session)
+    assert len(before) == 1_500 + 9
+    platform.transfer.run_once()
+    assert session.execute("SELECT FROM eventsql.event_buffer").rowcount == 0
+    assert differences(session, "orders", "id::text") == []
+    assert sorted(map(str, events(session))) == sorted(map(str, before))
+    assert {event.metadata["op"] for event in platform.reader.read("changes", limit=2_000)} == {"c", "u"}
 
 
 def test_equal_keys_with_other_texts_are_other_keys(platform: EventSQL, session: Connection) -> None:

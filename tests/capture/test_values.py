@@ -111,13 +111,18 @@ def test_columns_and_tables_of_any_name_are_captured(platform: EventSQL, session
     assert [each["op"] for each in events(session)] == ["r", "u", "d", "c"]
 
 
+@pytest.mark.parametrize("rows", [1, 1_000])
 def test_a_value_that_no_event_can_carry_is_refused_before_it_is_written(
-    platform: EventSQL, session: Connection
+    platform: EventSQL, session: Connection, rows: int
 ) -> None:
     session.execute("CREATE TABLE kinds (id integer PRIMARY KEY, long text)")
     platform.registry.register_topic(Topic("changes"))
     platform.capture("kinds", "changes")
     with pytest.raises(psycopg.errors.ProgramLimitExceeded):
-        session.execute("INSERT INTO kinds VALUES (1, repeat('long', 20000000))")
+        session.execute(
+            "INSERT INTO kinds SELECT n, repeat('long', CASE n WHEN 1 THEN 20000000 ELSE 1 END) "
+            "FROM generate_series(1, %s) n",
+            [rows],
+        )
     assert session.execute("SELECT FROM kinds").rowcount == 0
     assert events(session) == []
