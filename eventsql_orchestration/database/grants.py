@@ -41,8 +41,8 @@ _CONSUME: Final = (
 )  # fmt: skip
 """The functions that consume in SQL, and those that they call."""
 
-_SEND: Final = ("put_messages", "queue_number", "queue_send", "queue_send_all")
-"""The functions that send messages to queues."""
+_SEND: Final = ("put_messages", "lock_last_of_keys", "queue_number", "queue_send", "queue_send_all")
+"""The functions that send messages to queues, and those that they call."""
 
 _WORK: Final = (
     "take_messages", "take_in_order", "bury_messages", "promote_keys", "note_of_message", "acknowledge_messages",

@@ -92,6 +92,26 @@ def test_a_sender_that_planned_on_an_empty_table_finds_the_messages_of_a_key_in_
     assert after - before == 1, "the last message of the key"
 
 
+@pytest.mark.parametrize("received", [False, True])
+def test_a_receive_reads_few_of_the_messages_in_sight_of_one_key(database: Database, *, received: bool) -> None:
+    queue = Queue(database, "commands", ordered=True)
+    with database.transaction() as connection:
+        # A transaction of the sender's own parks none but those of one call.
+        for _ in range(300):
+            queue.send(b"x", key="long", connection=connection)
+    if received:
+        queue.release(queue.receive()[0])
+        with database.connection() as connection:
+            behind = "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_receives > 0"
+            connection.execute(behind)
+    values = {"queue": queue._shards.all()[0].id(), "max_messages": 1, "visibility_timeout": 30.0, "since": None}
+    with database.connection() as connection, connection.transaction(force_rollback=True):
+        (before,) = connection.execute(RETURNED).fetchone() or (0,)
+        assert len(connection.execute(QUERIES("take_in_order"), values).fetchall()) == 1
+        (after,) = connection.execute(RETURNED).fetchone() or (0,)
+    assert after - before <= 20
+
+
 @pytest.mark.parametrize("retention", [None, 60.0])
 def test_an_acknowledgement_reads_its_messages_alone_though_the_table_counted_as_empty(
     database: Database, retention: float | None

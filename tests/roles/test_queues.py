@@ -55,6 +55,16 @@ def test_a_sender_sends_and_a_worker_works_off(queues: dict[str, Queue], as_: As
         until(lambda: workers.handled == len(ordered))
 
 
+def test_what_a_sender_sends_behind_another_message_of_its_key_waits_out_of_sight(
+    queues: dict[str, Queue], as_: As
+) -> None:
+    letters = Queue(as_("sender"), "letters")
+    for body in (b"1", b"2", b"3"):
+        letters.send(body, key="k")
+    found = queues["letters"].statistics()
+    assert (found.visible, found.blocked) == (1, 2)
+
+
 def test_a_sender_and_a_worker_in_sql(queues: dict[str, Queue], login: Login) -> None:
     with psycopg.connect(login("sender"), autocommit=True) as sender:
         sender.execute("SELECT eventsql.queue_send('pictures', 'x'), eventsql.queue_send('letters', 'y', 'k')")
