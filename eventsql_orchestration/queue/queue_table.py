@@ -13,7 +13,6 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
-from eventsql_orchestration.database.binary import decode_jsonb
 from eventsql_orchestration.database.notifications import Listener, Notifier
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
@@ -29,7 +28,7 @@ from eventsql_orchestration.queue.arrays import (
     integer_array,
 )
 from eventsql_orchestration.queue.options import QueueOptions
-from eventsql_orchestration.queue.rows import columns_of, held, read_metadata
+from eventsql_orchestration.queue.rows import columns_of, held, received
 from eventsql_orchestration.queue.values import (
     Message,
     NewMessage,
@@ -202,14 +201,7 @@ class QueueTable:
             "visibility_timeout": _double(known.visibility_timeout if seconds is None else seconds),
         }
         rows = self._take_onwards(self._statements.take_in_order if known.ordered else self._statements.take, values)
-        shard = self.shard
-        return [
-            Message(
-                id_, body, key, read_metadata(metadata), receives, receipt, priority, sent_at,
-                () if history is None else decode_jsonb(history), shard,
-            )
-            for id_, body, key, metadata, receives, receipt, priority, sent_at, history, _ in rows
-        ]  # fmt: skip
+        return received(rows, self.shard)
 
     def _take_onwards(self, take: SingleStatement, values: Mapping[str, bytes]) -> list[tuple[Any, ...]]:
         """Receive messages from where the last receive found some, and now and then from the start.

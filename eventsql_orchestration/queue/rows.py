@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, make_dataclass
+from typing import Any, Final
 
+from eventsql_orchestration.database.binary import decode_jsonb
 from eventsql_orchestration.queue.arrays import bytes_array, float_array, integer_array, text_array, time_array
 from eventsql_orchestration.queue.values import ArchivedMessage, Message, NewMessage, PeekedMessage
 from eventsql_orchestration.validation import NO_METADATA, check_seconds
+
+_Unfrozen: Final[Any] = make_dataclass("_Unfrozen", [field.name for field in fields(Message)], slots=True)
+"""A class with the slots of `Message`. Its objects become messages: a frozen dataclass takes four times as long to set
+its fields, which was a tenth of the client's time of a message in a batch."""
 
 
 def columns_of(messages: Sequence[NewMessage]) -> dict[str, bytes | None]:
@@ -48,6 +54,19 @@ def read_metadata(text: str) -> Mapping[str, str]:
         return NO_METADATA
     metadata: dict[str, str] = json.loads(text)
     return metadata
+
+
+def received(rows: Iterable[tuple[Any, ...]], shard: str | None) -> list[Message]:
+    """The rows of the statements `take` and `take_in_order`."""
+    messages: list[Message] = []
+    for id_, body, key, metadata, receives, receipt, priority, sent_at, history, _ in rows:
+        message = _Unfrozen(
+            id_, body, key, read_metadata(metadata), receives, receipt, priority, sent_at,
+            () if history is None else decode_jsonb(history), shard,
+        )  # fmt: skip
+        message.__class__ = Message
+        messages.append(message)
+    return messages
 
 
 def peeked(row: tuple[Any, ...], shard: str | None) -> PeekedMessage:
