@@ -102,8 +102,8 @@ def test_a_receive_reads_few_of_the_messages_in_sight_of_one_key(database: Datab
     if received:
         queue.release(queue.receive()[0])
         with database.connection() as connection:
-            behind = "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour' WHERE eql_receives > 0"
-            connection.execute(behind)
+            earlier = "UPDATE eventsql.queue_message SET eql_visible_at = now() - interval '1 hour'"
+            connection.execute(f"{earlier} WHERE eql_receives > 0".encode())
     values = {"queue": queue._shards.all()[0].id(), "max_messages": 1, "visibility_timeout": 30.0, "since": None}
     with database.connection() as connection, connection.transaction(force_rollback=True):
         (before,) = connection.execute(RETURNED).fetchone() or (0,)

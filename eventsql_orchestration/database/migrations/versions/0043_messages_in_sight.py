@@ -9,8 +9,8 @@ from alembic import context
 
 from eventsql_orchestration.database.migrations import run
 
-revision = "0042"
-down_revision = "0041"
+revision = "0043"
+down_revision = "0042"
 
 # Each receive wrote four indexes anew, and looked for a message in two of them. A message in sight is seldom beside
 # another one of its key, so a look at those in sight is short, however many are parked. Received messages come first in
@@ -248,7 +248,8 @@ BEGIN
         IF others IS NOT NULL THEN
             -- Each that is not first has a witness: another one that is held, an earlier one in sight, or, for one that
             -- was received before, an earlier one that is parked.
-            SELECT ready || array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
+            SELECT ready || array_agg(c.eql_id)
+                       FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
                    array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
                    array_agg(DISTINCT c.eql_key)
                        FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
