@@ -158,19 +158,33 @@ def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topi
         assert platform.layouts.unsettled("there") == {"sums": 0}
 
 
-def test_a_migration_gives_way_to_a_publisher_that_has_a_table_which_it_needs_later(fresh: str, until: Until) -> None:
-    """From 0037 on, `topic` is altered first, and `event_buffer` then; a publisher has them the other way round."""
+@pytest.mark.parametrize(
+    ("revision", "first", "then"),
+    [
+        # From 0037 on, `topic` is altered first, and `event_buffer` then; a publisher has them the other way round.
+        ("0037", "LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE", "SELECT FROM eventsql.topic"),
+        # 0043 makes an index, and drops others then; a receive reads messages, and writes them then.
+        (
+            "0041",
+            "LOCK TABLE eventsql.queue_message IN ROW SHARE MODE",
+            "LOCK TABLE eventsql.queue_message IN ROW EXCLUSIVE MODE",
+        ),
+    ],
+)
+def test_a_migration_gives_way_to_a_transaction_that_has_a_lock_which_it_needs_later(
+    fresh: str, until: Until, revision: str, first: str, then: str
+) -> None:
     with (
         Database(fresh) as database,
-        psycopg.connect(fresh) as publisher,
+        psycopg.connect(fresh) as other,
         psycopg.connect(fresh, autocommit=True) as looking,
         ThreadPoolExecutor(1) as executor,
     ):
-        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0037")
-        publisher.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to=revision)
+        other.execute(first.encode())
         migrating = executor.submit(database.migrate)
         until(lambda: looking.execute("SELECT FROM pg_locks WHERE NOT granted AND locktype = 'relation'").rowcount > 0)
-        publisher.execute("SELECT FROM eventsql.topic")
-        publisher.commit()
+        other.execute(then.encode())
+        other.commit()
         migrating.result()
         assert database.revision() == migrations.head()

@@ -11,8 +11,8 @@ from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.retry import Backoff
 
-TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout")
-"""The tables that a publication locks."""
+TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout", "queue_message")
+"""The tables that a publication locks, and the table of messages: a receive locks it to read, and then to write."""
 
 ATTEMPT_MILLISECONDS: Final = 400
 """How long an attempt waits. It is below the server's `deadlock_timeout`, so that the migration gives way, and not a
