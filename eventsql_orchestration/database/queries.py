@@ -27,6 +27,9 @@ _HEADER: Final = re.compile(
 
 _PARTS_OF: Final = re.compile(r"-- parts of (?P<file>[a-z_]+)\n")
 
+_MOST_COMPOSED: Final = 10_000
+"""The most statements that are kept composed: a constant in a statement may take any number of values."""
+
 _IN_PARTITION: Final = "{in_partition} "
 
 
@@ -100,20 +103,29 @@ class Queries:
         self._file = file
         self._room = room
         self.schema = schema
-        self._composed: dict[tuple[str, tuple[tuple[str, str], ...]], sql.SQL] = {}
+        self._composed: dict[tuple[str, tuple[tuple[str, str | int], ...]], sql.SQL] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in _statements(self._file, self._room)
 
-    def __call__(self, name: str, **names: str) -> sql.SQL:
-        """The statement called `name`. Each of `names` is an identifier for its placeholder: `table` for `{table}`."""
+    def __call__(self, name: str, **names: str | int) -> sql.SQL:
+        """The statement called `name`. Each of `names` is an identifier for its placeholder: `table` for `{table}`.
+
+        A number is a constant of the statement.
+        """
         key = name, tuple(names.items())
         composed = self._composed.get(key)
         if composed is None:
-            identifiers = {each: sql.Identifier(identifier) for each, identifier in names.items()}
+            identifiers: dict[str, sql.Composable] = {
+                each: sql.Identifier(given) if isinstance(given, str) else sql.Literal(given)
+                for each, given in names.items()
+            }
             # The text comes from a file of this package, never from a caller.
             text = sql.SQL(_statements(self._file, self._room)[name])
             # Rendered once: with nothing but identifiers in it, it is the same for every connection.
             rendered = text.format(schema=sql.Identifier(self.schema), **identifiers).as_string()
-            composed = self._composed[key] = sql.SQL(rendered)
+            composed = sql.SQL(rendered)
+            if len(self._composed) >= _MOST_COMPOSED:
+                self._composed.clear()
+            self._composed[key] = composed
         return composed

@@ -24,7 +24,7 @@ LEAST_IN_BLOCK: Final = 10
 CHUNK_EVENTS: Final = 500
 _CHUNK_BYTES: Final = 256 * 1024
 _PART_EVENTS: Final = 5_000
-"""Events of a batch that are made blocks at a time: the server stores some blocks while the next are encoded."""
+"""Events of a batch that are made blocks at a time: the server stores them while the next get their partitions."""
 
 
 def check_publication(publication: object) -> Publication:
@@ -76,8 +76,7 @@ def for_buffer(topic: Topic, publications: list[Publication], partitions: list[i
     are enough, as single events otherwise.
     """
     if topic.storage == BLOCKS and len(publications) >= LEAST_IN_BLOCK * len(set(partitions)):
-        for blocks in in_blocks(publications, partitions):
-            yield b"".join([block.buffered_row(topic.name) for block in blocks])
+        yield from (block.buffered_row(topic.name) for block in in_blocks(publications, partitions))
         return
 
     prefix = copy_format.publication_prefix(topic.name)
@@ -98,16 +97,15 @@ def in_rows(publications: list[Publication], partitions: Iterable[int]) -> Itera
     return iter(lambda: list(islice(rows, CHUNK_EVENTS)), [])
 
 
-def in_blocks(publications: list[Publication], partitions: Iterable[int]) -> Iterator[list[EncodedBlock]]:
-    """The blocks of events, in parts. The first part is encoded here, before the topic is held."""
+def in_blocks(publications: list[Publication], partitions: Iterable[int]) -> Iterator[EncodedBlock]:
+    """The blocks of events. Partitions are found here, before the topic is held, for the first part.
+
+    Each block is encoded when it is asked for: meanwhile, the server stores the block before.
+    """
     left = iter(partitions)
-
-    def encoded() -> Iterator[list[EncodedBlock]]:
-        for part in slices(publications, _PART_EVENTS):
-            yield list(encode_blocks(part, list(islice(left, len(part)))))
-
-    parts = encoded()
-    return chain([next(parts)], parts)
+    parts = slices(publications, _PART_EVENTS)
+    blocks = chain.from_iterable(encode_blocks(part, islice(left, len(part))) for part in parts)
+    return chain([next(blocks)], blocks)
 
 
 def slices(publications: Sequence[_T], events: int) -> Iterator[Sequence[_T]]:

@@ -59,8 +59,8 @@ _OF_EVENTS: Final = ("22", "23", "44", "P0", "XX")
 """SQLSTATE classes that a single event may cause: data, constraints, views' checks, triggers, faults of the server."""
 
 
-Encoded: TypeAlias = bytes | EncodedBlock
-"""An event for a log in rows (`copy_format.encode`), or events for a log in blocks."""
+Encoded: TypeAlias = Iterable[Sequence[bytes]] | Iterable[EncodedBlock]
+"""Events for a log in rows (`copy_format.encode`) in parts, or for a log in blocks."""
 
 
 class SmallerBatchError(Exception):
@@ -126,8 +126,13 @@ class LogWriter:
     def _set_limits(self, connection: Connection) -> None:
         """Set the limits for the session; through a pooler, for the current transaction."""
         local = is_pooled(connection)
-        # Sort the events between buffer and log in memory.
-        connection.execute("SELECT pg_catalog.set_config('work_mem', '64MB', %s)", [local])
+        # Sort the events between buffer and log in memory. Read the buffer by its indexes: a plan is kept for long, and
+        # the buffer may fill up meanwhile.
+        connection.execute(
+            "SELECT pg_catalog.set_config('work_mem', '64MB', %(local)s), "
+            "pg_catalog.set_config('enable_seqscan', 'off', %(local)s)",
+            {"local": local},
+        )
         if self._lock_timeout is not None:
             connection.execute(
                 "SELECT pg_catalog.set_config('lock_timeout', %s, %s)", [f"{round(self._lock_timeout * 1000)}ms", local]
@@ -283,11 +288,11 @@ class LogWriter:
 
     # Appending a publisher's own events
 
-    def append(self, topic: Topic, events: Iterable[Sequence[Encoded]]) -> list[Appended] | None:
+    def append(self, topic: Topic, encoded: Encoded, events: int) -> list[Appended] | None:
         """Append encoded events to the topic's log, after its buffered events, in one transaction.
 
-        `topic.storage` says how they are encoded: for rows, or as blocks. `events` come in parts, and each part is
-        fetched while the topic is held. If fetching a part raises, nothing is appended. Gives the ids of blocks; those
+        `topic.storage` says how they are encoded: for rows, or as blocks. `events` is their number. Parts and blocks
+        are fetched while the topic is held. If fetching one raises, nothing is appended. Gives the ids of blocks; those
         of rows are not known.
 
         None, with nothing done, if the events must go to the buffer: another transaction keeps the topic for too long,
@@ -302,7 +307,7 @@ class LogWriter:
         connection = self._open()
         try:
             with self._room.using(topic.name), self._transaction(connection):
-                appended = self._append(connection, topic, events)
+                appended = self._append(connection, topic, encoded, events)
         except _BUFFER_MAY_TAKE_IT:
             return None
         except psycopg.errors.InsufficientPrivilege:
@@ -314,9 +319,7 @@ class LogWriter:
             self._low_water.moved(topic.name, MAX_OFFSET)
         return appended
 
-    def _append(
-        self, connection: Connection, topic: Topic, events: Iterable[Sequence[Encoded]]
-    ) -> list[Appended] | None:
+    def _append(self, connection: Connection, topic: Topic, encoded: Encoded, events: int) -> list[Appended] | None:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return None
 
@@ -337,8 +340,8 @@ class LogWriter:
             self._move_before(connection, topic.name, state)
         time = copy_format.microseconds(state.now)
         if blocks:
-            return self._append_blocks(connection, topic.name, cast("Iterable[Sequence[EncodedBlock]]", events), time)
-        self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", events), time)
+            return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), events, time)
+        self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), time)
         return []
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
@@ -351,22 +354,20 @@ class LogWriter:
             copy.write(copy_format.TRAILER)
 
     def _append_blocks(
-        self, connection: Connection, topic: str, blocks: Iterable[Sequence[EncodedBlock]], now: int
+        self, connection: Connection, topic: str, blocks: Iterable[EncodedBlock], events: int, now: int
     ) -> list[Appended]:
+        first = self._log.draw(connection, topic, events)
+        if first is None:
+            raise _ForeignIdsError
+        self._room.drew(topic, events)
         appended: list[Appended] = []
-        for part in blocks:
-            events = sum(block.events for block in part)
-            first = self._log.draw(connection, topic, events)
-            if first is None:
-                raise _ForeignIdsError
-            self._room.drew(topic, events)
-            with self._log.copy(connection.cursor(), topic) as copy:
-                copy.write(copy_format.HEADER)
-                for block in part:
-                    copy.write(block.row(first, now, now))
-                    appended.append(Appended(block.partition, first, block.events))
-                    first += block.events
-                copy.write(copy_format.TRAILER)
+        with self._log.copy(connection.cursor(), topic) as copy:
+            copy.write(copy_format.HEADER)
+            for block in blocks:
+                copy.write(block.row(first, now, now))
+                appended.append(Appended(block.partition, first, block.events))
+                first += block.events
+            copy.write(copy_format.TRAILER)
         return appended
 
     def _move_before(self, connection: Connection, topic: str, state: TopicState) -> None:

@@ -198,11 +198,11 @@ class Publisher:
         partitions = self._partitions(publications, topic)
         if placements is not None:
             partitions = placements.noted(partitions)
-        make_parts = batches.in_blocks if topic.storage == BLOCKS else batches.in_rows
-        parts = make_parts(publications, partitions)
+        encode = batches.in_blocks if topic.storage == BLOCKS else batches.in_rows
+        # In parts: the server stores one part while the next is encoded.
+        parts = encode(publications, partitions)
         with writer.session(timeout=LOCK_TIMEOUT) as mine:
-            # In parts: the server stores one part while the next is encoded.
-            appended = writer.append(topic, parts) if mine else None
+            appended = writer.append(topic, parts, len(publications)) if mine else None
         if appended is None:
             return False
 

@@ -74,14 +74,14 @@ class LogAppender:
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
         """The state of a topic. The events of at most `limit` rows of the buffer are counted."""
         values = {"topic": topic, "low_water": low_water, "limit": limit}
-        row = fetch_one(connection, self._queries("append_state", topic=topic), values, prepare=False)
+        row = fetch_one(connection, self._queries("append_state", topic=topic), values)
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
         return TopicState._make((*row[:-1], blocks))
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
         values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
-        row = fetch_one(connection, self._queries("batch_end", topic=topic), values, prepare=False)
+        row = fetch_one(connection, self._queries("batch_end", topic=topic), values)
         blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
         return BufferedBatch._make((*row[:-1], blocks))
 
@@ -129,7 +129,7 @@ class LogAppender:
     def draw(self, connection: Connection, topic: str, events: int) -> int | None:
         """Take ids for `events` events of a log in blocks. Returns the first; None if another program took ids too."""
         query = self._queries.writing(connection, "draw", topic)
-        last, consecutive = fetch_one(connection, query, {"events": events}, prepare=False)
+        last, consecutive = fetch_one(connection, query, {"events": events})
         return last - events + 1 if consecutive else None
 
     def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:

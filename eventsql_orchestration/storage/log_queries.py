@@ -38,6 +38,11 @@ class LogQueries:
         """
         return self._statement(name, topic, table, form, blocks=form.blocks)
 
+    def in_window(self, name: str, topic: str, *, begin: int, behind: int) -> sql.SQL:
+        """The statement called `name` for a log in blocks, and the constants `{begin}` and `{behind}` in it."""
+        assert self._variants is not None, "blocks have statements of their own"
+        return self._variants(name, begin=begin, behind=behind, block_table=log_form.names(topic)["block_table"])
+
     def on(self, connection: psycopg.Connection[Any], name: str, topic: str, *, table: str | None = None) -> sql.SQL:
         """The statement called `name` for the form of a topic's log."""
         form = log_form.form(connection, self._schema, topic)

@@ -59,6 +59,8 @@ def composed(file: str, name: str) -> sql.SQL | sql.Composed:
     if room == "storage":
         blocks = in_room.startswith(("blocks_", "compacting")) or (in_room, name) in OF_BLOCKS
         topic = "packed" if blocks else "orders"
+        if (in_room, name) == ("blocks_read", "read_window"):
+            return Queries(in_room, "eventsql", room=ROOM)(name, block_table="packed_block", begin=0, behind=5_000_000)
         if (in_room, name) == ("forms", "compress"):
             return Queries(in_room, "eventsql", room=ROOM)(name, table="packed_block", method="pglz")
         return LogQueries(in_room, "eventsql")(name, topic=topic, table=f"{topic}_{'block' if blocks else 'event'}")

@@ -404,18 +404,23 @@ PLACES: Final = {
 PARTITIONS: Final = {"whole": None, "ordinary": 3, "rare": RARE, "empty": EMPTY}
 
 
+def reads_of_partition(watch: Watch) -> list[Plan]:
+    """Blocks are read within a window of ids first."""
+    return watch.of(*({"read_window", "read_partition"} & {plan.statement for plan in watch.plans}))
+
+
 @pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
 @pytest.mark.parametrize("after", PLACES.values(), ids=PLACES)
 def test_reading_visits_what_it_gives(platform: EventSQL, watch: Watch, after: int, partition: int | None) -> None:
     with watch.watching():
         read = platform.reader.read("orders", after=after, partition=partition, limit=BATCH)
-    (plan,) = watch.of("read" if partition is None else "read_partition")
     last = read[-1].id if len(read) == BATCH else 2**63
     allowed = within(platform, after, last)
-    if plan.in_blocks and after == PLACES["without statistics"]:
-        # Few blocks are sorted instead of walked in order: the empty segments ahead are looked into, too.
-        allowed |= set(names_of(platform)[FILLED:])
-    check(plan, allowed, rows=len(read), steps=len(names_of(platform)))
+    for plan in watch.of("read") if partition is None else reads_of_partition(watch):
+        if plan.in_blocks and after == PLACES["without statistics"]:
+            # Few blocks are sorted instead of walked in order: the empty segments ahead are looked into, too.
+            allowed |= set(names_of(platform)[FILLED:])
+        check(plan, allowed, rows=len(read), steps=len(names_of(platform)))
 
 
 @pytest.mark.parametrize("partition", PARTITIONS.values(), ids=PARTITIONS)
@@ -489,7 +494,7 @@ def test_a_pass_and_a_claim_visit_what_they_take(platform: EventSQL, watch: Watc
             "orders", consumer, lambda *_: None, partition=partition, max_events=BATCH
         )
         locks += watch.of("lock_consumer")
-        read = watch.of(f"read{suffix}")
+        read = watch.of("read") if whole else reads_of_partition(watch)
         moved = watch.of("advance") if taken else []
     assert taken == getattr(claim, "events", 0)
     for plan in waiting + read:
@@ -673,7 +678,7 @@ def test_a_round_of_the_transfer_visits_what_it_moves(buffered: EventSQL, watch:
     for plan in watch.of("lock_topic"):
         check_buffer(plan, rows=0, blocks=2 * STEP)
     ends, moves = watch.of("batch_end"), watch.of("move")
-    assert len(ends) == len(moves) == 3
+    assert len([end for end in ends if not end.generic]) == len(moves) == 3
     for end in ends:
         check_buffer(end, rows=BATCH + 10, blocks=STEP + BATCH)
     for move in moves:

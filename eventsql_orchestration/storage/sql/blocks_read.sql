@@ -37,6 +37,22 @@ WITH near AS (
 )
 {taken};
 
+-- read_window -- The same of the blocks whose ids are in a window, whose ends are constants. So a plan for any values looks
+-- into the segments of the window alone, and is kept. By the rows that it compares, no index serves but the one of
+-- partitions. `more` says that the log goes on behind the window.
+WITH near AS (
+    SELECT *, {up_to of {after}} AS nth, {held} AS held, (
+        SELECT pg_sequence_last_value(pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass) >= {behind}
+    ) IS NOT FALSE AS more
+    FROM {schema}.{block_table}
+    WHERE (eql_partition, eql_id) > (%(partition)s::smallint, {after})
+      AND (eql_partition, eql_id) <= (%(partition)s::smallint, least({upto}, 9223372036854755807) + 20000)
+      AND {base} < {upto} AND eql_id >= {begin} AND eql_id < {behind}
+    ORDER BY eql_partition, eql_id
+    LIMIT %(blocks)s
+)
+{taken};
+
 -- read -- The same of all partitions. `more` says that there are blocks with gaps: then it may not be in order. A block
 -- whose gap has the whole range does not count: there may be one in each partition.
 WITH own AS MATERIALIZED (
