@@ -74,6 +74,7 @@ class Pool:
         self._closings = 0
         self._spares: list[Loan] = []
         watch(self.engine, render(url), note)
+        sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spare)
 
     @property
     def exhausted(self) -> bool:
@@ -124,6 +125,12 @@ class Pool:
             return self._spares.pop()
         except IndexError:
             return None
+
+    def _close_spare(self, _engine: sqlalchemy.Engine) -> None:
+        """A program has disposed of the engine by itself: the spare connection's pool was replaced."""
+        if (spare := self._spare()) is not None:
+            spare.connection.close()
+            self._return(spare)
 
     def _return_spare(self, spare: Loan | None) -> None:
         """Give a spare connection to SQLAlchemy's pool, which pings it at its next use if it was unused for long."""

@@ -196,6 +196,13 @@ def holds_in_a_fork(condition: Callable[[], bool]) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
+def test_a_connection_at_hand_is_closed_when_a_program_disposes_of_the_engine(database: Database) -> None:
+    with database.connection() as connection:
+        pass
+    database.engine.dispose()
+    assert connection.closed
+
+
 def test_a_forked_process_leaves_the_connection_at_hand_to_its_parent(database: Database) -> None:
     pid = pid_of(database)
     assert holds_in_a_fork(lambda: pid_of(database) != pid)
