@@ -101,11 +101,14 @@ class LogReader:
         query = self._queries.in_window("read_window", topic, begin=begin, behind=behind)
         rows = cursor.execute(query, {**values, "blocks": _FIRST_BLOCKS}, binary=True).fetchall()
         events = [event for *block, _ in rows for event in _events_of_block(topic, *block)]
+        # A block that ends behind the range may have events of it.
+        ends = values["upto"] + MOST_IDS < behind
         if events:
             values["after"], values["limit"] = events[-1].id, limit - len(events)
-        # Without a block, it is not known where the log ends. A block that ends behind the range may have events of it.
-        goes_on = (not rows or rows[0][-1]) and values["upto"] + MOST_IDS >= behind
-        return events, len(events) < limit and (goes_on or len(rows) == _FIRST_BLOCKS)
+            # A sequence that is behind the log's events, as after some restores, does not tell where the log ends.
+            newest = rows[0][-1]
+            ends = ends or (newest is not None and events[-1].id <= newest < behind)
+        return events, len(events) < limit and (not ends or len(rows) == _FIRST_BLOCKS)
 
     def read_ids(
         self, connection: Connection, topic: str, ids: Sequence[int], *, partition: int = NOT_PARTITIONED

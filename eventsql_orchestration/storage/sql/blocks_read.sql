@@ -39,11 +39,12 @@ WITH near AS (
 
 -- read_window -- The same of the blocks whose ids are in a window, whose ends are constants. So a plan for any values looks
 -- into the segments of the window alone, and is kept. By the rows that it compares, no index serves but the one of
--- partitions. `more` says that the log goes on behind the window.
+-- partitions. `more` is the last id of the log; NULL where the current role may not know it.
 WITH near AS (
     SELECT *, {up_to of {after}} AS nth, {held} AS held, (
-        SELECT pg_sequence_last_value(pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass) >= {behind}
-    ) IS NOT FALSE AS more
+        SELECT CASE WHEN has_sequence_privilege(sequence, 'SELECT, USAGE') THEN pg_sequence_last_value(sequence) END
+        FROM (SELECT pg_get_serial_sequence('{schema}.{block_table}', 'eql_id')::regclass AS sequence OFFSET 0) own
+    ) AS more
     FROM {schema}.{block_table}
     WHERE (eql_partition, eql_id) > (%(partition)s::smallint, {after})
       AND (eql_partition, eql_id) <= (%(partition)s::smallint, least({upto}, 9223372036854755807) + 20000)

@@ -1,0 +1,84 @@
+"""The ids of a batch of a log in blocks: consecutive, above all before, and never given out twice."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.log_form import form_now
+
+if TYPE_CHECKING:
+    from tests.fixtures import Sessions
+
+SEQUENCE = "eventsql.orders_block_eql_id_seq"
+
+
+@pytest.fixture(autouse=True)
+def _topic(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+
+
+def draw(session: psycopg.Connection, *batches: int) -> list[int | None]:
+    form_now(session, "eventsql", "orders")
+    return [LogAppender("eventsql").draw(session, "orders", events) for events in batches]
+
+
+@pytest.fixture(params=["sets the sequence", "draws one by one"])
+def drawing(request: pytest.FixtureRequest, sessions: Sessions) -> Iterator[psycopg.Connection]:
+    """A session of a role that may set the log's sequence, or of one that may only draw from it."""
+    session = sessions()
+    session.autocommit = True
+    if request.param == "sets the sequence":
+        yield session
+        return
+    role = f"drawer_{uuid.uuid4().hex[:8]}"
+    session.execute(f"CREATE ROLE {role}")
+    try:
+        session.execute(f"GRANT USAGE ON SCHEMA eventsql TO {role}")
+        session.execute(f"GRANT SELECT ON eventsql.topic, eventsql.orders_block TO {role}")
+        session.execute(f"GRANT USAGE ON SEQUENCE {SEQUENCE} TO {role}")
+        session.execute(f"SET ROLE {role}")
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            session.execute(f"SELECT setval('{SEQUENCE}', 99)")
+        yield session
+    finally:
+        session.execute("RESET ROLE")
+        session.execute(f"DROP OWNED BY {role}")
+        session.execute(f"DROP ROLE {role}")
+
+
+def test_the_first_ids_of_a_log_begin_at_one(drawing: psycopg.Connection) -> None:
+    assert draw(drawing, 3, 2, 1, 1) == [1, 4, 6, 7]
+
+
+def test_ids_go_on_where_others_drew_one_by_one(drawing: psycopg.Connection, session: psycopg.Connection) -> None:
+    draw(drawing, 2)
+    assert session.execute(f"SELECT nextval('{SEQUENCE}') FROM generate_series(1, 3)").fetchall() == [(3,), (4,), (5,)]
+    assert draw(drawing, 10) == [6]
+    assert session.execute(f"SELECT nextval('{SEQUENCE}')").fetchone() == (16,)
+
+
+def test_ids_begin_where_the_sequence_was_restarted(drawing: psycopg.Connection, session: psycopg.Connection) -> None:
+    session.execute(f"ALTER SEQUENCE {SEQUENCE} RESTART WITH 1000")
+    assert draw(drawing, 5, 5) == [1000, 1005]
+
+
+def test_ids_of_a_batch_that_was_rolled_back_do_not_come_again(session: psycopg.Connection) -> None:
+    with pytest.raises(ZeroDivisionError), session.transaction():
+        assert draw(session, 100) == [1]
+        raise ZeroDivisionError
+    assert draw(session, 1) == [101]
+
+
+def test_a_batch_that_the_sequence_has_no_room_for_takes_nothing(session: psycopg.Connection) -> None:
+    session.execute(f"SELECT setval('{SEQUENCE}', 9223372036854775800)")
+    for events in (8, 100):
+        with pytest.raises(psycopg.DataError):
+            draw(session, events)
+    assert draw(session, 7) == [9223372036854775801]
