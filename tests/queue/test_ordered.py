@@ -79,6 +79,19 @@ def test_a_receiver_finds_other_keys_behind_thousands_of_a_key_that_is_held(data
     assert bodies(queue.receive(max_messages=10)) == [b"other"]
 
 
+def test_a_released_message_keeps_its_priority_behind_a_key_that_is_held(database: Database, queue: Queue) -> None:
+    queue.send(b"again", key="again", priority=9)
+    (again,) = queue.receive()
+    queue.send(b"held", key="held")
+    queue.receive()
+    with database.transaction() as connection:
+        # In sight, so the receive finds this one first and has to look further.
+        queue.send(b"behind", key="held", priority=9, connection=connection)
+    queue.release(again)
+    queue.send(b"new", key="new")
+    assert bodies(queue.receive()) == [b"again"]
+
+
 def test_later_messages_wait_while_the_first_waits_for_its_retry(database: Database, queue: Queue) -> None:
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
     (first,) = queue.receive()

@@ -285,7 +285,13 @@ BEGIN
                 ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id
             ) c;
         END IF;
-        ready := ready[:most - taken];
+        IF cardinality(ready) > most - taken THEN
+            -- New ones and those that come again take turns as they were found.
+            ready := ARRAY(
+                SELECT m.eql_id FROM {schema}.queue_message m WHERE m.eql_id = ANY (ready)
+                ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id LIMIT most - taken
+            );
+        END IF;
 
         IF spent IS NOT NULL THEN
             PERFORM {schema}.bury_messages(of_queue, dead, spent);
