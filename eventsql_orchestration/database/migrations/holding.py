@@ -1,4 +1,4 @@
-"""Locking the tables that publishers use before a migration changes any table."""
+"""Locking the tables that publishers and receivers use before a migration changes any table."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout", "
 
 ATTEMPT_MILLISECONDS: Final = 400
 """How long an attempt waits. It is below the server's `deadlock_timeout`, so that the migration gives way, and not a
-publisher that waits for it."""
+publisher or receiver that waits for it."""
 
 SECONDS: Final = 10.0
 """How long a migration tries."""
 
 
 def hold_publishers(connection: Connection, schema: str) -> None:
-    """Lock the tables that publishers use, all or none, in the caller's transaction.
+    """Lock the tables that publishers and receivers use, all or none, in the caller's transaction.
 
     A publisher locks several of them in one statement. If a migration locked one after the other, each could wait for a
     table that the other has, and the server would end one of them. Raises `LockNotAvailable` or `QueryCanceled` if
