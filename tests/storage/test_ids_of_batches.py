@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -14,7 +16,7 @@ from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.log_form import form_now
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions
+    from tests.fixtures import Sessions, Until
 
 SEQUENCE = "eventsql.orders_block_eql_id_seq"
 
@@ -29,12 +31,12 @@ def draw(session: psycopg.Connection, *batches: int) -> list[int | None]:
     return [LogAppender("eventsql").draw(session, "orders", events) for events in batches]
 
 
-@pytest.fixture(params=["sets the sequence", "draws one by one"])
+@pytest.fixture(params=["owns the sequence", "may only draw"])
 def drawing(request: pytest.FixtureRequest, sessions: Sessions) -> Iterator[psycopg.Connection]:
     """A session of a role that may set the log's sequence, or of one that may only draw from it."""
     session = sessions()
     session.autocommit = True
-    if request.param == "sets the sequence":
+    if request.param == "owns the sequence":
         yield session
         return
     role = f"drawer_{uuid.uuid4().hex[:8]}"
@@ -76,9 +78,31 @@ def test_ids_of_a_batch_that_was_rolled_back_do_not_come_again(session: psycopg.
     assert draw(session, 1) == [101]
 
 
-def test_a_batch_that_the_sequence_has_no_room_for_takes_nothing(session: psycopg.Connection) -> None:
+def test_a_batch_that_the_sequence_has_no_room_for_is_refused(session: psycopg.Connection) -> None:
     session.execute(f"SELECT setval('{SEQUENCE}', 9223372036854775800)")
-    for events in (8, 100):
-        with pytest.raises(psycopg.DataError):
-            draw(session, events)
-    assert draw(session, 7) == [9223372036854775801]
+    assert draw(session, 5) == [9223372036854775801]
+    with pytest.raises(psycopg.DataError):
+        draw(session, 3)
+
+
+def test_no_id_is_given_to_another_program_too(drawing: psycopg.Connection, sessions: Sessions, until: Until) -> None:
+    other = sessions()
+    other.autocommit = True
+    foreign: set[int] = set()
+    done = threading.Event()
+
+    def draw_beside() -> None:
+        while not done.is_set():
+            foreign.update(number for (number,) in other.execute(f"SELECT nextval('{SEQUENCE}')"))
+
+    with ThreadPoolExecutor(1) as pool:
+        beside = pool.submit(draw_beside)
+        try:
+            until(lambda: foreign or beside.done())
+            firsts = draw(drawing, *[20] * 3_000)
+        finally:
+            done.set()
+        beside.result()
+    own = {first + number for first in firsts if first is not None for number in range(20)}
+    assert own
+    assert not own & foreign
