@@ -333,6 +333,23 @@ def test_many_changes_are_blocks_in_the_buffer_where_the_topic_has_blocks(
     assert {event.metadata["op"] for event in platform.reader.read("changes", limit=2_000)} == {"c", "u"}
 
 
+def test_many_changes_of_one_partition_are_blocks_as_large_as_those_of_publishers(
+    platform: EventSQL, session: Connection
+) -> None:
+    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, note text)")
+    platform.registry.register_topic(Topic("changes", 8, storage="blocks"))
+    platform.capture("orders", "changes")
+    session.execute(
+        "INSERT INTO orders SELECT n, CASE WHEN n < 1000 THEN repeat('note', 4000) END FROM generate_series(1, 84000) n "
+        "WHERE eventsql.partition_of_key(n::text, 8) = 3"
+    )
+    blocks = session.execute("SELECT eql_events, pg_column_size(eql_values) FROM eventsql.event_buffer").fetchall()
+    assert sum(number for number, _ in blocks) > 10_000
+    assert all(number <= 10_000 and size < 1.2 * 1024 * 1024 for number, size in blocks)
+    platform.transfer.run_once()
+    assert differences(session, "orders", "id::text") == []
+
+
 def test_equal_keys_with_other_texts_are_other_keys(platform: EventSQL, session: Connection) -> None:
     session.execute("CREATE TABLE orders (id numeric PRIMARY KEY, status text)")
     platform.registry.register_topic(Topic("changes", 4))

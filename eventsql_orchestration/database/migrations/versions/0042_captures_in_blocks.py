@@ -125,16 +125,19 @@ BEGIN
         SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
     END IF;
     IF in_blocks THEN
-        -- A stretch has a mebibyte for each partition, whose changes are a block. A key has one change.
+        -- As a publisher's: a block has less than a mebibyte besides its first change, and at most 10,000. Which changes
+        -- come does not matter, be they all of one partition. A key has one change.
         changed := format(
             'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
             'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
             'SELECT $1, -3, '''', ''{}'', count(*), partition, array_agg(key), array_agg(value), array_agg(metadata) '
-            'FROM (SELECT *, sum(octet_length(value)) OVER (ROWS UNBOUNDED PRECEDING) / %s AS stretch '
-            'FROM (%s OFFSET 0) valued) stretched GROUP BY stretch, partition '
+            'FROM (SELECT *, (row_number() OVER own - 1) / 10000 AS by_number, '
+            'sum(octet_length(value)) OVER own / 1048576 AS by_size '
+            'FROM (%s OFFSET 0) valued WINDOW own AS (PARTITION BY partition ROWS UNBOUNDED PRECEDING)) numbered '
+            'GROUP BY partition, by_number, by_size '
             'RETURNING CASE WHEN pg_column_size(eql_values) > 67108864 '
             'THEN (SELECT max(octet_length(value)) FROM unnest(eql_values) AS value) END AS size',
-            abs(place) * 1048576, changed
+            changed
         );
     ELSE
         changed := 'INSERT INTO {schema}.event_buffer (eql_partition, eql_key, eql_value, eql_metadata, eql_topic) '
