@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -95,21 +95,17 @@ class LogSorting:
         """Sort a partition. False where others are in the way, or would lose something."""
         exchange = Exchange(self._schema, self._logs.table, partition)
         with self._database.dedicated() as source, self._database.dedicated() as watch:
-            if not exchange.vacuum(source) or not exchange.may_vacuum(source) or exchange.is_published(source):
-                return False
             try:
                 with connection.transaction():
+                    self._begin(connection, source, exchange, partition)
                     self._replace(connection, source, watch, exchange, partition)
             except (_InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist) as error:
                 logger.info("partition %r of logs %r is not sorted yet: %s", partition, self._logs.name, error)
                 return False
         return True
 
-    def _replace(
-        self, connection: Connection, source: Connection, watch: Connection, exchange: Exchange, partition: str
-    ) -> None:
-        """Let a sorted copy take the place of a partition, in the caller's transaction. Raises `_InUseError`."""
-        has_roles = roles.act_as_owner(connection, self._schema)
+    def _begin(self, connection: Connection, source: Connection, exchange: Exchange, partition: str) -> None:
+        """Keep others from sorting a partition in the caller's transaction, and vacuum it. Raises `_InUseError`."""
         # The bounds are read as texts, and written again: in one form.
         for setting in (
             SYSTEM_PATH, "SET LOCAL timezone TO 'UTC'", "SET LOCAL datestyle TO 'ISO'",
@@ -117,13 +113,25 @@ class LogSorting:
             f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'",
         ):  # fmt: skip
             connection.execute(setting)
+        if fetch_one(connection, self._queries("try_sort"), {"table": f"{self._schema}.{partition}"}) != (True,):
+            raise _InUseError("another process sorts it")
+        if not exchange.vacuum(source) or not exchange.may_vacuum(source) or exchange.is_published(source):
+            raise _InUseError("it cannot be vacuumed just now, or it may be replicated")
+
+    def _replace(
+        self, connection: Connection, source: Connection, watch: Connection, exchange: Exchange, partition: str
+    ) -> None:
+        """Let a sorted copy take the place of a partition, in the caller's transaction. Raises `_InUseError`."""
+        has_roles = roles.act_as_owner(connection, self._schema)
+        # A long reader would make the copy useless.
+        self._attempt(connection, lambda: exchange.probe(connection))
         self._attempt(connection, lambda: exchange.keep_writers_away(connection))
         found = exchange.partition(connection)
         if found is None or not exchange.is_seen_by_all(connection):
             raise _InUseError("an open transaction does not see all of its lines, or wrote some of them just now")
 
         bounds, condition = found
-        with _giving_way(watch, source, exchange):
+        with _giving_way(watch, (source, connection), exchange):
             new = exchange.copy(
                 connection, source, f"{partition}_new", order=_ORDER, check=sql.SQL("({})").format(sql.SQL(condition))
             )
@@ -164,15 +172,16 @@ class LogSorting:
 
 
 @contextmanager
-def _giving_way(watch: Connection, source: Connection, exchange: Exchange) -> Iterator[None]:
-    """Cancel what `source` reads in the block as soon as a writer waits for the partition. Raises `_InUseError`."""
+def _giving_way(watch: Connection, copying: Iterable[Connection], exchange: Exchange) -> Iterator[None]:
+    """Cancel what connections do in the block as soon as a writer waits for the partition. Raises `_InUseError`."""
     ended, given_way = threading.Event(), threading.Event()
 
     def look() -> None:
         while not ended.wait(LOOK_SECONDS):
             if exchange.is_awaited(watch):
                 given_way.set()
-                source.cancel_safe()
+                for each in copying:
+                    each.cancel_safe()
                 return
 
     looking = threading.Thread(target=look, name="eventsql-sorting", daemon=True)
@@ -186,3 +195,5 @@ def _giving_way(watch: Connection, source: Connection, exchange: Exchange) -> It
     finally:
         ended.set()
         looking.join()
+    if given_way.is_set():
+        raise _InUseError("a writer came")

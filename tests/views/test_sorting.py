@@ -152,6 +152,40 @@ def test_a_late_line_ends_a_copy_that_takes_long(
     assert len(content(tracking)) == RESOURCES * TURNS + 1
 
 
+def test_a_late_line_ends_the_last_steps_of_a_copy(
+    database: Database, views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = threading.Thread(target=write, args=(database, tracking, late()))
+
+    def slow(self: Exchange, connection: Connection, *_args: Any, **_names: Any) -> Any:
+        writer.start()
+        connection.execute("SELECT pg_sleep(600)")
+
+    monkeypatch.setattr(Exchange, "copy", slow)
+    assert views.sort(now=NEXT_DAY) == done(busy=1)
+    writer.join()
+    assert len(content(tracking)) == RESOURCES * TURNS + 1
+
+
+@pytest.mark.parametrize("step", ["vacuum", "is_seen_by_all", "copy"])
+def test_a_second_process_leaves_a_partition_that_is_being_sorted(
+    views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    before, reached = content(tracking), getattr(Exchange, step)
+    others: list[list[Sorted]] = []
+
+    def beside(self: Exchange, *args: Any, **names: Any) -> Any:
+        monkeypatch.undo()
+        result = reached(self, *args, **names)
+        others.append(views.sort(now=NEXT_DAY))
+        return result
+
+    monkeypatch.setattr(Exchange, step, beside)
+    assert views.sort(now=NEXT_DAY) == done(1)
+    assert others == [done(busy=1)]
+    assert sorted(content(tracking)) == sorted(before)
+
+
 def test_a_line_between_the_vacuum_and_the_lock_is_not_seen_too_early(
     database: Database, views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,9 @@ WHERE i.indrelid = to_regclass(%(table)s)
       ORDER BY own.place
   ) = ARRAY['eql_tenant', 'eql_resource', 'eql_written_at', 'eql_id'];
 
+-- try_sort -- Keep other programs from sorting a partition until the transaction ends, or find that one is at it.
+SELECT pg_try_advisory_xact_lock(hashtextextended(%(table)s, 6074606));
+
 -- clock -- The server's time.
 SELECT clock_timestamp();
 
