@@ -340,8 +340,8 @@ def test_many_changes_of_one_partition_are_blocks_as_large_as_those_of_publisher
     platform.registry.register_topic(Topic("changes", 8, storage="blocks"))
     platform.capture("orders", "changes")
     session.execute(
-        "INSERT INTO orders SELECT n, CASE WHEN n < 1000 THEN repeat('note', 4000) END FROM generate_series(1, 84000) n "
-        "WHERE eventsql.partition_of_key(n::text, 8) = 3"
+        "INSERT INTO orders SELECT n, CASE WHEN n < 1000 THEN repeat('note', 4000) END "
+        "FROM generate_series(1, 84000) n WHERE eventsql.partition_of_key(n::text, 8) = 3"
     )
     blocks = session.execute("SELECT eql_events, pg_column_size(eql_values) FROM eventsql.event_buffer").fetchall()
     assert sum(number for number, _ in blocks) > 10_000

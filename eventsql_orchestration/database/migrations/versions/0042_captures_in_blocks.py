@@ -125,8 +125,8 @@ BEGIN
         SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
     END IF;
     IF in_blocks THEN
-        -- As a publisher's: a block has less than a mebibyte besides its first change, and at most 10,000. Which changes
-        -- come does not matter, be they all of one partition. A key has one change.
+        -- As a publisher's: a block has less than a mebibyte besides its first change, and at most 10,000 changes. All
+        -- changes may be of one partition. A key has one change.
         changed := format(
             'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
             'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
