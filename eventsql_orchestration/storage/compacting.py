@@ -17,8 +17,8 @@ from eventsql_orchestration.storage.exchanging import Exchange
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import Segment, segment_name
 
-WINDOW_IDS: Final = 20_000
-"""The ids of a window, and the most ids of a block: `storage/sql/forms.sql` has the constraint."""
+WINDOW_IDS: Final = log_form.MOST_IDS
+"""The ids of a window, which may become one block."""
 
 
 class Window(NamedTuple):

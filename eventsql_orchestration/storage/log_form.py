@@ -24,6 +24,9 @@ from eventsql_orchestration.database.rows import fetch_one
 ROOM: Final = __package__
 """The package that has the SQL files of this room."""
 
+MOST_IDS: Final = 20_000
+"""The most ids that a block has between its first event and its last one: `sql/forms.sql` has the constraint."""
+
 BLOCKS_SECONDS: Final = 5.0
 """Seconds until the form of a log in blocks is looked up again. For this long at most, reads of a topic fail that was
 deleted and made anew in rows."""

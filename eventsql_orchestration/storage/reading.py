@@ -18,19 +18,17 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
 from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import ERASED, NOT_PARTITIONED, Event
-from eventsql_orchestration.storage.log_form import form
+from eventsql_orchestration.storage.log_form import MOST_IDS, form
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.segments import SEGMENT_EVENTS
 
 MAX_OFFSET: Final = 2**63 - 1
 
 _FIRST_BLOCKS: Final = 64
 """The number of blocks that the first look for the events of a batch reads."""
 
-WINDOW: Final = 5_000_000
+WINDOW: Final = SEGMENT_EVENTS
 """The ids that the first look for the events of a partition goes through: those of a segment, as segments are made."""
-
-MOST_IDS: Final = 20_000
-"""The most ids that a block has between its first event and its last one."""
 
 _NEAR: Final = 64
 """Events whose ids are at most so far apart are read together."""
