@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,9 +33,10 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import log_form, segments
+from eventsql_orchestration.storage import exchanging, log_form, segments
 from eventsql_orchestration.storage.compacting import LogCompactor, Merged, Window
 from eventsql_orchestration.storage.erasing import try_change
+from eventsql_orchestration.storage.exchanging import attempt
 from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.registry import Registry
@@ -59,13 +60,6 @@ SPARE_BYTES: Final = 16 << 20
 rewritten: a fresh segment takes about 4 % more than its blocks need."""
 
 SPARE_SHARE: Final = 0.2
-
-WAIT_SECONDS: Final = 0.5
-"""The longest that one attempt to exchange a rewritten segment makes others wait, for each lock. It is shorter than the
-server's `deadlock_timeout`, so that the attempt gives way, and not a reader that waits for it."""
-
-EXCHANGE_SECONDS: Final = 10.0
-"""Seconds for which the exchange is tried, before the copy is thrown away and left to a later run."""
 
 _DAMAGED: Final = (psycopg.IntegrityError, psycopg.DataError, psycopg.errors.DataCorrupted)
 """What the server says of a block that is not whole."""
@@ -316,7 +310,7 @@ class _Log:
 
     def vacuum(self, connection: Connection, segment: Segment) -> None:
         """Free the space of merged blocks. If other transactions are in the way, the server does it later."""
-        self._compactor.vacuum(connection, segment.table)
+        self._compactor.exchange(segment).vacuum(connection)
 
     def give_back(self, connection: Connection, segment: Segment) -> int | None:
         """Rewrite a closed segment if it takes much more space than it needs. Gives how many bytes the disk has again.
@@ -339,30 +333,25 @@ class _Log:
     def _exchange(self, connection: Connection, segment: Segment) -> bool:
         """Let a copy take the place of a closed segment. False where others are in the way."""
         with self._database.dedicated() as source, self._undisturbed(connection):
-            connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
-            connection.execute("SET LOCAL statement_timeout TO 0")
-            # The commit, which keeps the log locked, waits for no standby. One without the copy has the former segment.
-            connection.execute("SET LOCAL synchronous_commit TO local")
+            exchanging.begin(connection)
             present = segments.segments(connection, self._schema, self.topic) or ()
             if (segment.table, segment.log) not in {(each.table, each.log) for each in present if not each.detaching}:
                 # A retention has dropped it, or a change of the form has given its log another name.
                 return False
             # If VACUUM did not run, the server's numbers may be older than the newest events.
             own = self._compactor.exchange(segment)
-            vacuumed = self._compactor.vacuum(source, segment.table) and own.may_vacuum(source)
+            vacuumed = own.vacuum(source) and own.may_vacuum(source)
             bounds = own.seen_by_all(source) if vacuumed else None
             has_roles = act_as_owner(connection, self._schema)
-            if bounds is None or not self._attempt(connection, segment, own.probe):
-                return False
-            if not self._attempt(connection, segment, own.keep_writers_away):
+            if bounds is None or not attempt(connection, own.probe) or not attempt(connection, own.keep_writers_away):
                 return False
 
             new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
             if not has_roles:
                 segments.pass_on_owner(connection, self._schema, old, new)
             segments.pass_on_rights(connection, self._schema, old, new)
-            exchange = partial(self._compactor.replace, segment=segment, new=new, bounds=bounds)
-            if not self._attempt(connection, segment, exchange, seconds=EXCHANGE_SECONDS):
+            exchange = partial(own.replace, new=new, bounds=bounds)
+            if not attempt(connection, exchange, seconds=exchanging.EXCHANGE_SECONDS):
                 connection.execute(sql.SQL("DROP TABLE {}").format(new))
                 return False
             return True
@@ -374,24 +363,3 @@ class _Log:
             logger.info("segment %r keeps its free space, because %s", segment.table, found or "it may be replicated")
             return False
         return True
-
-    def _attempt(
-        self,
-        connection: Connection,
-        segment: Segment,
-        step: Callable[[Connection], None],
-        seconds: float = 0.0,
-    ) -> bool:
-        """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. False where others are in its way."""
-        connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
-        retry = Backoff(seconds)
-        while True:
-            try:
-                with connection.transaction():
-                    step(connection)
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
-                if not retry.lasts():
-                    logger.debug("segment %r keeps its free space for now: transactions read it", segment.table)
-                    return False
-            else:
-                return True

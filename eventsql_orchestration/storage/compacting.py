@@ -77,10 +77,6 @@ class LogCompactor:
         form = log_form.form_now(connection, self._schema, self._topic)
         return self._queries(name, block_store=log_form.store(self._topic, form, blocks=True))
 
-    def vacuum(self, connection: Connection, segment: str) -> bool:
-        """Free the space of merged blocks in the table of a segment. See `Exchange.vacuum`."""
-        return Exchange(self._schema, "", segment).vacuum(connection)
-
     # Rewriting a segment
 
     def space(self, connection: Connection, segment: Segment) -> Space:
@@ -98,7 +94,3 @@ class LogCompactor:
         return self.exchange(segment).copy(
             connection, source, new, order=sql.SQL("eql_id"), check=check.format(segment.start, segment.end)
         )
-
-    def replace(self, connection: Connection, segment: Segment, *, new: sql.Identifier, bounds: str) -> None:
-        """Let a new table take the place of a segment. See `Exchange.replace`."""
-        self.exchange(segment).replace(connection, new=new, bounds=bounds)

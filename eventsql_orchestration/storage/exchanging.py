@@ -7,16 +7,51 @@ partition stays. The copy's rows are frozen: each transaction sees them, whateve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import ADOPTION_CHECK
+
+WAIT_SECONDS: Final = 0.5
+"""The longest that one attempt makes others wait, for each lock. It is shorter than the server's `deadlock_timeout`, so
+that the attempt gives way, and not a reader or writer that waits for it."""
+
+EXCHANGE_SECONDS: Final = 10.0
+"""Seconds for which an exchange is tried, before the copy is thrown away and left to a later run."""
+
+
+def begin(connection: Connection) -> None:
+    """Let the caller's transaction, which copies and exchanges, last as long as it takes."""
+    connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
+    connection.execute("SET LOCAL statement_timeout TO 0")
+    # The commit, which keeps the parent locked, waits for no standby. One without the copy has the former partition.
+    connection.execute("SET LOCAL synchronous_commit TO local")
+
+
+def attempt(connection: Connection, step: Callable[[Connection], None], seconds: float = 0.0) -> bool:
+    """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. False where others are in its way.
+
+    It is tried for `seconds`, and at least once.
+    """
+    connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
+    retry = Backoff(seconds)
+    while True:
+        try:
+            with connection.transaction():
+                step(connection)
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected):
+            if not retry.lasts():
+                return False
+        else:
+            return True
 
 
 class Exchange:

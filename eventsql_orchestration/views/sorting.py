@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -22,22 +22,15 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, roles
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
-from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import segments
-from eventsql_orchestration.storage.exchanging import Exchange
+from eventsql_orchestration.storage import exchanging, segments
+from eventsql_orchestration.storage.exchanging import Exchange, attempt
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.views.definitions import Logs, start_of_partition
 
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 300.0
 """Seconds for which one run sorts partitions of a view. The next run goes on."""
-
-WAIT_SECONDS: Final = 0.5
-"""The longest that one attempt makes others wait. It is shorter than the server's `deadlock_timeout`, so that the
-attempt gives way, and not a writer that waits for it."""
-
-EXCHANGE_SECONDS: Final = 10.0
-"""Seconds for which the exchange is tried, before the copy is thrown away and left to a later run."""
 
 LOOK_SECONDS: Final = 0.1
 """How often a copy looks whether a writer waits for it."""
@@ -70,17 +63,21 @@ class LogSorting:
     def run(self, now: datetime) -> Sorted:
         """Sort the partitions that are closed at a time."""
         until, done, busy = time.monotonic() + RUN_SECONDS, 0, 0
-        with self._database.errors(), self._database.dedicated() as connection:
-            for partition in self.due(connection, now):
-                if time.monotonic() >= until:
-                    break
-                if self._sort(connection, partition):
-                    done += 1
-                else:
-                    busy += 1
+        with self._database.connection() as connection:
+            due = self._due(connection, now)
+        if due:
+            dedicated = self._database.dedicated
+            with self._database.errors(), dedicated() as connection, dedicated() as source, dedicated() as watch:
+                for partition in due:
+                    if time.monotonic() >= until:
+                        break
+                    if self._sort(connection, source, watch, partition):
+                        done += 1
+                    else:
+                        busy += 1
         return Sorted(self._logs.name, done, busy)
 
-    def due(self, connection: Connection, now: datetime) -> list[str]:
+    def _due(self, connection: Connection, now: datetime) -> list[str]:
         """The closed partitions that are not sorted yet, the oldest first. Those beyond the retention are left out."""
         if self._logs.sort_after is None:
             return []
@@ -91,27 +88,23 @@ class LogSorting:
         starts = {partition: start_of_partition(partition) for (partition,) in rows}
         return [name for name, start in starts.items() if start <= closed and (kept is None or start > kept)]
 
-    def _sort(self, connection: Connection, partition: str) -> bool:
+    def _sort(self, connection: Connection, source: Connection, watch: Connection, partition: str) -> bool:
         """Sort a partition. False where others are in the way, or would lose something."""
         exchange = Exchange(self._schema, self._logs.table, partition)
-        with self._database.dedicated() as source, self._database.dedicated() as watch:
-            try:
-                with connection.transaction():
-                    self._begin(connection, source, exchange, partition)
-                    self._replace(connection, source, watch, exchange, partition)
-            except (_InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist) as error:
-                logger.info("partition %r of logs %r is not sorted yet: %s", partition, self._logs.name, error)
-                return False
+        try:
+            with connection.transaction():
+                self._begin(connection, source, exchange, partition)
+                self._replace(connection, source, watch, exchange, partition)
+        except (_InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist) as error:
+            logger.info("partition %r of logs %r is not sorted yet: %s", partition, self._logs.name, error)
+            return False
         return True
 
     def _begin(self, connection: Connection, source: Connection, exchange: Exchange, partition: str) -> None:
         """Keep others from sorting a partition in the caller's transaction, and vacuum it. Raises `_InUseError`."""
+        exchanging.begin(connection)
         # The bounds are read as texts, and written again: in one form.
-        for setting in (
-            SYSTEM_PATH, "SET LOCAL timezone TO 'UTC'", "SET LOCAL datestyle TO 'ISO'",
-            "SET LOCAL idle_in_transaction_session_timeout TO 0", "SET LOCAL statement_timeout TO 0",
-            f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'",
-        ):  # fmt: skip
+        for setting in (SYSTEM_PATH, "SET LOCAL timezone TO 'UTC'", "SET LOCAL datestyle TO 'ISO'"):
             connection.execute(setting)
         if fetch_one(connection, self._queries("try_sort"), {"table": f"{self._schema}.{partition}"}) != (True,):
             raise _InUseError("another process sorts it")
@@ -124,8 +117,8 @@ class LogSorting:
         """Let a sorted copy take the place of a partition, in the caller's transaction. Raises `_InUseError`."""
         has_roles = roles.act_as_owner(connection, self._schema)
         # A long reader would make the copy useless.
-        self._attempt(connection, lambda: exchange.probe(connection))
-        self._attempt(connection, lambda: exchange.keep_writers_away(connection))
+        if not attempt(connection, exchange.probe) or not attempt(connection, exchange.keep_writers_away):
+            raise _InUseError("transactions use it")
         found = exchange.partition(connection)
         if found is None or not exchange.is_seen_by_all(connection):
             raise _InUseError("an open transaction does not see all of its lines, or wrote some of them just now")
@@ -137,12 +130,13 @@ class LogSorting:
             )
         self._keep(connection, partition, new, has_roles=has_roles)
 
-        def replace() -> None:
+        def replace(connection: Connection) -> None:
             if exchange.is_awaited(connection):
                 raise _InUseError("a writer waits for it")
             exchange.replace(connection, new=new, bounds=bounds)
 
-        self._attempt(connection, replace, seconds=EXCHANGE_SECONDS)
+        if not attempt(connection, replace, seconds=exchanging.EXCHANGE_SECONDS):
+            raise _InUseError("transactions use it")
         table = exchange.table.as_string(connection)
         (index,) = fetch_one(connection, self._queries("sorting_index"), {"table": table})
         connection.execute(sql.SQL("ALTER TABLE {} CLUSTER ON {}").format(exchange.table, sql.Identifier(index)))
@@ -156,19 +150,6 @@ class LogSorting:
         replaced_tables.grant_as_on(connection, live, made)
         if not has_roles:
             segments.pass_on_owner(connection, self._schema, sql.Identifier(*live), new)
-
-    def _attempt(self, connection: Connection, step: Callable[[], None], seconds: float = 0.0) -> None:
-        """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. Raises `_InUseError`."""
-        retry = Backoff(seconds)
-        while True:
-            try:
-                with connection.transaction():
-                    step()
-            except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:
-                if not retry.lasts():
-                    raise _InUseError("transactions use it") from error
-            else:
-                return
 
 
 @contextmanager
@@ -184,8 +165,7 @@ def _giving_way(watch: Connection, copying: Iterable[Connection], exchange: Exch
                     each.cancel_safe()
                 return
 
-    looking = threading.Thread(target=look, name="eventsql-sorting", daemon=True)
-    looking.start()
+    looking = start_thread("sorting", look)
     try:
         yield
     except psycopg.errors.QueryCanceled as error:

@@ -12,8 +12,9 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
 from eventsql_orchestration.model import OffsetRange
-from eventsql_orchestration.storage import compacting, copy_out, log_form, log_table, reading, segments
+from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
+from eventsql_orchestration.storage.exchanging import Exchange
 from tests.fixtures import Sessions
 
 SCHEMA = "eventsql"
@@ -276,8 +277,8 @@ def test_a_rewritten_segment_is_smaller_and_has_the_same_events(single: EventSQL
 def test_a_transaction_that_reads_the_log_keeps_its_segment(
     single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compaction, "WAIT_SECONDS", 0.05)
-    monkeypatch.setattr(compaction, "EXCHANGE_SECONDS", 0.0)
+    monkeypatch.setattr(exchanging, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(exchanging, "EXCHANGE_SECONDS", 0.0)
     before = content(single.reader.read("orders"))
     reader = sessions()
     reader.execute("SELECT count(*) FROM eventsql.orders_event")
@@ -311,15 +312,15 @@ def test_a_snapshot_older_than_the_rewriting_sees_each_event(
     before = content(single.reader.read("orders"))
     done = single.compactor.execute("orders")
     assert done.into is not None
-    old, vacuum = sessions(), compacting.LogCompactor.vacuum
+    old, vacuum = sessions(), Exchange.vacuum
     old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
 
-    def vacuumed(self: compacting.LogCompactor, connection: Connection, segment: str) -> bool:
-        done = vacuum(self, connection, segment)
+    def vacuumed(self: Exchange, connection: Connection) -> bool:
+        done = vacuum(self, connection)
         old.execute("SELECT pg_current_snapshot()")
         return done
 
-    monkeypatch.setattr(compacting.LogCompactor, "vacuum", vacuumed)
+    monkeypatch.setattr(Exchange, "vacuum", vacuumed)
     monkeypatch.setattr(compaction, "SPARE_BYTES", -(1 << 30))
     was = table_of(session)
     single.shards[0].compactor._packed.clear()
@@ -332,15 +333,15 @@ def test_a_snapshot_older_than_the_rewriting_sees_each_event(
 def test_a_rewriting_that_fails_leaves_the_segment_as_it_was(
     single: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before, replace = content(single.reader.read("orders")), compacting.LogCompactor.replace
+    before, replace = content(single.reader.read("orders")), Exchange.replace
 
-    def die(self: compacting.LogCompactor, connection: Connection, *args: Any, **names: Any) -> None:
+    def die(self: Exchange, connection: Connection, *args: Any, **names: Any) -> None:
         replace(self, connection, *args, **names)
         session.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
         connection.execute("SELECT")
 
     with monkeypatch.context() as patch:
-        patch.setattr(compacting.LogCompactor, "replace", die)
+        patch.setattr(Exchange, "replace", die)
         with pytest.raises(DatabaseError):
             single.compactor.execute("orders")
     assert content(single.reader.read("orders")) == before
@@ -365,7 +366,7 @@ def test_a_segment_that_a_view_of_others_reads_is_not_rewritten(single: EventSQL
 def test_a_segment_that_vacuum_did_not_reach_is_not_rewritten(
     single: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compacting.LogCompactor, "vacuum", lambda *_: False)
+    monkeypatch.setattr(Exchange, "vacuum", lambda *_: False)
     was = table_of(session)
     assert single.compactor.execute("orders").freed == 0
     assert table_of(session) == was

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -12,8 +13,9 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, ValidationError
+from eventsql_orchestration.storage import exchanging
 from eventsql_orchestration.storage.exchanging import Exchange
-from eventsql_orchestration.views import LogEntry, Logs, LogsView, Sorted, Views, sorting
+from eventsql_orchestration.views import LogEntry, Logs, LogsView, Sorted, Views
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SECOND
 
@@ -28,7 +30,7 @@ TURNS = 20
 @pytest.fixture
 def tracking(database: Database, views: Views, monkeypatch: pytest.MonkeyPatch) -> LogsView:
     """Logs whose lines of a day lie in the order in which they came."""
-    monkeypatch.setattr(sorting, "EXCHANGE_SECONDS", 0.0)
+    monkeypatch.setattr(exchanging, "EXCHANGE_SECONDS", 0.0)
     views.declare(LOGS)
     opened = views.logs(LOGS)
     write(
@@ -111,21 +113,31 @@ def test_a_time_to_sort_after_is_in_minutes(views: Views) -> None:
         views.sort(now=NOON - timedelta(days=200_000))
 
 
+def after(step: str, happens: Callable[[], object], patch: pytest.MonkeyPatch) -> None:
+    """Let something happen each time after a step of the exchange."""
+    real = getattr(Exchange, step)
+
+    def stepped(self: Exchange, *args: Any, **names: Any) -> Any:
+        result = real(self, *args, **names)
+        happens()
+        return result
+
+    patch.setattr(Exchange, step, stepped)
+
+
 def test_a_late_line_during_the_copy_goes_first(
     database: Database, views: Views, tracking: LogsView, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, writers = Exchange.copy, []
+    writers = []
 
-    def interrupted(self: Exchange, *args: Any, **names: Any) -> Any:
-        copied = copy(self, *args, **names)
+    def interrupt() -> None:
         writers.append(threading.Thread(target=write, args=(database, tracking, late())))
         writers[-1].start()
         until_blocked()
-        return copied
 
     before = content(tracking)
     with monkeypatch.context() as patch:
-        patch.setattr(Exchange, "copy", interrupted)
+        after("copy", interrupt, patch)
         assert views.sort(now=NEXT_DAY) == done(busy=1)
     writers[0].join()
     assert len(content(tracking)) == len(before) + 1
@@ -171,16 +183,13 @@ def test_a_late_line_ends_the_last_steps_of_a_copy(
 def test_a_second_process_leaves_a_partition_that_is_being_sorted(
     views: Views, tracking: LogsView, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    before, reached = content(tracking), getattr(Exchange, step)
-    others: list[list[Sorted]] = []
+    before, others = content(tracking), list[list[Sorted]]()
 
-    def beside(self: Exchange, *args: Any, **names: Any) -> Any:
+    def beside() -> None:
         monkeypatch.undo()
-        result = reached(self, *args, **names)
         others.append(views.sort(now=NEXT_DAY))
-        return result
 
-    monkeypatch.setattr(Exchange, step, beside)
+    after(step, beside, monkeypatch)
     assert views.sort(now=NEXT_DAY) == done(1)
     assert others == [done(busy=1)]
     assert sorted(content(tracking)) == sorted(before)
@@ -189,17 +198,15 @@ def test_a_second_process_leaves_a_partition_that_is_being_sorted(
 def test_a_line_between_the_vacuum_and_the_lock_is_not_seen_too_early(
     database: Database, views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, vacuum = sessions(), Exchange.vacuum
+    old = sessions()
     old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
 
-    def vacuumed(self: Exchange, connection: Connection) -> bool:
-        done = vacuum(self, connection)
+    def come() -> None:
         old.execute("SELECT pg_current_snapshot()")
         write(database, tracking, late())
-        return done
 
     with monkeypatch.context() as patch:
-        patch.setattr(Exchange, "vacuum", vacuumed)
+        after("vacuum", come, patch)
         assert views.sort(now=NEXT_DAY) == done(busy=1)
     count = "SELECT count(*) FROM eventsql.view_tracking"
     assert old.execute(count).fetchone() == (RESOURCES * TURNS,)
@@ -211,17 +218,15 @@ def test_a_line_between_the_vacuum_and_the_lock_is_not_seen_too_early(
 def test_a_line_that_is_deleted_between_the_vacuum_and_the_lock_stays_seen(
     database: Database, views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    old, vacuum = sessions(), Exchange.vacuum
+    old = sessions()
     old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
 
-    def vacuumed(self: Exchange, connection: Connection) -> bool:
-        done = vacuum(self, connection)
+    def delete() -> None:
         old.execute("SELECT pg_current_snapshot()")
         with database.transaction() as deleting:
             deleting.execute("DELETE FROM eventsql.view_tracking WHERE eql_resource = 'r07'")
-        return done
 
-    monkeypatch.setattr(Exchange, "vacuum", vacuumed)
+    after("vacuum", delete, monkeypatch)
     assert views.sort(now=NEXT_DAY) == done(busy=1)
     assert old.execute("SELECT count(*) FROM eventsql.view_tracking").fetchone() == (RESOURCES * TURNS,)
 
@@ -255,7 +260,7 @@ def test_a_snapshot_from_before_the_lines_keeps_their_partition(
 def test_a_transaction_that_reads_the_logs_keeps_their_partition(
     views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sorting, "WAIT_SECONDS", 0.05)
+    monkeypatch.setattr(exchanging, "WAIT_SECONDS", 0.05)
     reader = sessions()
     reader.execute("SELECT count(*) FROM eventsql.view_tracking")
     assert views.sort(now=NEXT_DAY) == done(busy=1)
