@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timedelta
@@ -34,7 +34,16 @@ from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.views import Definition, LogLine, LogsView, Rollup, RollupBucket, Views
+    from eventsql_orchestration.views import (
+        Definition,
+        LogLine,
+        LogsView,
+        Retained,
+        Rollup,
+        RollupBucket,
+        Sorted,
+        Views,
+    )
 
 _BAR: Final = 30
 """Characters of the longest bar of a rollup."""
@@ -87,11 +96,9 @@ def retain(context: CliContext, *, as_json: AsJson) -> None:
     """Drop the partitions of views whose entries are all older than the view's retention."""
     with _views(context) as views:
         retained = views.retain()
-    if as_json:
-        write_json([asdict(each) for each in retained])
-    for each in () if as_json else retained:
-        busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
-        say(f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped{busy}")
+    _show_kept(
+        retained, lambda each: f"view {each.view!r}: {counted(each.dropped, 'partition')} dropped", as_json=as_json
+    )
 
 
 @command(view, "sort")
@@ -99,11 +106,19 @@ def sort_logs(context: CliContext, *, as_json: AsJson) -> None:
     """Rewrite the closed partitions of logs in the order of resources, each once."""
     with _views(context) as views:
         done = views.sort()
+    _show_kept(
+        done, lambda each: f"logs {each.view!r}: {counted(each.partitions, 'partition')} sorted", as_json=as_json
+    )
+
+
+def _show_kept(results: Sequence[Retained | Sorted], text: Callable[[Any], str], *, as_json: bool) -> None:
+    """Show what was done to the partitions of each view, and which are left to the next run."""
     if as_json:
-        write_json([asdict(each) for each in done])
-    for each in () if as_json else done:
+        write_json([asdict(each) for each in results])
+        return
+    for each in results:
         busy = f"; {counted(each.busy, 'partition')} in use, for the next run" if each.busy else ""
-        say(f"logs {each.view!r}: {counted(each.partitions, 'partition')} sorted{busy}")
+        say(f"{text(each)}{busy}")
 
 
 @command(view)

@@ -177,17 +177,13 @@ drop_old_segments = _shard_op(
 
 def _keep_views(_: dg.OpExecutionContext, shard: Shard) -> str:
     views = Views(shard.database)
-    dropped = [
-        f"view {each.view} lost {each.dropped} partitions" + (f", {each.busy} are in use" if each.busy else "")
-        for each in views.retain()
-    ]
+    dropped = [(f"view {each.view} lost {each.dropped} partitions", each.busy) for each in views.retain()]
     in_order = [
-        f"logs {each.view} have {each.partitions} partitions sorted"
-        + (f", {each.busy} are in use" if each.busy else "")
+        (f"logs {each.view} have {each.partitions} partitions sorted", each.busy)
         for each in views.sort()
         if each.partitions or each.busy
     ]
-    return "; ".join(dropped + in_order)
+    return "; ".join(text + (f", {busy} are in use" if busy else "") for text, busy in dropped + in_order)
 
 
 drop_old_views = _shard_op(
