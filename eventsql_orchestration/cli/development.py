@@ -33,7 +33,7 @@ from eventsql_orchestration.cli.rounds import (
 )
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
-from eventsql_orchestration.dagster.local.dagster_process import UNDER_WAY, LocalDagster
+from eventsql_orchestration.dagster.local.dagster_process import STOP_SECONDS, UNDER_WAY, LocalDagster
 from eventsql_orchestration.dagster.local.instance import instance_directory, write_instance
 from eventsql_orchestration.dagster.local.run_counts import run_counts
 from eventsql_orchestration.dagster.tags import (
@@ -52,10 +52,6 @@ from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.topics.side_consumers import without_backfills
-
-STOP_SECONDS: Final = 0.7
-"""Seconds that runs have to end after Ctrl-C. Killed ones lose nothing: their claims are consumed again, and their
-effects are rolled back."""
 
 _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""
@@ -97,7 +93,7 @@ class Development:
             spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
             dagster = LocalDagster(
                 self._location, instance_home=write_instance(home, platform.database.dsn), port=self._port,
-                environment={**environment, **spark}, stop_timeout=STOP_SECONDS, on_stop=say,
+                environment={**environment, **spark}, on_stop=say,
             )  # fmt: skip
             # Do this before the daemon starts: its sensors launch runs for events that already wait.
             started, before = datetime.now(UTC), Counts.take(platform)

@@ -30,6 +30,10 @@ from eventsql_orchestration.threads import start_thread
 
 _URL_FILE: Final = "dagster.url"
 
+STOP_SECONDS: Final = 0.7
+"""Seconds that runs have to end. Killed ones lose nothing: their claims are consumed again, and their effects are
+rolled back."""
+
 _STATUSES_UNDER_WAY: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
 
 UNDER_WAY: Final = dg.RunsFilter(statuses=_STATUSES_UNDER_WAY)
@@ -69,8 +73,8 @@ class LocalDagster:
 
     `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
     the processes. `start` takes another port if `port` is not free, and any for 0. Leaving the context ends the
-    unfinished runs, which have `stop_timeout` seconds for that, and kills the processes. `on_stop` gets a line about
-    what it ends.
+    unfinished runs, which have `STOP_SECONDS` for that, and kills the processes. `on_stop` gets a line about what it
+    ends.
     """
 
     def __init__(
@@ -80,11 +84,9 @@ class LocalDagster:
         instance_home: Path,
         port: int,
         environment: Mapping[str, str] | None = None,
-        stop_timeout: float = 0.7,
         on_stop: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.location = location
-        self._stop_timeout = stop_timeout
         self._on_stop = on_stop
         self.instance_home = instance_home.resolve()
         self.port = port
@@ -222,7 +224,7 @@ class LocalDagster:
         try:
             if process.poll() is None:
                 self._on_stop("ending Dagster's processes")
-                self._end_runs(time.monotonic() + self._stop_timeout)
+                self._end_runs(time.monotonic() + STOP_SECONDS)
         finally:
             kill_group(process.pid)
             process.wait()
@@ -248,7 +250,7 @@ class LocalDagster:
     def _end_run(self, run_id: str) -> None:
         # A webserver that does not answer ends with the other processes.
         with contextlib.suppress(LocalDagsterError):
-            Webserver(self.url, timeout=self._stop_timeout).terminate(run_id)
+            Webserver(self.url, timeout=STOP_SECONDS).terminate(run_id)
 
     def __enter__(self) -> LocalDagster:
         return self
