@@ -326,12 +326,14 @@ class LogWriter:
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
         mark = self._low_water.marks.get(topic.name, 0)
-        state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1)
+        wanted = events if topic.storage == BLOCKS and self._room.left(topic.name) else 0
+        state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1, events=wanted)
         blocks = state.blocks
         if state.definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS):
             return None
         if state.buffered > most:
             return None
+        drawn = state.drawn if self._room.known(topic.name, state.last_id, blocks=blocks) else None
         if not self._room.make(connection, topic.name, state.last_id, blocks=blocks):
             # The server has to convert the times.
             return None
@@ -340,7 +342,11 @@ class LogWriter:
             self._move_before(connection, topic.name, state)
         time = copy_format.microseconds(state.now)
         if blocks:
-            return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), events, time)
+            first = drawn or self._log.draw(connection, topic.name, events)
+            if first is None:
+                raise _ForeignIdsError
+            self._room.drew(topic.name, events)
+            return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, time)
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), time)
         return []
 
@@ -354,12 +360,8 @@ class LogWriter:
             copy.write(copy_format.TRAILER)
 
     def _append_blocks(
-        self, connection: Connection, topic: str, blocks: Iterable[EncodedBlock], events: int, now: int
+        self, connection: Connection, topic: str, blocks: Iterable[EncodedBlock], first: int, now: int
     ) -> list[Appended]:
-        first = self._log.draw(connection, topic, events)
-        if first is None:
-            raise _ForeignIdsError
-        self._room.drew(topic, events)
         appended: list[Appended] = []
         with self._log.copy(connection.cursor(), topic) as copy:
             copy.write(copy_format.HEADER)

@@ -19,7 +19,8 @@ class TopicState(NamedTuple):
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events; `mixed`: some of them are in blocks. `last_id` is the last id of the log, None if its
-    sequence does not give ids one by one and upwards. `blocks`: the log takes blocks.
+    sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn` is the first of the ids
+    that were taken for the caller's events, None without ids or if another program took ids too.
     """
 
     definition: list[int] | None
@@ -29,6 +30,7 @@ class TopicState(NamedTuple):
     mixed: bool
     last_id: int | None
     blocks: bool
+    drawn: int | None
 
 
 class BufferedBatch(NamedTuple):
@@ -71,12 +73,15 @@ class LogAppender:
         self._schema = schema
         self._queries = LogQueries("append", schema)
 
-    def state(self, connection: Connection, topic: str, *, low_water: int, limit: int) -> TopicState:
-        """The state of a topic. The events of at most `limit` rows of the buffer are counted."""
-        values = {"topic": topic, "low_water": low_water, "limit": limit}
-        row = fetch_one(connection, self._queries("append_state", topic=topic), values)
-        blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
-        return TopicState._make((*row[:-1], blocks))
+    def state(self, connection: Connection, topic: str, *, low_water: int, limit: int, events: int) -> TopicState:
+        """The state of a topic. The events of at most `limit` rows of the buffer are counted.
+
+        If there are none, it takes ids of the log for `events` events.
+        """
+        values = {"topic": topic, "low_water": low_water, "limit": limit, "events": events}
+        *row, form, drawn, consecutive = fetch_one(connection, self._queries("append_state", topic=topic), values)
+        blocks = log_form.learn(connection, self._schema, topic, form).writes_blocks
+        return TopicState._make((*row, blocks, drawn if consecutive else None))
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""

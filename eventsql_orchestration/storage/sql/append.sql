@@ -11,18 +11,42 @@ CASE WHEN eql_partition >= -1 THEN 1 ELSE coalesce(eql_events, (
     SELECT (block.eql_metadata ->> 'events')::bigint FROM {schema}.spark_staged_event block WHERE block.eql_buffer_id = buffered.eql_id
 ), %(limit)s) END
 
+-- part drawn -- Take an id of the log for each of the `wanted` events, from its sequence `own`: the id before them, the last
+-- one, and whether they are consecutive, as they are unless another program takes ids too. The server evaluates the rows
+-- that OFFSET skips; an aggregate over all ids takes twice the time. `setval` would take the ids at once, need another
+-- right, and give ids twice if another program takes some at that moment.
+first AS MATERIALIZED (
+    SELECT nextval(own.sequence) AS id FROM own CROSS JOIN wanted WHERE wanted.events > 0
+), rest AS MATERIALIZED (
+    SELECT nextval(own.sequence) AS id
+    FROM first CROSS JOIN own CROSS JOIN generate_series(2, (SELECT events FROM wanted))
+    OFFSET (SELECT greatest(events - 2, 0) FROM wanted)
+), ids AS MATERIALIZED (
+    SELECT first - 1 AS before, last, last - first + 1 = (SELECT events FROM wanted) AS consecutive
+    FROM (SELECT (SELECT id FROM first) AS first, coalesce((SELECT id FROM rest), (SELECT id FROM first)) AS last) drawn
+)
+
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
 -- number of the events in at most `limit` rows of its buffer, and whether there are blocks; the last id of the log, and
--- its form.
+-- its form. Where nothing is buffered, it takes `events` ids of the log: the first one, and whether they are consecutive.
+WITH state AS MATERIALIZED (
+    SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
+           coalesce(bool_or(eql_partition < -1), false) AS mixed, {last_id} AS last_id, {form} AS form
+    FROM (
+        SELECT eql_id, eql_partition, eql_events FROM {schema}.event_buffer
+        WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
+        ORDER BY eql_topic, eql_id
+        LIMIT %(limit)s
+    ) buffered
+), wanted AS (
+    SELECT CASE WHEN state.buffered = 0 THEN %(events)s::bigint ELSE 0 END AS events FROM state
+), own AS MATERIALIZED (
+    SELECT {ids}::regclass AS sequence
+), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       statement_timestamp(), coalesce(max(eql_id), 0), coalesce(sum({events_of_row}), 0)::bigint,
-       coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
-FROM (
-    SELECT eql_id, eql_partition, eql_events FROM {schema}.event_buffer
-    WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
-    ORDER BY eql_topic, eql_id
-    LIMIT %(limit)s
-) buffered;
+       statement_timestamp(), state.upto, state.buffered, state.mixed, state.last_id, state.form,
+       ids.before + 1, ids.consecutive
+FROM state CROSS JOIN ids;
 
 -- append -- Any number of encoded events to the end of the topic's log.
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)

@@ -5,18 +5,13 @@ COPY {schema}.{block_store} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 ) FROM STDIN (FORMAT binary);
 
--- part drawn -- Take an id of the log for each of the `wanted` events: the id before them, the last one, and whether they
--- are consecutive. `setval` would take all at once, in a third of a microsecond less for each, and give ids twice if another
--- program draws at that moment.
+-- part own -- The sequence of the log's ids.
 own AS MATERIALIZED (
     SELECT pg_get_serial_sequence('{schema}.{block_store}', 'eql_id')::regclass AS sequence
-), ids AS MATERIALIZED (
-    SELECT min(id) - 1 AS before, max(id) AS last, max(id) - min(id) + 1 = count(*) AS consecutive
-    FROM (SELECT nextval(own.sequence) AS id FROM own, generate_series(1, (SELECT events FROM wanted))) drawn
 )
 
 -- draw -- Take so many ids of the log: the last one, and whether they are consecutive.
-WITH wanted AS (SELECT %(events)s::bigint AS events), {drawn}
+WITH wanted AS (SELECT %(events)s::bigint AS events), {own}, {drawn}
 SELECT last, consecutive FROM ids;
 
 -- part buffered -- Take events out of the buffer.
@@ -42,7 +37,7 @@ numbered AS (
            CASE WHEN bool_or(eql_metadata::text <> '{{}}') THEN array_agg(eql_metadata ORDER BY eql_id) END AS metadata
     FROM numbered
     GROUP BY eql_partition, by_number, trunc(by_size)
-), wanted AS (SELECT count(*) AS events FROM moved), {drawn}
+), wanted AS (SELECT count(*) AS events FROM moved), {own}, {drawn}
 INSERT INTO {schema}.{block_store} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 )
@@ -74,7 +69,7 @@ RETURNING eql_events
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. Without consecutive ids,
 -- and where one says that it has more events than a block may have, they get none and are refused.
 {taken}, sound AS (SELECT FROM block WHERE at_home),
-wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {drawn},
+wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {own}, {drawn},
 entered AS (
     INSERT INTO {schema}.{block_store} (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
