@@ -45,9 +45,9 @@ _SEND: Final = ("put_messages", "lock_last_of_keys", "queue_number", "queue_send
 """The functions that send messages to queues, and those that they call."""
 
 _WORK: Final = (
-    "take_messages", "take_in_order", "bury_messages", "promote_keys", "note_of_message", "acknowledge_messages",
-    "make_queue_archive", "queue_number", "queue_receive", "queue_acknowledge", "queue_acknowledge_all",
-    "queue_release", "queue_extend",
+    "take_messages", "take_in_order", "take_others_in_order", "bury_messages", "promote_keys", "note_of_message",
+    "acknowledge_messages", "make_queue_archive", "queue_number", "queue_receive", "queue_acknowledge",
+    "queue_acknowledge_all", "queue_release", "queue_extend",
 )  # fmt: skip
 """The functions that receive and settle messages, and those that they call."""
 

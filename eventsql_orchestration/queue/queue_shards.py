@@ -101,12 +101,13 @@ class QueueShards:
         return self._table(self._source.shard_of(key))
 
     def by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
-        tables, grouped = {table.shard: table for table in self.all()}, dict[str | None, list[Message]]()
-        for message in messages:
-            if type(message) is not Message:
+        tables, given = {table.shard: table for table in self.all()}, list(messages)
+        if {type(message) for message in given} - {Message}:
+            for message in given:
                 check_kind("an item of messages", message, Message)
-            grouped.setdefault(message.shard, []).append(message)
-        return [(tables.get(shard) or self.of(held[0]), held) for shard, held in grouped.items()]
+        shards = dict.fromkeys([message.shard for message in given])
+        grouped = [(shard, [message for message in given if message.shard == shard]) for shard in shards]
+        return [(tables.get(shard) or self.of(held[0]), held) for shard, held in grouped]
 
     def where(
         self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import fields, make_dataclass
+from operator import itemgetter
 from typing import Any, Final
 
 from eventsql_orchestration.database.binary import decode_jsonb
@@ -56,8 +57,14 @@ def read_metadata(text: str) -> Mapping[str, str]:
     return metadata
 
 
-def received(rows: Iterable[tuple[Any, ...]], shard: str | None) -> list[Message]:
-    """The rows of the statements `take` and `take_in_order`."""
+_by_id: Final = itemgetter(0)
+_by_priority: Final = itemgetter(6)
+
+
+def received(rows: list[tuple[Any, ...]], shard: str | None) -> list[Message]:
+    """The rows of the statements `take` and `take_in_order` as messages, the most urgent first."""
+    rows.sort(key=_by_id)
+    rows.sort(key=_by_priority, reverse=True)
     messages: list[Message] = []
     for id_, body, key, metadata, receives, receipt, priority, sent_at, history, _ in rows:
         message = _Unfrozen(

@@ -302,15 +302,24 @@ def test_the_schema_of_a_java_database_lacks_nothing_of_a_new_one(
     assert names(catalog(direct_dsn)) <= names(catalog(dsn, "public"))
 
 
-def test_rights_on_receiving_that_were_given_by_hand_outlive_its_new_function(old: str) -> None:
-    upgrade(old, "0035")
+@pytest.mark.parametrize(
+    ("before", "after", "given", "checked"),
+    [
+        ("0035", "0036", "take_messages", "take_messages(integer, integer, double precision, timestamptz)"),
+        ("0043", "0044", "take_in_order", "take_others_in_order(integer, integer, double precision, tid[], bytea)"),
+    ],
+)
+def test_rights_on_receiving_that_were_given_by_hand_outlive_its_new_function(
+    old: str, before: str, after: str, given: str, checked: str
+) -> None:
+    upgrade(old, before)
     with psycopg.connect(old, autocommit=True) as connection:
-        connection.execute("REVOKE EXECUTE ON FUNCTION eventsql.take_messages FROM PUBLIC")
-        connection.execute("GRANT EXECUTE ON FUNCTION eventsql.take_messages TO pg_monitor")
-        upgrade(old, "0036")
-        function = "eventsql.take_messages(integer, integer, double precision, timestamptz)"
+        connection.execute(f"REVOKE EXECUTE ON FUNCTION eventsql.{given} FROM PUBLIC".encode())
+        connection.execute(f"GRANT EXECUTE ON FUNCTION eventsql.{given} TO pg_monitor".encode())
+        upgrade(old, after)
         rights = "SELECT has_function_privilege(%s, %s, 'EXECUTE')"
         found = [
-            connection.execute(rights, [role, function]).fetchone() for role in ("pg_monitor", "pg_read_all_stats")
+            connection.execute(rights, [role, f"eventsql.{checked}"]).fetchone()
+            for role in ("pg_monitor", "pg_read_all_stats")
         ]
         assert found == [(True,), (False,)]

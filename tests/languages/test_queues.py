@@ -11,7 +11,7 @@ from psycopg.types.json import Json
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MessageNotFoundError
-from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.sharding import shard_of_key
 from tests.fixtures import Sessions
 
@@ -64,6 +64,12 @@ def test_many_messages_keep_their_order_and_are_acknowledged_together(queue: Que
     assert queue.statistics().in_flight == 300
     session.execute("SELECT eventsql.queue_acknowledge_all('commands', %s, %s)", [ids, receipts])
     assert queue.statistics().depth == 0
+
+
+def test_the_most_urgent_messages_come_first(queue: Queue, session: Connection) -> None:
+    queue.send_all([NewMessage(b"%d" % number, priority=number) for number in (0, 5, 9, 1)])
+    received = session.execute(f"{RECEIVE}('commands', 4)".encode()).fetchall()
+    assert [row[1] for row in received] == [b"9", b"5", b"1", b"0"]
 
 
 def test_a_receipt_of_before_settles_nothing(queue: Queue, session: Connection) -> None:

@@ -92,6 +92,20 @@ def test_a_released_message_keeps_its_priority_behind_a_key_that_is_held(databas
     assert bodies(queue.receive()) == [b"again"]
 
 
+def test_one_receive_gives_new_messages_and_those_that_come_again_the_most_urgent_first(
+    database: Database, queue: Queue
+) -> None:
+    queue.send(b"again", key="again", priority=5)
+    (again,) = queue.receive()
+    queue.send(b"new", key="new")
+    queue.send(b"urgent", key="urgent", priority=9)
+    with database.transaction() as connection:
+        queue.send(b"behind", key="new", connection=connection)
+    queue.release(again)
+    assert bodies(queue.receive(max_messages=10)) == [b"urgent", b"again", b"new"]
+    assert numbers(queue) == (0, 3, 0, 1)
+
+
 def test_later_messages_wait_while_the_first_waits_for_its_retry(database: Database, queue: Queue) -> None:
     queue.send_all([NewMessage(b"1", key="a"), NewMessage(b"2", key="a")])
     (first,) = queue.receive()
