@@ -161,6 +161,18 @@ def test_all_messages_are_acknowledged_or_none(queue: Queue) -> None:
     assert queue.statistics().depth == 0
 
 
+def test_messages_of_different_receives_are_acknowledged_together_in_any_order(queue: Queue) -> None:
+    queue.send_all([b"1", b"2", b"3"])
+    first, second, third = queue.receive(max_messages=3)
+    queue.release(second)
+    (again,) = queue.receive()
+    with pytest.raises(MessageNotFoundError) as failure:
+        queue.acknowledge_all([third, second, first])
+    assert failure.value.ids == (second.id,)
+    queue.acknowledge_all([third, again, first])
+    assert queue.statistics().depth == 0
+
+
 def test_a_receipt_that_no_queue_gives_is_refused(queue: Queue) -> None:
     queue.send(b"1")
     (message,) = queue.receive()

@@ -327,8 +327,9 @@ END
 $$;
 """
 
-# Of revision 0037. It looks itself for messages that wait behind those: another function would be planned, too, and its
-# update, which few acknowledgements need.
+# Of revision 0037. Mostly all messages have one receipt, the first: their ids then need no order. It looks itself for
+# messages that wait behind those: another function would be planned, too, and its update, which few acknowledgements
+# need.
 _ACKNOWLEDGE = """CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
     of_queue integer, ids bigint[], receipts integer[]
 ) RETURNS bigint[]
@@ -336,6 +337,7 @@ _ACKNOWLEDGE = """CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
 DECLARE
     ordered boolean;
     retention double precision;
+    alike boolean := receipts = array_fill(receipts[1], ARRAY[cardinality(receipts)]);
     given bigint[] := ids;
     held integer[] := receipts;
     done bigint[];
@@ -352,7 +354,7 @@ BEGIN
         PERFORM {schema}.make_queue_archive(clock_timestamp() + make_interval(secs => retention));
     END IF;
 
-    IF cardinality(ids) > 1 THEN
+    IF alike IS NOT TRUE THEN
         SELECT array_agg(each.id ORDER BY each.id), array_agg(each.receipt ORDER BY each.id) INTO given, held
         FROM unnest(ids, receipts) AS each (id, receipt);
     END IF;
@@ -361,16 +363,16 @@ BEGIN
         IF retention IS NULL THEN
             WITH deleted AS (
                 DELETE FROM {schema}.queue_message m
-                WHERE m.eql_id = ANY (given) AND m.eql_receipt = held[width_bucket(m.eql_id, given)]
-                  AND m.eql_queue + 0 = of_queue
+                WHERE m.eql_id = ANY (given) AND m.eql_queue + 0 = of_queue
+                  AND m.eql_receipt = held[CASE WHEN alike THEN 1 ELSE width_bucket(m.eql_id, given) END]
                 RETURNING m.eql_id, CASE WHEN m.eql_in_order THEN m.eql_key END AS key
             )
             SELECT array_agg(eql_id), array_agg(key) INTO done, keys FROM deleted;
         ELSE
             WITH deleted AS (
                 DELETE FROM {schema}.queue_message m
-                WHERE m.eql_id = ANY (given) AND m.eql_receipt = held[width_bucket(m.eql_id, given)]
-                  AND m.eql_queue + 0 = of_queue
+                WHERE m.eql_id = ANY (given) AND m.eql_queue + 0 = of_queue
+                  AND m.eql_receipt = held[CASE WHEN alike THEN 1 ELSE width_bucket(m.eql_id, given) END]
                 RETURNING m.*
             ), kept AS (
                 INSERT INTO {schema}.queue_archive
