@@ -285,7 +285,7 @@ class QueueTable:
     def notify(self) -> None:
         """Tell receivers in all processes that the queue may have visible messages."""
         if self._notifier is not None:
-            self._notifier.notify(QUEUE, self.name)
+            self._notifier.notify(QUEUE, self.name, look=True)
 
     def not_found(self, ids: Sequence[int]) -> MessageNotFoundError:
         many = f"messages {', '.join(map(str, ids))}" if len(ids) > 1 else f"message {ids[0]}"

@@ -324,18 +324,35 @@ def test_a_notification_that_nobody_listens_to_is_not_sent(database: Database, n
         assert [each.payload for each in listening.notifies(stop_after=1, timeout=60)] == ["log:payments"]
 
 
+def test_a_caller_that_looks_needs_no_thread_while_nobody_listens(notifier: Notifier) -> None:
+    notifier.notify(LOG, "orders", look=True)
+    assert not notifier._pending
+    assert threads("eventsql-notifier") == []
+
+
+def test_a_listener_hears_a_caller_that_looks(
+    listener: Listener, notifier: Notifier, heard: Heard, until: Until
+) -> None:
+    listener.subscribe(LOG, "orders", heard.by("orders"))
+    until(lambda: listener.listening)
+    looked = heard.counts["orders"]
+    notifier.notify(LOG, "orders", look=True)
+    until(lambda: heard.counts["orders"] > looked)
+
+
+@pytest.mark.parametrize("look", [False, True])
 def test_a_listener_hears_what_is_told_shortly_after_nobody_listened(
-    database: Database, notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch
+    database: Database, notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch, *, look: bool
 ) -> None:
     monkeypatch.setattr(notifications, "QUIET_INTERVAL", 0.2)
-    notifier.notify(LOG, "orders")
+    notifier.notify(LOG, "orders", look=look)
     until(lambda: not notifier._pending)
     heard: list[None] = []
     with closing(Listener(database)) as listener:
         listener.subscribe(LOG, "orders", lambda: heard.append(None))
         until(lambda: listener.listening)
         looked = len(heard)
-        notifier.notify(LOG, "orders")
+        notifier.notify(LOG, "orders", look=look)
         until(lambda: len(heard) > looked)
 
 
@@ -361,11 +378,14 @@ def test_nothing_connects_before_there_is_something_to_tell(until: Until) -> Non
         assert threads("eventsql-notifier") == threads("eventsql-listener") == []
 
 
-def test_notifying_waits_for_no_database_and_complains_once(caplog: pytest.LogCaptureFixture, until: Until) -> None:
+@pytest.mark.parametrize("look", [False, True])
+def test_notifying_waits_for_no_database_and_complains_once(
+    caplog: pytest.LogCaptureFixture, until: Until, *, look: bool
+) -> None:
     with Database("postgresql://someone:s3cr3t@127.0.0.1:1/nowhere") as database:
         notifier = Notifier(database)
         for _ in range(3):
-            notifier.notify(LOG, "orders")
+            notifier.notify(LOG, "orders", look=look)
             until(lambda: "no notification can be sent" in caplog.text)
         notifier.close()
     assert threads("eventsql-notifier") == []

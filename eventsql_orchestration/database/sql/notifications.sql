@@ -4,6 +4,9 @@ SELECT pg_notify(%(channel)s, payload), set_config('synchronous_commit', 'off', 
 FROM unnest(%(payloads)s::text[]) AS payload
 WHERE NOT pg_try_advisory_xact_lock(hashtextextended(%(channel)s, 6074605));
 
+-- listening -- A row if anybody listens to a channel, or another sender looks just now.
+SELECT true WHERE NOT pg_try_advisory_xact_lock(hashtextextended(%(channel)s::text, 6074605));
+
 -- announce -- Tell senders until the end of the session that it listens to a channel. A sender holds the lock for the
 -- time of a statement. Any role could hold it for longer: then this fails after a second.
 SELECT set_config('lock_timeout', '1s', true), pg_advisory_lock_shared(hashtextextended(%(channel)s, 6074605));
