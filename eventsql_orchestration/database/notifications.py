@@ -252,9 +252,8 @@ class Notifier:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._channel = channel_of(database.schema)
-        queries = Queries("notifications", database.schema)
-        self._notify = queries("notify")
-        self._listening = SingleStatement("listening", queries("listening"))
+        self._notify = Queries("notifications", database.schema)("notify")
+        self._listening = SingleStatement("listening", Queries("notifications", database.schema)("listening"))
         self._lock = threading.Lock()
         self._look_at = 0.0
         self._quiet_until = 0.0
@@ -267,8 +266,8 @@ class Notifier:
     def notify(self, kind: str, topic: str | None, *, look: bool = False) -> None:
         """Tell all listeners, from any thread, that new events of a topic were committed.
 
-        With None, only listeners to all topics are told. With `look`, the caller's thread looks whether anybody listens
-        (a connection of the other's own takes 8 ms of processor time). Raises `ClosedError` after the database's end.
+        With None, only listeners to all topics are told. With `look`, the caller looks by itself whether anybody
+        listens: a connection takes 8 ms of processor time. Raises `ClosedError` if the database was closed.
         """
         self._pending[_payload(kind, topic or "")] = None
         if look and self._nobody_listens():
@@ -291,7 +290,7 @@ class Notifier:
         """Look whether anybody listens, if it is time. If not, nothing is pending: who begins to listen looks first."""
         if (now := time.monotonic()) < self._look_at:
             return False
-        # Remove before looking: a later call may be about later events.
+        # Removed before the look: a later call may be about later events.
         pending = {payload: self._pending.pop(payload, None) for payload in list(self._pending)}
         try:
             heard = bool(self._database.fetch(self._listening, {"channel": self._channel.encode()}))
@@ -301,7 +300,7 @@ class Notifier:
             self._look_at, self._quiet_until = now + HEARD_INTERVAL, 0.0
             self._pending.update(pending)
         else:
-            # The next call after that looks, or else the thread tells what came meanwhile.
+            # The first call after that looks. Without one, the thread tells what came meanwhile.
             self._look_at, self._quiet_until = now + QUIET_INTERVAL, now + 2 * QUIET_INTERVAL
         return not heard
 
