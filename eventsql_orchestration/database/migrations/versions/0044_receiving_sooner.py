@@ -141,6 +141,7 @@ BEGIN
         ) found;
         IF ready IS NULL AND taken = 0 AND earliest > '-infinity' THEN
             earliest := '-infinity';
+            turns := 0;
             CONTINUE;
         END IF;
         EXIT WHEN ready IS NULL;
