@@ -290,7 +290,7 @@ def test_a_transaction_with_an_older_definition_of_the_topic_must_begin_anew(
         writer.execute("INSERT INTO orders VALUES (2, 'new', 1)")
 
 
-@pytest.mark.parametrize("partitions", [-1, 1, 7, 30_000])
+@pytest.mark.parametrize("partitions", [-1, 1, 7, 64, 30_000])
 def test_a_statement_with_many_rows_writes_the_events_of_each_to_its_partition(
     platform: EventSQL, session: Connection, partitions: int
 ) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 VERSION_TABLE: Final = "schema_version"
 
-HEAD: Final = "0045"
+HEAD: Final = "0046"
 """The newest revision in `versions/`."""
 
 SYSTEM_PATH: Final = "SET LOCAL search_path TO pg_catalog, pg_temp"
