@@ -76,8 +76,10 @@ entered AS (
     )
     SELECT CASE WHEN ids.consecutive
                THEN ids.before + (sum(block.events) OVER (ORDER BY block.eql_id))::bigint END,
-           block.eql_partition, block.events, block.eql_created_at, statement_timestamp(), block.eql_keys,
-           block.eql_values, block.eql_event_metadata
+           block.eql_partition, block.events, block.eql_created_at, statement_timestamp(),
+           CASE WHEN block.eql_keys IS NOT NULL THEN block.eql_keys || '{{}}'::text[] END,
+           block.eql_values || '{{}}'::bytea[],
+           CASE WHEN block.eql_event_metadata IS NOT NULL THEN block.eql_event_metadata || '{{}}'::json[] END
     FROM block CROSS JOIN ids
     ORDER BY block.eql_id
     RETURNING eql_events
