@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,9 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.bench.worker import Worker
+from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.storage.log_table import table_name
@@ -30,7 +32,10 @@ _FETCH: Final = 10_000
 
 _MASTER_CORES: Final = 2
 
-_WARM_UP: Final = 0.1
+_TRANSFER: Final = "transfer"
+"""The way from the published blocks of a write into the log."""
+
+WARM_UP: Final = 0.1
 """The part of the events that each way handles before the clock starts. Java compiles and Python workers start."""
 
 _VALUE: Final = (
@@ -48,8 +53,8 @@ def read_and_write(worker: Worker, *, jar: str, home: str, **order: Any) -> dict
     worker.ready()
     worker.say(step="starting Spark", done=0, all=1)
     ensure_java(Path(home))
-    with _spark(jar) as spark:
-        return _Ways(spark, Database(worker.dsns[0], schema=worker.schema), worker, **order).measure()
+    with _spark(jar) as spark, worker.platform() as platform:
+        return _Ways(spark, platform, Database(worker.dsns[0], schema=worker.schema), worker, **order).measure()
 
 
 @contextmanager
@@ -82,6 +87,7 @@ class _Ways:
     """
 
     _spark: SparkSession
+    _platform: EventSQL
     _database: Database
     _worker: Worker
     source: str
@@ -111,15 +117,17 @@ class _Ways:
 
         The ways take turns, so that a drift of the machine's speed is the same for both.
         """
-        ways: dict[str, tuple[Callable[[float], None], Callable[[float], None]]] = {
-            "read": (partial(self._read, _ALL_COLUMNS), partial(self._read_jdbc, _ALL_COLUMNS)),
-            "read_two_columns": (partial(self._read, _TWO_COLUMNS), partial(self._read_jdbc, _TWO_COLUMNS)),
-            "write": (self._write, self._write_jdbc),
-        }
+        read, read_jdbc = partial(self._read, _ALL_COLUMNS), partial(self._read_jdbc, _ALL_COLUMNS)
+        read_two, read_two_jdbc = partial(self._read, _TWO_COLUMNS), partial(self._read_jdbc, _TWO_COLUMNS)
+        compared: Sequence[Mapping[str, Callable[[float], None]]] = (
+            {"read": read, "read_jdbc": read_jdbc},
+            {"read_two_columns": read_two, "read_two_columns_jdbc": read_two_jdbc},
+            {"write": self._write, _TRANSFER: self._transfer, "write_jdbc": self._write_jdbc},
+        )
         rates: dict[str, list[float]] = {}
-        for name, (own, jdbc) in ways.items():
-            for part in (_WARM_UP, *[1.0] * self.rounds):
-                for way, run in ((name, own), (f"{name}_jdbc", jdbc)):
+        for ways in compared:
+            for part in (WARM_UP, *[1.0] * self.rounds):
+                for way, run in ways.items():
                     rate = self._timed(way, run, part)
                     if part == 1.0:
                         rates.setdefault(way, []).append(rate)
@@ -128,7 +136,9 @@ class _Ways:
     def _timed(self, way: str, run: Callable[[float], None], part: float) -> float:
         events, step = max(1, int(self.events * part)), way.replace("_", " ")
         self._worker.say(step=step, done=0, all=events)
-        self._settle()
+        # Transfers do not wait for checkpoints.
+        if way != _TRANSFER:
+            self._settle()
 
         started = time.monotonic()
         run(part)
@@ -189,6 +199,12 @@ class _Ways:
 
     def _write(self, part: float) -> None:
         self._rows(part).write.format(FORMAT).options(**self._options).mode("append").save()
+
+    def _transfer(self, part: float) -> None:
+        written = int(self.events * part)
+        moved = self._platform.transfer.run_once([self.target]).get(self.target, 0)
+        if moved != written:
+            raise BenchmarkError(f"Spark wrote {written} events, and {moved} were transferred: does a transfer run?")
 
     def _write_jdbc(self, part: float) -> None:
         table = f'"{self._database.schema}"."{self.table}"'

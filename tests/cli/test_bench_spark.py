@@ -60,7 +60,8 @@ def test_reading_and_writing_are_measured_beside_spark_s_jdbc_source(run: Run, p
     assert list(values) == [
         "spark_read", "spark_read_jdbc", "spark_read_two_columns", "spark_read_two_columns_jdbc",
         "spark_write", "spark_write_jdbc", "spark_write_and_transfer",
-        "spark_read_ratio", "spark_read_two_columns_ratio", "spark_write_ratio", "raw_copy",
+        "spark_read_ratio", "spark_read_two_columns_ratio", "spark_write_ratio", "spark_write_and_transfer_ratio",
+        "raw_copy",
     ]  # fmt: skip
     for name in ("read", "read_two_columns", "write"):
         ratio = values[f"spark_{name}"] / values[f"spark_{name}_jdbc"]
