@@ -207,7 +207,8 @@ def encode_json(what: str, data: Mapping[str, Any]) -> str:
 
     A float of 1e16 and more is written without an exponent and with one decimal: jsonb would make a whole number of it.
     """
-    if not isinstance(data, Mapping):
+    # To ask the abstract class takes 0.25 µs.
+    if type(data) is not dict and not isinstance(data, Mapping):
         raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")
     try:
         text = _JSON.encode(dict(data))

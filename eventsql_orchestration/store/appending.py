@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any, Final, Literal, TypeAlias
 from uuid import UUID
 
 from psycopg.errors import SerializationFailure, UniqueViolation
@@ -47,30 +48,30 @@ class Appending:
             raise ValidationError("two of the changes have one id: give each its own")
 
     @property
-    def values(self) -> dict[str, object]:
-        """The values for psycopg."""
+    def values(self) -> dict[str, Any]:
+        """The values for psycopg. A column is None if every change has its default."""
         changes = self.changes
+        versions = [change.schema_version for change in changes]
         return {
             "type": self.type, "id": self.id, "expected": self.expected, "count": len(changes),
             "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
-            "schema_versions": [change.schema_version for change in changes],
-            "change_ids": [change.id for change in changes],
-            "metadata": [encode_metadata(change) for change in changes],
+            "schema_versions": versions if max(versions) > 1 else None,
+            "change_ids": [change.id for change in changes] if self.ids else None,
+            "metadata": list(map(encode_metadata, changes)) if any(change.metadata for change in changes) else None,
         }  # fmt: skip
 
     @property
-    def raw_values(self) -> dict[str, bytes]:
+    def raw_values(self) -> dict[str, bytes | None]:
         """The values in PostgreSQL's binary format."""
-        changes = self.changes
-        ids = [None if change.id is None else change.id.bytes for change in changes]
+        values = self.values
         return {
             "type": self.type.encode(), "id": self.id.encode(),
-            "expected": self.expected.to_bytes(8, signed=True), "count": len(changes).to_bytes(8),
-            "kinds": encode_array([change.kind.encode() for change in changes], of=_TEXT),
-            "data": encode_array([change.encoded.encode() for change in changes], of=_TEXT),
-            "schema_versions": encode_array([change.schema_version.to_bytes(4) for change in changes], of=_INTEGER),
-            "change_ids": encode_array(ids, of=_UUID),
-            "metadata": encode_array([encode_metadata(change).encode() for change in changes], of=_TEXT),
+            "expected": self.expected.to_bytes(8, signed=True), "count": values["count"].to_bytes(8),
+            "kinds": _array(values["kinds"], str.encode, of=_TEXT),
+            "data": _array(values["data"], str.encode, of=_TEXT),
+            "schema_versions": _array(values["schema_versions"], methodcaller("to_bytes", 4), of=_INTEGER),
+            "change_ids": _array(values["change_ids"], attrgetter("bytes"), of=_UUID),
+            "metadata": _array(values["metadata"], str.encode, of=_TEXT),
         }  # fmt: skip
 
 
@@ -156,7 +157,11 @@ class Appender:
 
 
 def _last_version(rows: Sequence[RawRow]) -> int | None:
-    return int.from_bytes(rows[-1][0] or b"") if rows else None
+    return int.from_bytes(rows[0][0] or b"") if rows else None
+
+
+def _array(items: Sequence[Any] | None, encode: Callable[[Any], bytes], *, of: int) -> bytes | None:
+    return None if items is None else encode_array([None if item is None else encode(item) for item in items], of=of)
 
 
 def _expected(version: object) -> int:

@@ -109,9 +109,13 @@ class Change:
 
     def __post_init__(self) -> None:
         check_name("kind of change", self.kind)
-        check_kind("id of a change", self.id, UUID | None)
-        check_schema_version("schema_version of a change", self.schema_version)
-        object.__setattr__(self, "metadata", check_metadata(self.metadata, of=f" of change {self.kind!r}"))
+        if self.id is not None:
+            check_kind("id of a change", self.id, UUID | None)
+        version = check_schema_version("schema_version of a change", self.schema_version)
+        if version is not self.schema_version:
+            object.__setattr__(self, "schema_version", version)
+        if self.metadata is not NO_METADATA:
+            object.__setattr__(self, "metadata", check_metadata(self.metadata, of=f" of change {self.kind!r}"))
         object.__setattr__(self, "encoded", encode(f"data of change {self.kind!r}", self.data))
 
     def caused_by(self, cause: RecordedChange) -> Change:

@@ -7,9 +7,12 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from uuid import uuid4
 
+import numpy as np
 import psycopg
 import pytest
 import sqlalchemy
@@ -42,6 +45,33 @@ def append(store: Store, aggregate_id: str, *amounts: int, expected_version: int
 
 def amounts_of(store: Store, aggregate_id: str, **bounds: Any) -> list[int]:
     return [change.data["price"] for change in store.load("order", aggregate_id, **bounds)]
+
+
+@pytest.mark.parametrize("joins", [False, True])
+def test_changes_of_one_append_differ_in_all_that_a_change_may_leave_out(store: Store, joins: bool) -> None:
+    def changes() -> list[Change]:
+        return [
+            Change("placed", {}),
+            Change("placed", {}, id=uuid4()),
+            Change("placed", {}, metadata={"by": "ann"}),
+            Change("placed", {}, schema_version=3),
+        ]
+
+    # Each of them is the only one of an append, too.
+    for number, appended in enumerate([changes(), *([change] for change in changes())]):
+        with store.database.transaction() if joins else nullcontext() as connection:
+            store.append("order", str(number), appended, expected_version=0, connection=connection)
+            found = [
+                (change.id, change.metadata, change.schema_version)
+                for change in store.load("order", str(number), connection=connection)
+            ]
+        assert found == [(change.id, change.metadata, change.schema_version) for change in appended]
+
+
+def test_a_schema_version_may_be_a_whole_number_of_another_library(store: Store) -> None:
+    version: Any = np.int32(2)
+    store.append("order", "1", [Change("placed", {}, schema_version=version)], expected_version=0)
+    assert [change.schema_version for change in store.load("order", "1")] == [2]
 
 
 def test_a_transaction_of_sqlalchemy_appends_and_reads(store: Store) -> None:

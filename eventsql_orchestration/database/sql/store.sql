@@ -23,19 +23,21 @@ WITH stored AS (
     RETURNING eql_version, eql_transaction
 ), appendable AS (
     SELECT eql_version, eql_transaction FROM created UNION ALL SELECT eql_version, eql_transaction FROM advanced
+), inserted AS (
+    INSERT INTO {schema}.aggregate_change (
+        eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_transaction, eql_schema_version, eql_change_id,
+        eql_metadata
+    )
+    SELECT %(type)s::text, %(id)s::text, appendable.eql_version - %(count)s::bigint + change.number, change.kind,
+           change.data::jsonb, appendable.eql_transaction, coalesce(change.schema_version, 1), change.id,
+           coalesce(change.metadata::jsonb, '{{}}')
+    FROM appendable
+    CROSS JOIN unnest(
+        %(kinds)s::text[], %(data)s::text[], %(schema_versions)s::integer[], %(change_ids)s::uuid[], %(metadata)s::text[]
+    ) WITH ORDINALITY AS change (kind, data, schema_version, id, metadata, number)
+    ORDER BY change.number
 )
-INSERT INTO {schema}.aggregate_change (
-    eql_type, eql_aggregate_id, eql_version, eql_kind, eql_data, eql_transaction, eql_schema_version, eql_change_id,
-    eql_metadata
-)
-SELECT %(type)s::text, %(id)s::text, appendable.eql_version - %(count)s::bigint + change.number, change.kind,
-       change.data::jsonb, appendable.eql_transaction, change.schema_version, change.id, change.metadata::jsonb
-FROM appendable
-CROSS JOIN unnest(
-    %(kinds)s::text[], %(data)s::text[], %(schema_versions)s::integer[], %(change_ids)s::uuid[], %(metadata)s::text[]
-) WITH ORDINALITY AS change (kind, data, schema_version, id, metadata, number)
-ORDER BY change.number
-RETURNING eql_version;
+SELECT eql_version FROM appendable;
 
 -- standing -- The version of an aggregate, whether it is closed, and how many of some changes it has, up to which version.
 SELECT known.eql_version, known.eql_closed_at IS NOT NULL,
