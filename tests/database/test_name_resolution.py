@@ -149,8 +149,8 @@ NOT_OURS = PACKAGE / "dagster/housekeeping/prune.py"
 """Its statements are on the tables that Dagster makes for itself."""
 
 
-def texts_of_sql() -> list[Any]:
-    """The statements that stand in the modules of the package, but for those that are qualified when they are sent."""
+def texts_of_sql() -> list[tuple[str, str]]:
+    """Place and text of the statements in the modules of the package that are not qualified when they are sent."""
     found = []
     for file in sorted(PACKAGE.rglob("*.py")):
         # The revisions run where the system's names come first (`migrations.run`).
@@ -177,15 +177,18 @@ def texts_of_sql() -> list[Any]:
             # Changes of tables have no expressions but these; functions are run below.
             plain = "$$" in text or (DDL.match(text) and not EXPRESSION.search(text))
             if SQL.match(text) and " " in text.strip() and not plain:
-                found.append(pytest.param(text, id=f"{file.relative_to(PACKAGE)}:{node.lineno}"))
+                found.append((f"{file.relative_to(PACKAGE)}:{node.lineno}", text))
     return found
 
 
-@pytest.mark.parametrize("text", texts_of_sql())
-def test_a_statement_in_python_is_qualified_as_it_stands(text: str) -> None:
-    head, sign, condition = text.partition(" WHEN ") if text.startswith("CREATE") else ("", "", text)
-    condition = condition.partition(" EXECUTE FUNCTION ")[0]
-    assert head + sign + qualified(condition) == text.partition(" EXECUTE FUNCTION ")[0]
+def test_statements_in_python_are_qualified_as_they_stand() -> None:
+    wrong = {}
+    for place, text in texts_of_sql():
+        head, sign, condition = text.partition(" WHEN ") if text.startswith("CREATE") else ("", "", text)
+        condition = condition.partition(" EXECUTE FUNCTION ")[0]
+        if head + sign + qualified(condition) != text.partition(" EXECUTE FUNCTION ")[0]:
+            wrong[place] = text
+    assert wrong == {}
 
 
 # Of everything together
