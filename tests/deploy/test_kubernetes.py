@@ -16,12 +16,7 @@ import psycopg
 import pytest
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from dagster._config import validate_config
-from dagster_k8s import K8sRunLauncher
-from dagster_k8s.container_context import K8sContainerContext
-from dagster_k8s.job import construct_dagster_k8s_job
-from dagster_k8s.models import k8s_model_from_dict, k8s_snake_case_dict
 from dagster_postgres.utils import pg_url_from_config
-from kubernetes import client  # type: ignore[import-untyped]  # it has no types
 
 from definitions import defs
 from eventsql_orchestration import EventSQL
@@ -70,11 +65,18 @@ def pods() -> Iterator[dict[str, Any]]:
 
 
 def test_kubernetes_knows_each_field_of_the_manifests() -> None:
+    # Not at the top: each process of tests imports this file, and Kubernetes' models take 2 s.
+    from dagster_k8s.models import k8s_model_from_dict, k8s_snake_case_dict
+    from kubernetes import client  # type: ignore[import-untyped]  # it has no types
+
     for model, manifest in ((client.V1Job, PREPARE), (client.V1Deployment, METRICS), (client.V1Service, SERVICE)):
         k8s_model_from_dict(model, k8s_snake_case_dict(model, manifest))
 
 
 def test_kubernetes_knows_each_field_of_the_values_that_the_chart_passes_on() -> None:
+    from dagster_k8s.models import k8s_model_from_dict, k8s_snake_case_dict
+    from kubernetes import client
+
     for process in (CODE, WEBSERVER, DAEMON):
         for key in ("livenessProbe", "readinessProbe", "startupProbe"):
             probe = {name: value for name, value in process.get(key, {}).items() if name != "enabled"}
@@ -164,6 +166,11 @@ def test_the_instance_has_the_settings_of_the_other_deployments() -> None:
 
 
 def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tmp_path: Path) -> None:
+    from dagster_k8s import K8sRunLauncher
+    from dagster_k8s.container_context import K8sContainerContext
+    from dagster_k8s.job import construct_dagster_k8s_job
+    from kubernetes import client
+
     # What the chart writes of the values into dagster.yaml, and into the environment of the code server.
     run_config = LAUNCHER["runK8sConfig"]
     config = {
