@@ -370,7 +370,8 @@ def test_a_value_that_cannot_be_published_is_refused_as_a_whole(
 def test_a_spark_frame_is_refused_with_the_same_errors(
     bench: Workbench, materialize: Materialize, spark: SparkSession
 ) -> None:
-    nulls = spark.createDataFrame([("v",), (None,)], "value string")
+    # In one task: another one may still stage its block after the job has failed.
+    nulls = spark.createDataFrame([("v",), (None,)], "value string").coalesce(1)
     with pytest.raises(InvalidPublicationError, match="column 'value' is null"):
         materialize(asset(lambda _: nulls))
     with pytest.raises(ValidationError, match="column 'value' is missing"):
