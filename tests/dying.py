@@ -6,14 +6,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any
 
 import psycopg
 
 from eventsql_orchestration import EventSQL
 from tests import interleaving
-
-PATIENCE: Final = 120.0
+from tests.waiting import PATIENCE
 
 
 class StopsBefore:

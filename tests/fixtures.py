@@ -8,7 +8,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -22,9 +21,7 @@ from eventsql_orchestration.database import Connection, Database, single_stateme
 from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.storage import log_form
 from tests import worker
-
-PATIENCE = 120.0
-"""Seconds after which what was waited for is taken not to happen; far more than it takes on a busy machine."""
+from tests.waiting import PATIENCE, wait_until
 
 MEMORY_DISK_BYTES = 2**32
 """Free bytes of a disk in memory that the servers of a run of tests may need."""
@@ -70,14 +67,7 @@ def session(sessions: Sessions) -> Connection:
 @pytest.fixture
 def until() -> Until:
     """Waits until a condition holds that another thread or process brings about."""
-
-    def wait(condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE
-        while not condition():
-            assert time.monotonic() < deadline, "it did not happen"
-            time.sleep(0.005)
-
-    return wait
+    return wait_until
 
 
 @pytest.fixture

@@ -20,9 +20,7 @@ import pytest
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.database.single_statement import SingleStatement
-
-PATIENCE: Final = 60.0
-"""Seconds after which an actor that neither comes to its next step nor waits for a lock is taken to hang."""
+from tests.waiting import PATIENCE
 
 _POLL: Final = 0.001
 

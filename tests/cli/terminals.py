@@ -10,6 +10,8 @@ from contextlib import suppress
 from fcntl import ioctl
 from termios import TIOCSWINSZ
 
+from tests.waiting import PATIENCE
+
 
 class Terminal:
     """A terminal that is read at all times: a program waits for a terminal that nobody reads."""
@@ -32,7 +34,7 @@ class Terminal:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
-            self._reading.join(30)
+            self._reading.join(PATIENCE)
             os.close(self._ours)
 
         return self._shown

@@ -33,8 +33,8 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFa
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.cli.conftest import Start
 from tests.dagster import backfill_location as location
-from tests.dagster.conftest import await_
 from tests.forms import change_value
+from tests.waiting import wait_until
 
 Run = Callable[..., Result]
 
@@ -313,7 +313,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
         PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
     )  # fmt: skip
-    await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
+    wait_until(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.send_signal(signal.SIGINT)
     _, messages = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -331,7 +331,7 @@ def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
         PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
     )  # fmt: skip
-    await_(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
+    wait_until(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.kill()
     process.wait(60)
     resumed = run(*LEDGER, "--resume", "may", "--execute", *MODULE)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,10 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench.session import PREFIX
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
+from tests.waiting import PATIENCE, wait_until
 
 Run = Callable[..., Result]
 
-PATIENCE = 60.0
 
 FIGURES: dict[str, list[str]] = {
     "stream": ["publish_and_consume", "publish_and_consume_processor", "publish_and_consume_disk", "raw_copy"],
@@ -83,14 +82,15 @@ def left_behind(platform: EventSQL) -> list[str]:
 
 def under_way(process: subprocess.Popen[bytes], platform: EventSQL) -> list[psutil.Process]:
     """The processes of a benchmark, once it has begun."""
-    deadline = time.monotonic() + PATIENCE
-    while True:
-        workers = psutil.Process(process.pid).children()
-        if len(workers) == 2 and any("stream" in name for name in left_behind(platform)):
-            return workers
+
+    def begun() -> bool:
         assert process.poll() is None
-        assert time.monotonic() < deadline, "it did not begin"
-        time.sleep(0.02)
+        workers[:] = psutil.Process(process.pid).children()
+        return len(workers) == 2 and any("stream" in name for name in left_behind(platform))
+
+    workers: list[psutil.Process] = []
+    wait_until(begun, "the benchmark begins")
+    return workers
 
 
 def check(document: Any) -> list[str]:

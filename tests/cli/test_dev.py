@@ -28,7 +28,7 @@ from eventsql_orchestration.orchestration.rounds import TopicRound
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE, connect_server, spark_config
 from eventsql_orchestration.spark.java import ensure_java
-from tests.spark.processes import wait_until
+from tests.waiting import wait_until
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])

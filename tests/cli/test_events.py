@@ -16,6 +16,7 @@ from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from tests.cli.conftest import Start
+from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
 
@@ -136,7 +137,7 @@ def test_following_begins_with_what_comes_and_ends_at_its_maximum(
     while process.poll() is None:
         publish(2)
         select.select([process.stdout], [], [], 0.2)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert [json.loads(line)["value"] for line in output.splitlines()] == ["2", "2"]
     assert (process.returncode, errors) == (0, b"")
 
@@ -147,7 +148,7 @@ def test_ctrl_c_ends_following_cleanly(start: Start, publish: Callable[..., None
     assert process.stdout is not None
     assert json.loads(process.stdout.readline())["value"] == "1"
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output, errors) == (130, b"", b"")
 
 
@@ -157,7 +158,7 @@ def test_a_reader_that_has_had_enough_ends_tail_quietly(start: Start, publish: C
     assert process.stdout is not None
     assert process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
 
@@ -265,7 +266,7 @@ def test_following_a_paused_consumer_says_so_once(
     assert process.stderr is not None
     assert b"is paused, resume it" in process.stderr.readline()
     platform.registry.resume(TOPIC, consumer)
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=PATIENCE)
     assert json.loads(output)["value"] == "1"
     assert (process.returncode, errors) == (0, b"")
 
@@ -278,7 +279,7 @@ def test_ctrl_c_keeps_what_was_consumed(
     assert process.stdout is not None
     process.stdout.readline()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, b"")
     # The signal may have come between the printing and the commit.
     assert platform.registry.consumer(TOPIC, consumer)[0].consumed_events in (0, 1)
@@ -293,7 +294,7 @@ def test_a_batch_that_nobody_read_is_not_committed_and_has_not_failed(
     assert process.stdout is not None
     assert process.stdout.readline()
     process.stdout.close()
-    assert process.wait(timeout=30) == 0
+    assert process.wait(timeout=PATIENCE) == 0
     assert process.stderr is not None
     assert process.stderr.read() == b""
     state = platform.registry.consumer(TOPIC, consumer)[0]
@@ -307,7 +308,7 @@ def test_a_full_disk_under_standard_output_fails_and_commits_nothing(
     publish(1)
     with Path("/dev/full").open("wb") as full:
         process = start("consume", TOPIC, consumer, stdout=full)
-        _, errors = process.communicate(timeout=30)
+        _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert errors == b"eventsql: standard output cannot be written: No space left on device\n"
     assert platform.registry.consumer(TOPIC, consumer)[0].last_event_id == 0

@@ -25,6 +25,7 @@ from tests.cli.conftest import PROGRAM, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 from tests.forms import in_blocks
+from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
 
@@ -176,7 +177,7 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     # The bar of five events, seen three times.
     until(lambda: "███" in terminal.shown.decode(errors="replace"))
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     shown = terminal.close().decode(errors="replace")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 import subprocess
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -27,6 +26,7 @@ from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until, UntilBlocked
 from tests.forms import stored
+from tests.waiting import PATIENCE, wait_until
 
 Run = Callable[..., Result]
 
@@ -405,12 +405,9 @@ def test_the_transfer_runs_until_it_is_told_to_end(
     assert process.stderr is not None
     assert b"transferring" in process.stderr.readline()
     platform.publisher.publish(Publication(TOPIC, b"1"))
-    deadline = time.monotonic() + 30
-    while platform.reader.count(TOPIC) == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: platform.reader.count(TOPIC))
     process.send_signal(ending)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == code
     assert errors == f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode()
 
@@ -436,7 +433,7 @@ def test_ctrl_c_lets_the_batch_under_way_finish(
     with pytest.raises(subprocess.TimeoutExpired):
         moving.wait(0.5)
     session.execute("COMMIT")
-    _, errors = moving.communicate(timeout=30)
+    _, errors = moving.communicate(timeout=PATIENCE)
     assert moving.returncode == 130
     assert errors.endswith(f"eventsql: transferred 1 event ({TOPIC} 1)\n".encode())
     assert platform.reader.count(TOPIC) == 1
@@ -486,7 +483,7 @@ def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: Even
     while json.loads(process.stdout.readline())[0]["events"] == 0:
         pass
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, b"")
 
 
@@ -494,7 +491,7 @@ def test_lag_is_watched_on_a_terminal(start: Start, consumer: str, terminal: Ter
     process = start("lag", "--watch", "--interval", 0.1, stdout=terminal.descriptor)
     until(lambda: terminal.shown.count(b"mailer") >= 6)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     assert process.stderr is not None
     assert process.stderr.read() == b""
 

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -23,6 +22,7 @@ from eventsql_orchestration import Event, EventSQL, Topic
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.forms import check_order
+from tests.waiting import PATIENCE, wait_until
 
 Run = Callable[..., Result]
 Stored = Callable[[str], int]
@@ -433,10 +433,10 @@ def test_an_event_of_a_stream_that_pauses_is_published_at_once(start: Start, top
     assert process.stdin is not None
     process.stdin.write(b'{"id": 1}\n{"id"')
     process.stdin.flush()
-    await_until(lambda: stored(topic) == 1)
+    wait_until(lambda: stored(topic) == 1)
     process.stdin.write(b": 2}\n")
     process.stdin.flush()
-    await_until(lambda: stored(topic) == 2)
+    wait_until(lambda: stored(topic) == 2)
     _, errors = process.communicate(b'{"id": 3}\nbad\n')
     assert process.returncode == 1
     assert b"standard input, line 4: " in errors
@@ -454,14 +454,14 @@ def test_a_file_whose_publishing_is_interrupted_is_not_published(
         with platform.database.connection() as connection:
             # Other databases of the server may have a COPY of their own under way.
             copying = "SELECT count(*) FROM pg_stat_progress_copy WHERE datname = current_database()"
-            await_until(lambda: connection.execute(copying).fetchall() == [(1,)])
+            wait_until(lambda: connection.execute(copying).fetchall() == [(1,)])
         process.send_signal(signal.SIGINT)
         try:
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=PATIENCE)
         except subprocess.TimeoutExpired:
             # Python tells where the program is.
             process.send_signal(signal.SIGABRT)
-            _, errors = process.communicate(timeout=30)
+            _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, errors.decode()
     assert stored(topic) == 0
 
@@ -471,22 +471,15 @@ def test_an_interrupted_stream_says_how_much_was_published(start: Start, topic: 
     assert process.stdin is not None
     process.stdin.write(b"1\n2\n")
     process.stdin.flush()
-    await_until(lambda: stored(topic) == 2)
+    wait_until(lambda: stored(topic) == 2)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, stored(topic)) == (130, 2)
     # The events are visible a moment before the process is told of their commit.
     assert errors in {
         b"eventsql: interrupted; 2 events were published until then\n",
         b"eventsql: interrupted; nothing was published; 2 further events may have been\n",
     }
-
-
-def await_until(condition: Callable[[], bool], *, seconds: float = 120.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def test_a_terminal_gets_a_progress_bar_on_standard_error(

@@ -20,6 +20,7 @@ from eventsql_orchestration.queue import Queue
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
+from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
 
@@ -183,7 +184,7 @@ def test_a_terminal_is_refreshed_until_an_interrupt(
     process = start("top", "--interval", 0.1, stdout=terminal.descriptor)
     until(lambda: terminal.shown.count(b"stands still") >= 3)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=30) == 130
+    assert process.wait(timeout=PATIENCE) == 130
     seen = terminal.close()
     assert b"\x1b[?1049h" in seen
     assert b"\x1b[?1049l" in seen, "the terminal did not get its own screen back"

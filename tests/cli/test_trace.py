@@ -6,8 +6,8 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
 from tests.forms import stored
+from tests.waiting import wait_until
 
 Run = Callable[..., Result]
 
@@ -182,6 +183,13 @@ def test_status_and_times_come_from_the_instance_of_dagster_home(
     assert found["inputs"], "its claims are in the database"
 
 
+def answers(url: str) -> bool:
+    with suppress(requests.ConnectionError):
+        requests.get(f"{url}/server_info", timeout=60)
+        return True
+    return False
+
+
 @pytest.fixture
 def webserver(pipeline: Pipeline) -> Iterator[str]:
     """Dagster's webserver on the instance of the pipeline; its URL."""
@@ -194,15 +202,8 @@ def webserver(pipeline: Pipeline) -> Iterator[str]:
     )
     url = f"http://127.0.0.1:{port}"
     try:
-        deadline = time.monotonic() + 120
-        while True:
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            try:
-                requests.get(f"{url}/server_info", timeout=5)
-                break
-            except requests.ConnectionError:
-                time.sleep(0.1)
+        wait_until(lambda: process.poll() is not None or answers(url), "the webserver answers")
+        assert process.poll() is None
         yield url
     finally:
         process.kill()

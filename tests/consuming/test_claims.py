@@ -20,6 +20,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, ValidationError
 from tests.effects import effects, make_table, write
 from tests.forms import ids_in, reading, stored
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import SaidBy, Sessions, Spawn, Until
@@ -553,14 +554,14 @@ def test_of_two_who_take_a_claim_from_its_owner_at_once_one_gets_it(platform: Ev
     gate = threading.Barrier(2)
 
     def take(owner: str) -> Claim | None:
-        gate.wait(30)
+        gate.wait(PATIENCE)
         try:
             return platform.claims.adopt(claimed.id, owner=owner, previous=claimed.owner)
         except ClaimLostError:
             return None
 
     with ThreadPoolExecutor(2) as executor:
-        taken = [future.result(30) for future in [executor.submit(take, owner) for owner in ("one", "two")]]
+        taken = [future.result(PATIENCE) for future in [executor.submit(take, owner) for owner in ("one", "two")]]
     (held,) = [each for each in taken if each is not None]
     platform.claims.renew(held)
 

@@ -14,6 +14,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import ValidationError
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None
         "orders", "mailer", lambda _events, _lease: handled.set(), lease=timedelta(seconds=30),
         polling_delay=timedelta(milliseconds=10), max_polling_delay=timedelta(0),
     ):  # fmt: skip
-        assert handled.wait(30)
+        assert handled.wait(PATIENCE)
 
 
 @pytest.mark.usefixtures("_one_event")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,14 +21,6 @@ CREATE TABLE effect (
     position bigserial, id bigint NOT NULL, partition int NOT NULL, at timestamptz NOT NULL DEFAULT clock_timestamp()
 )
 """
-
-
-def await_(condition: Callable[[], bool], what: str, *, timeout: float = 120.0) -> None:
-    """Wait until a condition holds; `timeout` in seconds leaves room for a machine that runs other tests too."""
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout} s for {what}"
-        time.sleep(0.05)
 
 
 @pytest.fixture

@@ -42,8 +42,9 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.forms import change_time, change_value, drop_events
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -756,7 +757,7 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
     ids = bench.publish("orders", 60, partition=0)
     key = begin(backfills)
     killed = process(key, delay=0.5)
-    await_(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
+    wait_until(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
     killed.send_signal(signal.SIGKILL)
     killed.wait(60)
     reached = len(bench.effects())
@@ -771,7 +772,7 @@ def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, back
     bench.publish("orders", 60, partition=0)
     key = begin(backfills)
     interrupted = process(key, delay=0.5)
-    await_(lambda: len(bench.effects()) >= location.BATCH, "a batch")
+    wait_until(lambda: len(bench.effects()) >= location.BATCH, "a batch")
     interrupted.send_signal(signal.SIGINT)
     interrupted.wait(60)
     (part,) = backfills.get("orders", "one").parts

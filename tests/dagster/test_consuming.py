@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource,
 from eventsql_orchestration.database import Connection
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
+from tests.waiting import PATIENCE
 
 TOPIC = Topic("rides")
 
@@ -154,7 +155,7 @@ def test_a_run_waits_for_further_events_and_has_them_at_once(bench: Workbench) -
     first = threading.Event()
 
     def trickle() -> None:
-        first.wait(30)
+        first.wait(PATIENCE)
         for _ in range(5):
             time.sleep(0.3)
             bench.publish("rides", 1)

@@ -18,8 +18,9 @@ from eventsql_orchestration.dagster.consumers.reexecution import AUTO_RETRY_TAG
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from tests.dagster import stopping, stopping_consumer
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.stopping import held, stopped
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,7 +91,7 @@ def orders(bench: Workbench, home: Path) -> Iterator[Workbench]:
 
 
 def await_stop(bench: Workbench, point: str) -> int:
-    await_(lambda: stopped(bench.platform, point) is not None, f"a process that stands {point}", timeout=SLOW)
+    wait_until(lambda: stopped(bench.platform, point) is not None, f"a process that stands {point}", seconds=SLOW)
     pid = stopped(bench.platform, point)
     assert pid is not None
     return pid
@@ -129,7 +130,7 @@ def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothin
         assert orders.effects() == []
 
     with Machine(home):
-        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", timeout=SLOW)
+        wait_until(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", seconds=SLOW)
     assert orders.effects() == ids
     # The run whose tick was stored was created and launched by the machines that came after.
     runs = consumer_runs(orders)
@@ -158,9 +159,9 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
                 holding.enter_context(held(orders.platform, following))
             released.close()
         ids += orders.publish("orders", 10)
-        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", timeout=SLOW)
-        await_(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run", timeout=SLOW)
-        await_(lambda: all_retried(orders), "the end of the retries of the runs that failed", timeout=SLOW)
+        wait_until(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", seconds=SLOW)
+        wait_until(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run", seconds=SLOW)
+        wait_until(lambda: all_retried(orders), "the end of the retries of the runs that failed", seconds=SLOW)
     assert orders.effects() == ids
     # Those that were killed with a claim of theirs are no phantoms that take up the queue.
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
@@ -189,10 +190,10 @@ def test_ticks_that_hang_for_longer_than_dagster_waits_lose_nothing_and_do_nothi
     with Machine(home, DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS="5"):
         with held(orders.platform, point):
             await_stop(orders, point)
-            await_(lambda: timed_out(orders) >= 2, "two ticks that Dagster gave up", timeout=SLOW)
+            wait_until(lambda: timed_out(orders) >= 2, "two ticks that Dagster gave up", seconds=SLOW)
         ids += orders.publish("orders", 10)
-        await_(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", timeout=SLOW)
-        await_(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs", timeout=SLOW)
+        wait_until(lambda: orders.offset(stopping_consumer.steps) == ids[-1], "the end of the log", seconds=SLOW)
+        wait_until(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs", seconds=SLOW)
     assert orders.effects() == ids
 
 
@@ -203,8 +204,8 @@ def test_two_daemons_at_once_consume_each_event_once(orders: Workbench, home: Pa
     with Machine(home, name="one"), Machine(home, name="two"):
         for _ in range(2):
             ids.extend(orders.publish("orders", 20))
-            await_(lambda: len(orders.effects()) >= len(ids), "every effect", timeout=SLOW)
-        await_(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs", timeout=SLOW)
+            wait_until(lambda: len(orders.effects()) >= len(ids), "every effect", seconds=SLOW)
+        wait_until(lambda: all(run.is_finished for run in consumer_runs(orders)), "the end of all runs", seconds=SLOW)
     assert sorted(orders.effects()) == ids
     # Dagster copies the key to its automatic retries.
     keys = [run.tags["dagster/run_key"] for run in consumer_runs(orders) if run.parent_run_id is None]

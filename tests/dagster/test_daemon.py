@@ -23,7 +23,8 @@ from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -120,14 +121,14 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
             tags = {"eventsql/consumer": "slow", "eventsql/shard": shard}
             return list(instance.get_runs(dg.RunsFilter(tags=tags)))
 
-        await_(lambda: len(one.effects()) >= location.SLOW_BATCH, "the first batch of the first run")
+        wait_until(lambda: len(one.effects()) >= location.SLOW_BATCH, "the first batch of the first run")
         (run,) = consuming("shard-1")
         worker = Worker.of(run.run_id, run.tags)
         assert worker is not None, "the launcher forked it"
         os.kill(worker.pid, signal.SIGKILL)
 
         for bench, published in zip((one, other), ids, strict=True):
-            await_(lambda bench=bench, end=published[-1]: bench.offset(location.slow) == end, "the end of a log")  # type: ignore[misc]
+            wait_until(lambda bench=bench, end=published[-1]: bench.offset(location.slow) == end, "the end of a log")  # type: ignore[misc]
         runs = consuming("shard-1")
         assert len(consuming("shard-2")) == 1
 

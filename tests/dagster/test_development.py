@@ -29,6 +29,7 @@ from eventsql_orchestration.orchestration.local_processes import (
     start_group,
 )
 from tests.conftest import is_setting
+from tests.waiting import PATIENCE
 
 
 def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
@@ -46,7 +47,7 @@ def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path, nam
     with pytest.raises(LocalProcessError, match=r"run on .* already"):
         start_group(tmp_path / name, lambda _: pytest.fail("it started"))
     with only_one(tmp_path):
-        assert orphan.wait(10) < 0
+        assert orphan.wait(PATIENCE) < 0
 
 
 def test_a_group_that_starts_does_not_stand_under_the_number_of_an_earlier_one(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_the_session_of_a_new_owner_is_not_killed(tmp_path: Path) -> None:
         orphan.kill()
 
     with only_one(tmp_path, kill=kill):
-        orphan.wait(10)
+        orphan.wait(PATIENCE)
     assert killed == [orphan.pid]
 
 

@@ -24,8 +24,9 @@ from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
+from tests.waiting import wait_until
 
 RIDES = Topic("rides", partitions=2)
 
@@ -98,11 +99,11 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
         return bool(successors)
 
     with ThreadPoolExecutor(max_workers=2) as pool, Traffic(platform) as traffic:
-        await_(lambda: traffic.published > 0, "an event")
+        wait_until(lambda: traffic.published > 0, "an event")
         (request,) = tick(0.0)
         first = pool.submit(bench.run, draining, request)
-        await_(lambda: len(_claims(platform)) > 1, "a range that it claims by itself")
-        await_(requested, "a successor to be requested")
+        wait_until(lambda: len(_claims(platform)) > 1, "a range that it claims by itself")
+        wait_until(requested, "a successor to be requested")
         assert not first.done()
         second = pool.submit(bench.run, draining, successors[0])
         run_id = first.result().run_id
@@ -198,9 +199,9 @@ def test_a_run_goes_on_after_its_window_until_a_successor_that_was_launched_has_
     assert isinstance(claim, Claim)
     with ThreadPoolExecutor(max_workers=2) as pool:
         ending = pool.submit(first.run, claim)
-        await_(asked.is_set, "the end of the window")
+        wait_until(asked.is_set, "the end of the window")
         ids += bench.publish("long", 2)
-        await_(lambda: bench.effects() == ids, "what comes after it")
+        wait_until(lambda: bench.effects() == ids, "what comes after it")
         assert not ending.done()
         taking = pool.submit(second.succeed, "first", -1, is_over=lambda: False)
         while not taking.done():

@@ -15,7 +15,8 @@ import dagster as dg
 import pytest
 
 from tests.dagster import location
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -84,8 +85,8 @@ def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: W
     (request,) = bench.tick(location.slow.sensors[0])
     with run_process(bench, request, delay=1.0) as process:
         # Effects of a batch are not visible before its commit: two batches are through here, and a third is under way.
-        await_(lambda: len(bench.effects()) >= 2 * location.SLOW_BATCH, "two batches")
-        await_(lambda: writes(bench), "the effects of a third, before their commit")
+        wait_until(lambda: len(bench.effects()) >= 2 * location.SLOW_BATCH, "two batches")
+        wait_until(lambda: writes(bench), "the effects of a third, before their commit")
         process.kill()
         process.wait(60)
     reached = bench.effects()[-1]
@@ -106,7 +107,7 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
     ids = bench.publish("orders", 100)
     (request,) = bench.tick(location.slow.sensors[0])
     with run_process(bench, request, delay=0.2) as process:
-        await_(lambda: len(bench.effects()) >= location.SLOW_BATCH, "a batch")
+        wait_until(lambda: len(bench.effects()) >= location.SLOW_BATCH, "a batch")
         process.send_signal(signal.SIGSTOP)
         # The connection of a process that stands still goes on holding its row, as one lost in the network does; the
         # database ends it in the end.
@@ -116,7 +117,7 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
                 "AND pid <> pg_backend_pid() AND state <> 'active'"
             )
         reached = bench.effects()[-1]
-        await_(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
+        wait_until(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
         finish(bench, reached)
         process.send_signal(signal.SIGCONT)
         process.wait(60)

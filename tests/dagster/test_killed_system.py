@@ -38,8 +38,8 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.topics.offsets import AtOffset, Earliest
 from tests.dagster import killed_location as location
-from tests.dagster.conftest import await_
 from tests.dagster.test_crash_windows import PATIENT, ROOT
+from tests.waiting import wait_until
 
 SECONDS: Final = 600.0
 """How long the system has after the kills."""
@@ -322,13 +322,13 @@ def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_kil
     backfilled = Backfilled(processes, platform, instance, ids[-1])
     for name in ("daemon", "webserver"):
         processes.start(name)
-    await_(lambda: bool(_answers(processes.url)), "the webserver", timeout=120)
+    wait_until(lambda: bool(_answers(processes.url)), "the webserver")
     killer, chosen = Killer(processes, instance, seed), random.Random(seed)
     old = ids[-1]
     with publishing(platform, ids, count=60):
         processes.start("backfill")
         backfilled.launch()
-        await_(lambda: len(effects(platform, "ledger")) > 0, "the first effects", timeout=120)
+        wait_until(lambda: len(effects(platform, "ledger")) > 0, "the first effects")
         victims = list(VICTIMS)
         chosen.shuffle(victims)
         for victim in victims:
@@ -349,7 +349,7 @@ def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_kil
         )
 
     try:
-        await_(finished, f"all effects, after {killer.done}", timeout=SECONDS)
+        wait_until(finished, f"all effects, after {killer.done}", seconds=SECONDS)
     except AssertionError:
         sys.stderr.write("".join(f"{line}\n" for line in under_way(instance)))
         raise

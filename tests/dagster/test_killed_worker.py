@@ -7,8 +7,9 @@ import pytest
 
 from eventsql_orchestration.queue import Queue
 from tests.dagster import working_location as location
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.test_killed_run import run_process, writes
+from tests.waiting import wait_until
 
 
 @pytest.mark.nightly
@@ -23,8 +24,8 @@ def test_the_messages_of_a_killed_run_go_to_the_next_run_after_their_visibility_
     with run_process(
         bench, request, delay=1.0, module="tests.dagster.working_location", job="work_thumbnails"
     ) as process:
-        await_(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
-        await_(lambda: writes(bench), "the effects of a third, before their commit")
+        wait_until(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
+        wait_until(lambda: writes(bench), "the effects of a third, before their commit")
         process.kill()
         process.wait(60)
     done = len(bench.effects())
@@ -33,8 +34,8 @@ def test_the_messages_of_a_killed_run_go_to_the_next_run_after_their_visibility_
     assert run.status == dg.DagsterRunStatus.STARTED, "Dagster believes that it runs"
 
     # The run gives no further sign of life, whether Dagster notices its death or not.
-    await_(lambda: isinstance(bench.tick(location.thumbnails.sensor), list), "the end of the lease")
-    await_(lambda: queue.statistics().in_flight == 0, "the end of the visibility timeout")
+    wait_until(lambda: isinstance(bench.tick(location.thumbnails.sensor), list), "the end of the lease")
+    wait_until(lambda: queue.statistics().in_flight == 0, "the end of the visibility timeout")
     job = location.defs.resolve_job_def("work_thumbnails")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("EVENTSQL_DSN", bench.eventsql.dsn)

@@ -12,8 +12,9 @@ import pytest
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers import long_poll
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
+from tests.waiting import wait_until
 
 RIDES = Topic("rides", 2)
 THREADS = {"use_threads": True, "num_workers": 8}
@@ -51,7 +52,7 @@ def lingers(pool: ThreadPoolExecutor, bench: Workbench, sensor: dg.SensorDefinit
     """A tick that has begun to linger."""
     before = long_poll.LINGERING.ticks
     tick = pool.submit(bench.tick, sensor)
-    await_(lambda: long_poll.LINGERING.ticks > before or tick.done(), "a tick that lingers", timeout=30.0)
+    wait_until(lambda: long_poll.LINGERING.ticks > before or tick.done(), "a tick that lingers")
     assert not tick.done(), tick.result()
     return tick
 

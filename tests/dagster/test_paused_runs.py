@@ -26,10 +26,11 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.topics.offsets import Earliest
 from tests.dagster import windows
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
 from tests.dagster.stopping import held, stopped
 from tests.dagster.test_crash_windows import Machine
+from tests.waiting import wait_until
 
 SLOW = 900.0
 """Seconds that a busy machine may take for a step of many processes at once."""
@@ -77,7 +78,7 @@ class Paused:
 
     def stop(self, window: str) -> None:
         """Stop the process that comes to a window; others pass."""
-        await_(lambda: stopped(self.bench.platform, window) is not None, f"a run {window}", timeout=SLOW)
+        wait_until(lambda: stopped(self.bench.platform, window) is not None, f"a run {window}", seconds=SLOW)
         pid = stopped(self.bench.platform, window)
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
@@ -89,7 +90,7 @@ class Paused:
         """Let it go on, and wait for its end."""
         pid = self.processes[window]
         os.kill(pid, signal.SIGCONT)
-        await_(lambda: _has_ended(pid), f"the end of the run that was paused {window}", timeout=SLOW)
+        wait_until(lambda: _has_ended(pid), f"the end of the run that was paused {window}", seconds=SLOW)
 
     def run(self, window: str) -> dg.DagsterRun:
         """The run that was paused."""
@@ -160,7 +161,7 @@ def hand_over(paused: Paused) -> list[int]:
         ids.extend(paused.bench.publish("steady", 1))
         return stopped(paused.bench.platform, windows.HANDED_OVER) is not None
 
-    await_(claimed, "a successor that has claimed", timeout=SLOW)
+    wait_until(claimed, "a successor that has claimed", seconds=SLOW)
     return ids
 
 
@@ -168,13 +169,13 @@ def expect(paused: Paused, window: str, ids: Sequence[int]) -> None:
     """Each event took effect once, none is left, and no run says otherwise."""
     consumers = [window, windows.SHARING] if window == windows.SHARED else [window]
     for consumer in consumers:
-        await_(
+        wait_until(
             lambda consumer=consumer: len(effects(paused, consumer)) >= len(ids),  # type: ignore[misc]
             f"every effect of {consumer}",
-            timeout=SLOW,
+            seconds=SLOW,
         )
-    await_(
-        lambda: all(run.is_finished for run in paused.runs(window)), f"the end of all runs of {window}", timeout=SLOW
+    wait_until(
+        lambda: all(run.is_finished for run in paused.runs(window)), f"the end of all runs of {window}", seconds=SLOW
     )
     for consumer in consumers:
         assert effects(paused, consumer) == ids, consumer
@@ -218,14 +219,14 @@ def test_a_run_that_is_paused_in_any_window_and_retried_loses_nothing_and_double
         for window in chosen:
             if window in BY_OTHERS:
                 bench.instance.report_run_failed(paused.run(window))
-            await_(lambda window=window: paused.run(window).is_finished, f"the verdict on {window}", timeout=SLOW)  # type: ignore[misc]
+            wait_until(lambda window=window: paused.run(window).is_finished, f"the verdict on {window}", seconds=SLOW)  # type: ignore[misc]
         for window in chosen:
             if window == windows.REPLAYED:
-                await_(lambda: effects(paused, windows.REPLAYED) == ids["orders"], "the retry's", timeout=SLOW)
+                wait_until(lambda: effects(paused, windows.REPLAYED) == ids["orders"], "the retry's", seconds=SLOW)
                 paused.wake(window)
                 continue
             point = windows.retry_of(window)
-            await_(lambda point=point: stopped(bench.platform, point) is not None, point, timeout=SLOW)  # type: ignore[misc]
+            wait_until(lambda point=point: stopped(bench.platform, point) is not None, point, seconds=SLOW)  # type: ignore[misc]
             assert any(RETRY_NUMBER_TAG in run.tags for run in paused.runs(window))
             paused.wake(window)
             paused.release(point)

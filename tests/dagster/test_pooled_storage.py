@@ -25,7 +25,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
-from tests.dagster.conftest import await_
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -82,8 +82,8 @@ def test_a_run_uses_one_or_two_connections(instance: dg.DagsterInstance, connect
 def test_a_closed_instance_leaves_no_connection(home: Path, platform: EventSQL) -> None:
     with dg.DagsterInstance.from_config(str(home)) as instance:
         instance.get_runs_count()
-        await_(lambda: sessions(platform) == 1, "the end of the connections of others")
-    await_(lambda: sessions(platform) == 0, "the end of the server's process")
+        wait_until(lambda: sessions(platform) == 1, "the end of the connections of others")
+    wait_until(lambda: sessions(platform) == 0, "the end of the server's process")
 
 
 def test_threads_get_more_connections_than_are_kept(instance: dg.DagsterInstance, connects: list[object]) -> None:
@@ -93,7 +93,7 @@ def test_threads_get_more_connections_than_are_kept(instance: dg.DagsterInstance
 
     def access() -> None:
         with storage.connect() as connection:  # type: ignore[attr-defined]  # of the storages with SQL
-            at_once.wait(30)
+            at_once.wait(PATIENCE)
             connection.execute(sa.text("SELECT 1"))
 
     with ThreadPoolExecutor(threads) as pool:
@@ -145,7 +145,7 @@ def test_tables_are_created_where_they_are_missing(dsn: str, platform: EventSQL)
         connection.execute("CREATE SCHEMA dagster_dev")
     storage = PooledPostgresStorage(storage_url(dsn))
     assert storage.run_storage.get_runs_count() == 0
-    await_(lambda: sessions(platform) == 1, "the end of the connections that created the tables")
+    wait_until(lambda: sessions(platform) == 1, "the end of the connections that created the tables")
     storage.run_storage.dispose()
 
 

@@ -21,9 +21,10 @@ from eventsql_orchestration.dagster import EventSQLResource, build_transfer_sche
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.publishing.transfer import Transfer
-from tests.dagster.conftest import Workbench, await_
+from tests.dagster.conftest import Workbench
 from tests.dagster.test_shards import NOWHERE, ONE
 from tests.forms import stored
+from tests.waiting import PATIENCE, wait_until
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,7 +96,7 @@ def test_events_move_between_two_ticks_and_the_next_tick_says_so(
 ) -> None:
     tick(instance, dsn)
     publish(platform, "rides", 10)
-    await_(lambda: platform.reader.count("rides") == 10, "the events without a tick")
+    wait_until(lambda: platform.reader.count("rides") == 10, "the events without a tick")
 
     said: list[str] = []
 
@@ -103,7 +104,7 @@ def test_events_move_between_two_ticks_and_the_next_tick_says_so(
         said.append(tick(instance, dsn))
         return "10 of rides" in said[-1]
 
-    await_(has_the_count, "a tick that has the count")
+    wait_until(has_the_count, "a tick that has the count")
     assert said[-1] == "moved 10 events since the last tick: 10 of rides"
     assert tick(instance, dsn) == "no events were in the buffer since the last tick"
 
@@ -112,13 +113,13 @@ def test_ticks_prolong_one_transfer_and_a_tick_after_its_end_begins_another(plat
     eventsql = EventSQLResource(dsn=dsn)
     first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
     assert transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=0) is first
-    await_(lambda: first.ended, "the end of a transfer that no tick prolonged")
+    wait_until(lambda: first.ended, "the end of a transfer that no tick prolonged")
 
     publish(platform, "rides", 1)
     assert platform.buffered() == {"rides": 1}
     second = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
     assert second is not first
-    await_(lambda: platform.buffered() == {}, "the event")
+    wait_until(lambda: platform.buffered() == {}, "the event")
 
 
 def test_a_tick_begins_another_transfer_if_a_shard_has_dropped_out_of_the_first(
@@ -133,12 +134,12 @@ def test_a_tick_begins_another_transfer_if_a_shard_has_dropped_out_of_the_first(
 
     monkeypatch.setattr(Transfer, "run", breaks_once)
     first = transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600)
-    await_(lambda: transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600) is not first, "another transfer")
-    await_(lambda: first.ended, "the end of the first")
+    wait_until(lambda: transfer.BACKGROUND.keep(eventsql, 0.05, 0.05, seconds=600) is not first, "another transfer")
+    wait_until(lambda: first.ended, "the end of the first")
     for shard in shards.values():
         shard.platform.registry.register_topic(Topic("rides"))
         publish(shard.platform, "rides", 1)
-    await_(lambda: not any(shard.platform.buffered() for shard in shards.values()), "the events of both shards")
+    wait_until(lambda: not any(shard.platform.buffered() for shard in shards.values()), "the events of both shards")
 
 
 def test_each_database_and_each_schema_has_a_transfer_of_its_own(dsn: str) -> None:
@@ -163,11 +164,11 @@ def test_two_transfers_at_once_keep_the_order(platform: EventSQL, instance: dg.D
     try:
         for _ in range(20):
             tick(instance, dsn)
-        await_(lambda: platform.reader.count("rides") > 100, "events in the log")
+        wait_until(lambda: platform.reader.count("rides") > 100, "events in the log")
     finally:
         stop.set()
         publishing.join()
-    await_(lambda: platform.buffered() == {}, "the last events")
+    wait_until(lambda: platform.buffered() == {}, "the last events")
     assert [event.value for event in platform.reader.read("rides")] == [b"%d" % number for number in range(published)]
 
 
@@ -189,7 +190,7 @@ def test_a_topic_that_cannot_be_moved_fails_the_tick_and_the_others_move(
     with pytest.raises(Exception) as raised:  # noqa: PT011 - Dagster wraps it
         tick(instance, dsn)
     assert isinstance(raised.value.__cause__ or raised.value, DatabaseError)
-    await_(lambda: platform.buffered() == {"rides": 1}, "the event of the other topic")
+    wait_until(lambda: platform.buffered() == {"rides": 1}, "the event of the other topic")
 
 
 @pytest.mark.usefixtures("broken")
@@ -201,7 +202,7 @@ def test_a_topic_that_cannot_be_moved_fails_the_tick_although_another_transfer_h
     with ThreadPoolExecutor() as pool:
         session.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'rides' FOR UPDATE")
         ticking = pool.submit(tick, instance, dsn)
-        await_(lambda: platform.buffered() == {"rides": 1}, "the event of the other topic")
+        wait_until(lambda: platform.buffered() == {"rides": 1}, "the event of the other topic")
         session.execute("ROLLBACK")
         error = ticking.exception()
     assert error is not None
@@ -216,7 +217,7 @@ def test_a_tick_without_its_database_fails_and_the_next_one_moves_on(
     assert isinstance(raised.value.__cause__ or raised.value, DatabaseUnavailableError)
     publish(platform, "rides", 1)
     tick(instance, dsn)
-    await_(lambda: platform.buffered() == {}, "the event")
+    wait_until(lambda: platform.buffered() == {}, "the event")
 
 
 def test_a_database_that_is_not_migrated_skips_with_what_to_do(instance: dg.DagsterInstance, dsn: str) -> None:
@@ -233,7 +234,7 @@ def test_a_shard_that_is_down_does_not_stop_the_others(
     publish(up, "rides", 1)
     said = tick(instance, f"{up.database.dsn} {NOWHERE}")
     assert said.endswith("is down")
-    await_(lambda: up.buffered() == {}, "the event of the shard that is up")
+    wait_until(lambda: up.buffered() == {}, "the event of the shard that is up")
 
 
 # Runs
@@ -257,9 +258,9 @@ def test_a_run_that_is_terminated_ends_at_once(
     process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         platform.publisher.publish(Publication("rides", b""))
-        await_(lambda: platform.reader.count("rides") == 1, "the event")
+        wait_until(lambda: platform.reader.count("rides") == 1, "the event")
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(PATIENCE)
     finally:
         process.kill()
         process.wait(60)

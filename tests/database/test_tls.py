@@ -30,6 +30,7 @@ from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.staging import WriteTarget, _Staging
 from tests.conftest import own_server
 from tests.fixtures import Until
+from tests.waiting import PATIENCE
 
 CLIENT = "certified"
 """A role that shows a certificate instead of a password."""
@@ -176,7 +177,7 @@ def test_every_connection_of_the_platform_is_encrypted_and_its_server_verified(t
         listener.subscribe(LOG, None, heard.set)
         # The event's own notification may come first.
         until(lambda: listener.listening)
-        assert heard.wait(30)
+        assert heard.wait(PATIENCE)
         with closing(platform.database.dedicated()):
             assert encrypted(platform.database) == {True}
         listener.close()

@@ -24,8 +24,7 @@ import psycopg
 from psycopg import sql
 from sqlalchemy.engine import make_url
 
-PATIENCE = 60.0
-"""Seconds after which an answer is taken not to come."""
+from tests.waiting import PATIENCE
 
 FLUSH_SECONDS = 0.25
 POLLING_SECONDS = 0.02

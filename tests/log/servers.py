@@ -6,7 +6,6 @@ import os
 import random
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -16,9 +15,7 @@ import psycopg
 
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import EmbeddedServerError
-
-PATIENCE: Final = 60.0
-"""Seconds for a server to come back by itself, and for a standby to follow."""
+from tests.waiting import wait_until
 
 
 def stop_at_once(server: EmbeddedPostgres, _drawn: random.Random) -> None:
@@ -46,7 +43,7 @@ def kill_session(server: EmbeddedPostgres, drawn: random.Random) -> None:
             "WHERE backend_type = 'client backend' AND pid <> pg_backend_pid() AND datname <> 'postgres' ORDER BY pid"
         ).fetchall()
     os.kill(drawn.choice(sessions)[0], signal.SIGKILL)
-    _await(lambda: server.status() is not None)
+    wait_until(lambda: server.status() is not None)
 
 
 class Pair:
@@ -70,7 +67,7 @@ class Pair:
                 standby.start(timeout=1.0)
             connection.execute("ALTER SYSTEM SET synchronous_standby_names TO 'standby'")
             connection.execute("SELECT pg_reload_conf()")
-            _await(
+            wait_until(
                 lambda: connection.execute("SELECT FROM pg_stat_replication WHERE sync_state = 'sync'").rowcount == 1
             )
 
@@ -97,13 +94,6 @@ def _lose(server: EmbeddedPostgres) -> None:
     os.kill(postmaster, signal.SIGSTOP)
     for pid in (*_children(postmaster), postmaster):
         os.kill(pid, signal.SIGKILL)
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "the server is not as it should be"
-        time.sleep(0.02)
 
 
 def _children(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 
 from eventsql_orchestration.orchestration.local_processes import free_port
-from tests.fixtures import PATIENCE
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -83,11 +83,8 @@ def running(directory: Path, targets: list[str], rules: str) -> Iterator[Prometh
             stdin=subprocess.DEVNULL, stdout=log, stderr=log,
         )  # fmt: skip
     try:
-        deadline = time.monotonic() + PATIENCE
-        while not _is_ready(address):
-            assert process.poll() is None, (directory / "prometheus.log").read_text()
-            assert time.monotonic() < deadline, "Prometheus does not answer"
-            time.sleep(0.1)
+        wait_until(lambda: process.poll() is not None or _is_ready(address), "Prometheus answers")
+        assert process.poll() is None, (directory / "prometheus.log").read_text()
         yield Prometheus(f"http://{address}")
     finally:
         process.terminate()

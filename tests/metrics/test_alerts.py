@@ -26,10 +26,11 @@ from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change
 from eventsql_orchestration.store.subscription import SubscriptionOptions
 from tests.cli.conftest import directory, start
-from tests.fixtures import PATIENCE, Until
+from tests.fixtures import Until
 from tests.metrics.prometheus import PROMETHEUS, REPOSITORY, Prometheus, running
 from tests.metrics.test_command import url_of
 from tests.metrics.test_deploy import panels
+from tests.waiting import PATIENCE
 
 __all__ = ["directory", "start"]
 

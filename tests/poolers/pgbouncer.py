@@ -11,9 +11,8 @@ import shutil
 import socket
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,8 +20,7 @@ from typing import Final
 import psycopg
 from sqlalchemy.engine import make_url
 
-PATIENCE: Final = 60.0
-"""Seconds after which what was waited for is taken not to happen."""
+from tests.waiting import PATIENCE, wait_until
 
 SERVERS: Final = 6
 """Connections to the server that the pooler has for each database."""
@@ -85,16 +83,13 @@ class PgBouncer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        deadline = time.monotonic() + PATIENCE
-        while True:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-            except OSError:
-                assert self._process.poll() is None, (self.home / "pgbouncer.log").read_text()
-                assert time.monotonic() < deadline, "PgBouncer does not listen"
-                time.sleep(0.02)
-            else:
-                return
+        wait_until(lambda: self._process.poll() is not None or self._listens(), "PgBouncer listens")
+        assert self._process.poll() is None, (self.home / "pgbouncer.log").read_text()
+
+    def _listens(self) -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):
+            return True
+        return False
 
     def stop(self) -> None:
         if self._process is not None:

@@ -17,12 +17,12 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.publishing import async_publisher
 from tests.forms import check_order
 from tests.publishing.conftest import published
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
     from tests.publishing.conftest import Hold
 
-PATIENCE = 120.0
 NEVER = 3_600.0
 PARTITIONS = 4
 

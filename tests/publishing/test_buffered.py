@@ -25,12 +25,12 @@ from eventsql_orchestration.publishing.lanes import BufferLimits, Lanes
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.publishing.conftest import published
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Until, UntilBlocked
     from tests.publishing.conftest import Hold
 
-PATIENCE = 120.0
 NEVER = 3_600.0
 PARTITIONS = 4
 

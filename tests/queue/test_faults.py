@@ -6,11 +6,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Final
 
 import psycopg
 import pytest
@@ -21,10 +18,9 @@ from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.queue import Queue
 from tests.conftest import own_server
 from tests.log.servers import WAYS
+from tests.waiting import wait_until
 
 SENDERS = ("a", "b")
-PATIENCE: Final = 120.0
-"""Seconds for the next messages to be handled: a server may be away for a while."""
 
 
 def _start(stack: ExitStack, *arguments: str) -> subprocess.Popen[bytes]:
@@ -86,7 +82,7 @@ def _run(
         processes = {role: _start(stack, *role) for role in roles}
         for number in range(breaks):
             goal = wanted * (number + 1) // (breaks + 2)
-            _await(lambda goal=goal: done() >= goal)  # type: ignore[misc]
+            wait_until(lambda goal=goal: done() >= goal)  # type: ignore[misc]
             if server is None:
                 role = chance.choice(roles)
                 processes[role].send_signal(signal.SIGKILL)
@@ -94,7 +90,7 @@ def _run(
                 processes[role] = _start(stack, *role)
             else:
                 WAYS[number % len(WAYS)](server, chance)
-        _await(lambda: done() >= wanted and empty())
+        wait_until(lambda: done() >= wanted and empty())
 
     with psycopg.connect(dsn) as connection:
         rows = connection.execute("SELECT key, body FROM public.done ORDER BY place").fetchall()
@@ -110,13 +106,6 @@ def _run(
         # A sender sends the odd places of five numbers before the even ones.
         for numbers in with_keys.values():
             assert numbers == sorted(numbers, key=_sent)
-
-
-def _await(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.02)
 
 
 def _sent(number: int) -> tuple[int, int, int]:

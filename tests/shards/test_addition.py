@@ -30,6 +30,7 @@ from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.offsets import Earliest, Latest
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until
+from tests.waiting import PATIENCE
 
 Adding: TypeAlias = Callable[..., ShardAddition]
 
@@ -347,7 +348,7 @@ def test_the_transfer_goes_on_when_a_shard_goes_down_while_it_releases_consumers
         until(lambda: len(asked) > 1)
     finally:
         stop.set()
-        transfer.join(10)
+        transfer.join(PATIENCE)
 
 
 def test_a_consumer_that_reads_everything_again_is_held_back_again(

@@ -15,7 +15,8 @@ import pytest
 
 from eventsql_orchestration.spark.connect_server import AUTHENTICATION, ConnectServer
 from eventsql_orchestration.spark.java import ensure_java
-from tests.spark.processes import free_port, kill, wait_until
+from tests.spark.processes import free_port, kill
+from tests.waiting import wait_until
 
 
 def environment(home: Path) -> dict[str, str]:

@@ -9,9 +9,8 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,11 @@ import pyspark
 
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.java import ensure_java
+from tests.waiting import PATIENCE, wait_until
 
-PATIENCE = 120.0
+REPOSITORY = Path(__file__).parents[2]
 
-DRIVER = Path(__file__).with_name("driver.py")
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain until {what}"
-        time.sleep(0.05)
+DRIVER = "tests.spark.driver"
 
 
 def kill(process: psutil.Process) -> None:
@@ -53,11 +46,12 @@ class Driver:
         settings: Mapping[str, str] | None = None,
         *,
         config: Path | None = None,
-        program: Path = DRIVER,
+        program: str = DRIVER,
     ) -> None:
         """With these settings; `config` is what EVENTSQL_SPARK_CONFIG names."""
         self._process = subprocess.Popen(
-            [sys.executable, str(program)],
+            [sys.executable, "-m", program],
+            cwd=REPOSITORY,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

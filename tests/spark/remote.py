@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import sys
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,8 @@ from pyspark.sql import DataFrame, SparkSession
 from eventsql_orchestration.dagster.io import spark_progress as module
 from eventsql_orchestration.dagster.io.spark_progress import spark_progress
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from tests.spark.streams import run_to_end
+from tests.waiting import wait_until
 
 # The tests are about the figures, and a busy machine has them late.
 module.ANSWER_SECONDS = 60.0  # type: ignore[misc]
@@ -46,13 +47,9 @@ def write(spark: SparkSession, *, events: int, options: dict[str, str]) -> str:
 def copy(spark: SparkSession, *, reading: dict[str, str], writing: dict[str, str], checkpoint: str) -> str:
     """Copy what is new in a topic to another, as a stream."""
     rows = spark.readStream.format(FORMAT).options(**reading).load().selectExpr("key", "value")
-    query = (
-        rows.writeStream.format(FORMAT)
-        .options(checkpointLocation=checkpoint, **writing)
-        .trigger(availableNow=True)
-        .start()
+    run_to_end(
+        rows.writeStream.format(FORMAT).options(checkpointLocation=checkpoint, **writing).trigger(availableNow=True)
     )
-    query.awaitTermination()
     return "copied"
 
 
@@ -63,13 +60,9 @@ def copy_batches(spark: SparkSession, *, reading: dict[str, str], writing: dict[
         frame.write.format(FORMAT).options(**writing, batchId=batch).mode("append").save()
 
     rows = spark.readStream.format(FORMAT).options(**reading).load().selectExpr("key", "value")
-    query = (
-        rows.writeStream.foreachBatch(publish)
-        .option("checkpointLocation", checkpoint)
-        .trigger(availableNow=True)
-        .start()
+    run_to_end(
+        rows.writeStream.foreachBatch(publish).option("checkpointLocation", checkpoint).trigger(availableNow=True)
     )
-    query.awaitTermination()
     return "copied"
 
 
@@ -79,10 +72,7 @@ def progress(spark: SparkSession) -> str:
     with spark_progress(_context(lines), spark, every=0.05) as progress:
         spark.range(1000).selectExpr("id % 7 AS key").groupBy("key").count().collect()
         # The server's figures come a moment after the answer.
-        deadline = time.monotonic() + 60.0
-        while not any(stage.rows_in for stage in progress.stages()):
-            assert time.monotonic() < deadline, "no figures"
-            time.sleep(0.05)
+        wait_until(lambda: any(stage.rows_in for stage in progress.stages()), "figures")
     spark.range(5).count()  # not in the block
     return json.dumps({"metadata": progress.metadata(), "lines": lines})
 
@@ -99,10 +89,7 @@ def fail(spark: SparkSession) -> str:
             signal.setitimer(signal.ITIMER_REAL, 3.0)
             spark.range(10**15).selectExpr("max(id % 7)").collect()
     except InterruptedError:
-        deadline = time.monotonic() + 60.0
-        while any(stage.status == "ACTIVE" for stage in progress.stages()):
-            assert time.monotonic() < deadline, "the server goes on"
-            time.sleep(0.1)
+        wait_until(lambda: all(stage.status != "ACTIVE" for stage in progress.stages()), "the server ends the query")
         return json.dumps([stage.status for stage in progress.stages()])
     return "not interrupted"
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import psycopg
 from psycopg import sql
 
-from tests.spark.processes import wait_until
+from tests.waiting import wait_until
 
 LOCK = 7
 

@@ -31,7 +31,7 @@ from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.forms import check_order, in_blocks, stored
 from tests.publishing.test_packed_blocks import packed
-from tests.spark.processes import wait_until
+from tests.waiting import wait_until
 
 MANY = LEAST_BY_BLOCKS
 

@@ -11,7 +11,8 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.publishing.staged_blocks import ORPHANED_AFTER_HOURS
-from tests.spark.processes import Cluster, Driver, driver, kill, wait_until
+from tests.spark.processes import Cluster, Driver, driver, kill
+from tests.waiting import wait_until
 
 EVENTS = 100_000
 

@@ -18,7 +18,7 @@ from tests.spark.processes import Driver
 
 __all__ = ["databases"]
 
-REMOTE = Path(__file__).with_name("remote.py")
+REMOTE = "tests.spark.remote"
 
 
 PIPELINE = """

@@ -23,9 +23,10 @@ from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordina
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.conftest import own_server
 from tests.shards.conftest import Databases, databases
-from tests.spark.processes import driver, wait_until
+from tests.spark.processes import driver
 from tests.spark.stopping import Stop, await_end_of_transactions, stopping
 from tests.spark.streams import PATIENCE, run_to_end
+from tests.waiting import wait_until
 
 __all__ = ["databases"]
 

@@ -11,7 +11,7 @@ from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableErro
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.adbc import CopyConnection, Piece, Projection, RefusedError, read_batches
 from eventsql_orchestration.spark.options import Source
-from tests.spark.processes import wait_until
+from tests.waiting import wait_until
 
 WIDE = "SELECT repeat('x', 1000000) AS text, 100 / ({zero} - number) AS part FROM generate_series(1, 30) AS number"
 """More than one record batch."""

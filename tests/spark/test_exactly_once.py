@@ -25,7 +25,8 @@ from eventsql_orchestration.publishing.staged_blocks import LEAST_BY_BLOCKS
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from tests.spark import committer
 from tests.spark.committer import WRITER
-from tests.spark.processes import driver, wait_until
+from tests.spark.processes import driver
+from tests.waiting import wait_until
 
 EVENTS = LEAST_BY_BLOCKS
 

@@ -38,7 +38,7 @@ from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, 
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from tests.forms import stored
-from tests.spark.processes import wait_until
+from tests.waiting import wait_until
 
 Read = Callable[..., DataFrame]
 

@@ -6,7 +6,6 @@ import json
 import random
 import struct
 import threading
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -55,6 +54,7 @@ from eventsql_orchestration.spark.writer import StreamWriter
 from eventsql_orchestration.topics.partitioner import default_partition, partition_of_key
 from tests.forms import check_order
 from tests.spark.streams import run_to_end
+from tests.waiting import wait_until
 
 Read = Callable[..., DataFrame]
 Write = Callable[..., None]
@@ -386,15 +386,8 @@ def test_a_publication_under_way_keeps_its_topics_as_they_are(
 
 
 def await_a_waiting_lock(connection: Connection) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        row = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-        ).fetchone()
-        if row is not None and row[0]:
-            return
-        time.sleep(0.01)
-    raise AssertionError("nobody waits for a lock")
+    blocked = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    wait_until(lambda: connection.execute(blocked).rowcount, "a session waits for a lock")
 
 
 # Claims: consume, transform, publish

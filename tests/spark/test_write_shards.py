@@ -51,9 +51,9 @@ from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, st
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
 from tests.conftest import own_server
 from tests.shards.conftest import Databases, database_of
-from tests.spark.processes import wait_until
 from tests.spark.spreading import publish, rows, source_of, staged, start
 from tests.spark.stopping import Stop, await_end_of_transactions, no_transactions, stopping
+from tests.waiting import wait_until
 
 NAMES = ["shard-1", "shard-2", "shard-3"]
 

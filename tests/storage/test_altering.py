@@ -24,6 +24,7 @@ from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.topics import changing
+from tests.waiting import PATIENCE
 
 OTHER: dict[Storage, Storage] = {"rows": "blocks", "blocks": "rows"}
 
@@ -268,7 +269,7 @@ def test_an_open_publication_is_in_order_before_and_after(platform: EventSQL, ds
         platform.publisher.publish(Publication("orders", b"0", key="0"), connection=connection)
         changing = threading.Thread(target=platform.registry.set_storage, args=("orders", OTHER[storage]))
         changing.start()
-        changing.join(30)
+        changing.join(PATIENCE)
         assert not changing.is_alive()
     publish(platform, 1, 5)
     check_whole(list(platform.reader.read("orders")), 6)

@@ -26,6 +26,7 @@ from eventsql_orchestration.store import (
 )
 from tests.fixtures import Sessions, UntilBlocked
 from tests.store.test_order import restored
+from tests.waiting import PATIENCE
 
 LATER = datetime(9000, 1, 1, tzinfo=UTC)
 
@@ -195,7 +196,7 @@ def test_an_archive_waits_for_an_append_and_moves_its_changes(
         store.close_stream("order", "1", connection=connection)
         archiving = other.submit(store.archive_stream, "order", "1")
         until_blocked()
-    assert archiving.result(10) == 2
+    assert archiving.result(PATIENCE) == 2
     assert numbers(store.load("order", "1")) == [1, 2]
 
 
@@ -211,8 +212,8 @@ def test_an_append_waits_for_an_archive_and_is_refused(
     until_blocked(2)
     holding.rollback()
     with pytest.raises(AggregateClosedError):
-        appending.result(10)
-    assert archiving.result(10) == 1
+        appending.result(PATIENCE)
+    assert archiving.result(PATIENCE) == 1
     assert numbers(store.read_all()) == [1]
 
 
@@ -230,7 +231,7 @@ def test_a_killed_archive_has_moved_nothing(
     )
     assert killed.rowcount == 1
     with pytest.raises((DatabaseError, psycopg.Error)):
-        archiving.result(10)
+        archiving.result(PATIENCE)
     holding.rollback()
     assert (counts(store), numbers(store.read_all())) == ((2, 0), [1, 2])
     assert store.archive_stream("order", "1") == 2
@@ -345,5 +346,5 @@ def test_a_restored_dump_is_adopted_behind_a_transaction_that_goes_on_writing(
         adopting = other.submit(Store(store.database).adopt)
         until_blocked()
         put(store, "2", 2, connection=connection)
-    assert adopting.result(10).changes == 3
+    assert adopting.result(PATIENCE).changes == 3
     assert numbers(store.read_all()) == [1, 1, 2]

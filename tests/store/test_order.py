@@ -20,6 +20,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.store import Change, RecordedChange, Store, StoreCheckpoint
 from tests.fixtures import SaidBy, Sessions, UntilBlocked
 from tests.plans import plans
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_two_writers_of_one_change_append_it_once(
         store.append("order", "1", the_same, expected_version="any", connection=connection)
         second = other_writer.submit(store.append, "order", "1", the_same, expected_version="any")
         until_blocked()
-    assert second.result(10) == 2
+    assert second.result(PATIENCE) == 2
     assert numbers(store.load("order", "1")) == [0, 1]
 
 
@@ -132,7 +133,7 @@ def test_two_writers_at_any_version_create_an_aggregate_together(
         put(store, "1", 1, connection=connection)
         second = other_writer.submit(put, store, "1", 2)
         until_blocked()
-    assert second.result(10) == 2
+    assert second.result(PATIENCE) == 2
     assert numbers(store.read_all()) == [1, 2]
 
 

@@ -24,6 +24,7 @@ from eventsql_orchestration.store import (
 from tests.fixtures import Sessions, UntilBlocked
 from tests.store.test_order import adopted, put
 from tests.store.test_repository import Order, placed
+from tests.waiting import PATIENCE
 
 
 class Sums(Projection):
@@ -166,8 +167,8 @@ def test_saves_that_commit_late_are_in_a_rebuilt_table_once(
         following = others.submit(projections.follow, last, appended)
         until_blocked(2)  # by the swap, which is first
         applied.commit()
-        assert rebuilding.result(30) == 2
-        following.result(30)
+        assert rebuilding.result(PATIENCE) == 2
+        following.result(PATIENCE)
     appended.commit()
     foreign.commit()
     assert sums(store) == {"1": (1, 1), "2": (2, 1), "3": (3, 1)}

@@ -25,6 +25,7 @@ from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameErro
 from eventsql_orchestration.store import Change, Store
 from tests.fixtures import UntilBlocked
 from tests.plans import custom_plan
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -166,7 +167,7 @@ def test_the_second_of_two_writers_waits_and_then_conflicts(
         second = other_writer.submit(append, store, "1", 200, expected_version=stored)
         until_blocked()
     with pytest.raises(ConcurrentAppendError):
-        second.result(10)
+        second.result(PATIENCE)
     assert amounts_of(store, "1") == [*range(stored), 100]
 
 
@@ -180,7 +181,7 @@ def test_the_second_of_two_writers_succeeds_when_the_first_rolls_back(
         store.append("order", "1", prices(100), expected_version=stored, connection=connection)
         second = other_writer.submit(append, store, "1", 200, expected_version=stored)
         until_blocked()
-    assert second.result(10) == stored + 1
+    assert second.result(PATIENCE) == stored + 1
     assert amounts_of(store, "1") == [*range(stored), 200]
 
 

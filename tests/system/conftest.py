@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,13 +28,6 @@ HEADLESS = (
     "--disable-background-networking", "--disable-component-update", "--window-size=1600,1000", "--hide-scrollbars",
 )
 # fmt: on
-
-
-def wait_for(condition: Callable[[], object], what: str, *, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"{what} did not happen within {timeout:.0f} s"
-        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")

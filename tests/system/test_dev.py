@@ -27,7 +27,8 @@ from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.database.embedded import EmbeddedPostgres, EmbeddedServer
 from tests.conftest import is_setting
 from tests.fixtures import memory_disk
-from tests.system.conftest import plotted, screenshot, see, wait_for
+from tests.system.conftest import plotted, screenshot, see
+from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -59,7 +60,7 @@ def dev() -> Iterator[Dev]:
             found = re.search(r"The Dagster UI is at (\S+)", log.read_text())
             return found[1] if found else None
 
-        wait_for(url, "the start", timeout=240)
+        wait_until(url, "the start", seconds=240)
         yield Dev(process, home, str(url()))
     finally:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -116,7 +117,7 @@ def lags(dev: Dev) -> list[int]:
 @pytest.mark.timeout(600)
 def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
     # The simulation's events wait until the transfer's first run and the sensors' first ticks have come by.
-    wait_for(lambda: len(lags(dev)) >= 2 and max(lags(dev)) > 0, "two observations of a lag", timeout=240)
+    wait_until(lambda: len(lags(dev)) >= 2 and max(lags(dev)) > 0, "two observations of a lag", seconds=240)
     browser.get(f"{dev.url}/assets/order_status?view=overview")
     see(browser, plotted, "the plot of lag events")
     screenshot(browser, "consumer-lag", tmp_path)
@@ -137,7 +138,7 @@ mutation ($parent: String!) {
 def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
     finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
     with storage(dev) as (server, instance):
-        wait_for(lambda: instance.get_runs_count(finished), "a run of the consumer", timeout=240)
+        wait_until(lambda: instance.get_runs_count(finished), "a run of the consumer", seconds=240)
         (parent,) = instance.get_runs(finished, limit=1)
         variables = {"parent": parent.run_id}
         answer = requests.post(
@@ -146,7 +147,7 @@ def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) ->
         ).json()["data"]["launchRunReexecution"]  # fmt: skip
         assert answer["__typename"] == "LaunchRunSuccess", answer
         run_id = answer["run"]["runId"]
-        wait_for(lambda: _status(instance, run_id) in FINISHED, "the end of the run", timeout=120)
+        wait_until(lambda: _status(instance, run_id) in FINISHED, "the end of the run")
         assert _status(instance, run_id) is dg.DagsterRunStatus.SUCCESS
         run = instance.get_run_by_id(run_id)
         (entry,) = instance.all_logs(run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
@@ -189,4 +190,4 @@ def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     def left() -> list[psutil.Process]:
         return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
-    wait_for(lambda: not left(), "the end of all its processes", timeout=30)
+    wait_until(lambda: not left(), "the end of all its processes")

@@ -11,16 +11,16 @@ import dagster as dg
 import pytest
 
 from tests.system import operated_location as location
-from tests.system.conftest import wait_for
 from tests.system.operated_system import System, publish
+from tests.waiting import wait_until
 
 
 def execute_again(system: System, run_id: str, step: str) -> list[str]:
     """Re-execute a run as a whole, then its step by selection; gives how both runs ended."""
     whole = system.execute_again(run_id, "ALL_STEPS")
-    wait_for(lambda: system.ended([whole]), "the end of the run", timeout=120)
+    wait_until(lambda: system.ended([whole]), "the end of the run")
     selected = system.execute_steps_again(run_id, [step])
-    wait_for(lambda: system.ended([selected]), "the end of the run of a step", timeout=120)
+    wait_until(lambda: system.ended([selected]), "the end of the run of a step")
     return [system.status(whole), system.status(selected)]
 
 
@@ -32,7 +32,7 @@ def test_a_failed_run_that_is_re_executed_in_every_way_of_the_ui_charges_once(sy
 
     job = location.charges.job.name
     publish(system.platform, location.CHARGES.name, [b"1", b"2", b"3"])
-    wait_for(lambda: system.runs(job, dg.DagsterRunStatus.FAILURE), "a run that fails", timeout=120)
+    wait_until(lambda: system.runs(job, dg.DagsterRunStatus.FAILURE), "a run that fails")
     failed = system.runs(job, dg.DagsterRunStatus.FAILURE)[-1]
     system.card.touch()
     again = [
@@ -40,8 +40,8 @@ def test_a_failed_run_that_is_re_executed_in_every_way_of_the_ui_charges_once(sy
         system.execute_again(failed, "FROM_FAILURE"),
         system.execute_steps_again(failed, ["charges"]),
     ]
-    wait_for(lambda: system.ended(again), "the end of the runs", timeout=120)
-    wait_for(lambda: len(system.handled("public.charged")) >= 3, "the charges", timeout=120)
+    wait_until(lambda: system.ended(again), "the end of the runs")
+    wait_until(lambda: len(system.handled("public.charged")) >= 3, "the charges")
     assert system.handled("public.charged") == ids()
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_succeeded_is_re_executed_in_the_ui_and_only_a_consumer_repla
     """By hand, with run retries on. A replay takes effect again knowingly; nothing else is doubled."""
     publish(system.platform, location.TIPS.name, [b"1", b"2", b"3"])
     jobs = [location.tips.job.name, location.tip_totals.job.name]
-    wait_for(lambda: all(system.runs(job, dg.DagsterRunStatus.SUCCESS) for job in jobs), "the runs", timeout=120)
+    wait_until(lambda: all(system.runs(job, dg.DagsterRunStatus.SUCCESS) for job in jobs), "the runs")
     consumed, totalled = (system.runs(job, dg.DagsterRunStatus.SUCCESS)[-1] for job in jobs)
     ids = [event.id for event in system.platform.reader.read(location.TIPS.name)]
     assert system.handled("public.tipped") == ids
@@ -67,11 +67,11 @@ def test_a_run_that_succeeded_is_re_executed_in_the_ui_and_only_a_consumer_repla
     system.spoilt.unlink()
     publish(system.platform, location.TIPS.name, [b"4"])
     later = [event.id for event in system.platform.reader.read(location.TIPS.name, after=ids[-1])]
-    wait_for(lambda: system.handled("public.tipped")[len(ids) * 3 :] == later, "the next event", timeout=120)
-    wait_for(lambda: system.read(location.TIP_TOTALS.name) == [b"3", b"1"], "its total", timeout=120)
+    wait_until(lambda: system.handled("public.tipped")[len(ids) * 3 :] == later, "the next event")
+    wait_until(lambda: system.read(location.TIP_TOTALS.name) == [b"3", b"1"], "its total")
 
     bonus = system.materialize("bonus")
-    wait_for(lambda: system.ended([bonus]), "the bonus", timeout=120)
+    wait_until(lambda: system.ended([bonus]), "the bonus")
     assert execute_again(system, bonus, "bonus") == ["SUCCESS", "SUCCESS"]
     assert system.read(location.TIP_TOTALS.name) == [b"3", b"1", b"a bonus"]
 
@@ -81,7 +81,7 @@ def test_a_run_that_succeeded_is_re_executed_in_the_ui_and_only_a_consumer_repla
 def test_the_window_of_a_backfill_that_is_replayed_is_not_replayed_again_by_re_execution(system: System) -> None:
     publish(system.platform, location.TIPS.name, [b"5", b"6"])
     newest = system.platform.reader.read(location.TIPS.name)[-1].id
-    wait_for(lambda: newest in system.handled("public.tipped"), "the events", timeout=120)
+    wait_until(lambda: newest in system.handled("public.tipped"), "the events")
     before = system.handled("public.tipped")
     command = [
         str(Path(sys.executable).with_name("eventsql")), "backfill", location.TIPS.name, "tips", "--from", str(newest),

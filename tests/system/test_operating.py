@@ -10,8 +10,9 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 
 from tests.system import operated_location as location
-from tests.system.conftest import plotted, screenshot, see, wait_for
+from tests.system.conftest import plotted, screenshot, see
 from tests.system.operated_system import BACKFILL, WINDOWS, System, publish
+from tests.waiting import wait_until
 
 
 def shown(driver: webdriver.Chrome) -> str:
@@ -20,7 +21,7 @@ def shown(driver: webdriver.Chrome) -> str:
 
 @pytest.mark.timeout(300)
 def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: webdriver.Chrome, tmp_path: Path) -> None:
-    wait_for(lambda: system.alerted("check delivered of order_status is red"), "an alert", timeout=120)
+    wait_until(lambda: system.alerted("check delivered of order_status is red"), "an alert")
     browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=delivered")
 
     def red(driver: webdriver.Chrome) -> bool:
@@ -40,8 +41,8 @@ def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
     for behind in (8, 40):
         already = sum(lag.events for lag in system.platform.lag("ride_orders"))
         publish(system.platform, "ride_orders", [b"accepted"] * (behind - already))
-        wait_for(partial(system.was_behind, behind), f"the sight of {behind} events", timeout=120)
-    wait_for(lambda: system.alerted("check lag of order_status is red"), "an alert", timeout=120)
+        wait_until(partial(system.was_behind, behind), f"the sight of {behind} events")
+    wait_until(lambda: system.alerted("check lag of order_status is red"), "an alert")
     browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=lag")
     see(browser, lambda driver: "it is paused" in shown(driver) and "Failed" in shown(driver), "the check lag, red")
     screenshot(browser, "lag-check", tmp_path)
@@ -50,7 +51,7 @@ def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
     screenshot(browser, "lag-plot", tmp_path)
 
     system.platform.registry.resume("ride_orders", "order_status")
-    wait_for(lambda: system.alerted("check lag of order_status is green again"), "the end of the alert", timeout=120)
+    wait_until(lambda: system.alerted("check lag of order_status is green again"), "the end of the alert")
     assert system.lags()[0] <= location.MAX_LAG
     assert not system.alerted("check delivered of order_status is green again")
 
@@ -69,7 +70,7 @@ def test_a_backfills_progress_is_that_of_its_partitions(
         counted = ("Materialized (1)", "Failed (1)", "Materializing (2)", "Missing (2)")
         return all(state in text for state in counted) and f"{BACKFILL}:50-60" in text
 
-    wait_for(half_way, "the middle of the backfill", timeout=120)
+    wait_until(half_way, "the middle of the backfill")
     browser.get(f"{system.dagster.url}/assets/fare_totals_backfill?view=partitions")
     see(browser, states, "the state of every window")
     screenshot(browser, "backfill-progress", tmp_path)
@@ -84,11 +85,11 @@ def test_a_backfills_progress_is_that_of_its_partitions(
 @pytest.mark.timeout(300)
 def test_one_run_at_a_time_starts_a_spark_session_wherever_it_is_launched(system: System) -> None:
     first = system.materialize("session")
-    wait_for(lambda: system.status(first) == "STARTED", "the first session", timeout=120)
+    wait_until(lambda: system.status(first) == "STARTED", "the first session")
     second = system.materialize("other_session")
     # The queue has looked at the second when one that came after it has been through.
     after = system.materialize("without_session")
-    wait_for(lambda: system.status(after) == "SUCCESS", "a run without a session", timeout=120)
+    wait_until(lambda: system.status(after) == "SUCCESS", "a run without a session")
     assert (system.status(first), system.status(second)) == ("STARTED", "QUEUED")
     system.session.touch()
-    wait_for(lambda: system.status(second) == "SUCCESS", "the second session", timeout=120)
+    wait_until(lambda: system.status(second) == "SUCCESS", "the second session")

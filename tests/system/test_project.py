@@ -19,7 +19,7 @@ from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import is_setting
 from tests.fixtures import memory_disk
-from tests.system.conftest import wait_for
+from tests.waiting import wait_until
 
 PROGRAM = Path(sys.executable).with_name("eventsql")
 ENVIRONMENT = {
@@ -72,11 +72,11 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
             assert dev.poll() is None, log.read_text()
             return "The Dagster UI is at" in log.read_text()
 
-        wait_for(serving, "the start", timeout=200)
+        wait_until(serving, "the start", seconds=200)
         dsn = server.start().dsn
         with EventSQL(dsn, migrate=False, transfer=False) as platform:
             publish(platform, "tea")
-            wait_for(lambda: consumed(platform) == {"tea": 1}, "the first event", timeout=60)
+            wait_until(lambda: consumed(platform) == {"tea": 1}, "the first event")
 
         running = server.status()
         assert running is not None
@@ -86,10 +86,10 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
             found = server.status()
             return found is not None and found.pid != running.pid
 
-        wait_for(again, "the next server", timeout=60)
+        wait_until(again, "the next server")
         with EventSQL(dsn, migrate=False, transfer=False) as platform:
             publish(platform, "rice")
-            wait_for(lambda: consumed(platform) == {"tea": 1, "rice": 1}, "the second event", timeout=100)
+            wait_until(lambda: consumed(platform) == {"tea": 1, "rice": 1}, "the second event")
 
         children = psutil.Process(dev.pid).children(recursive=True)
         assert children

@@ -47,9 +47,9 @@ from eventsql_orchestration.views.comparison import comparison
 from eventsql_orchestration.views.sketches import sketch_distinct, sketch_quantiles
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
+from tests.waiting import PATIENCE
 
 TOPIC, CONSUMER = "moves", "views"
-PATIENCE = 60.0
 
 
 class Feed(ViewFeed):

@@ -32,6 +32,7 @@ from eventsql_orchestration.views.sketches import (
 )
 from tests.fixtures import UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
+from tests.waiting import PATIENCE
 
 pytestmark = pytest.mark.skipif(not SKETCHES, reason="no datasketches")
 
@@ -103,7 +104,7 @@ def test_transactions_that_share_a_bucket_are_merged_one_after_the_other(
             visits.add(connection, [visit("one", 1)])
             second = executor.submit(add, database, visits, visit("two", 2))
             until_blocked()
-        second.result(10)
+        second.result(PATIENCE)
     (bucket,) = visits.read()
     assert (visitors(bucket), times(bucket, 0, 0.5, 1)) == (3, [0, 1, 2])
 

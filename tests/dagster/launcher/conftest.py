@@ -17,7 +17,7 @@ from dagster._core.workspace.load_target import CompositeTarget, PythonFileTarge
 
 from eventsql_orchestration.dagster.launcher.run_launcher import PreforkRunLauncher
 from eventsql_orchestration.dagster.launcher.worker import Worker
-from tests.dagster.conftest import await_
+from tests.waiting import wait_until
 
 LOCATION: Final = """
 import atexit, os, signal, sys, time
@@ -128,14 +128,14 @@ class Deployment:
 
     def ended(self, run_id: str) -> dg.DagsterRunStatus:
         """The status in which a run ends."""
-        await_(lambda: self.run(run_id).is_finished, "the end of a run")
+        wait_until(lambda: self.run(run_id).is_finished, "the end of a run")
         return self.run(run_id).status
 
     def waiting(self, *, location: str = "first") -> str:
         """Launch a run whose step waits until `go`; gives its id once it waits."""
         (self.root / location / "go").unlink(missing_ok=True)
         run_id = self.launch("wait", location=location)
-        await_((self.root / location / run_id).exists, "the step of a run")
+        wait_until((self.root / location / run_id).exists, "the step of a run")
         return run_id
 
     def go(self, *, location: str = "first") -> None:

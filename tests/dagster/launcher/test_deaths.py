@@ -18,8 +18,8 @@ from dagster._core.test_utils import create_run_for_test
 from dagster._daemon.monitoring import execute_run_monitoring_iteration
 
 from eventsql_orchestration.dagster.launcher.worker import Worker
-from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import Deployment, deployed, write_location
+from tests.waiting import wait_until
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
 STARTING, STARTED = (dg.DagsterRunStatus(name) for name in ("STARTING", "STARTED"))
@@ -60,7 +60,7 @@ def test_the_death_of_a_run_is_reported_after_that_of_the_daemon(monitored: Depl
     monitored.launcher._servers.slots.popitem()[1].server._channel.close()  # type: ignore[union-attr]
     os.kill(monitored.worker(run).pid, signal.SIGKILL)
     assert monitored.ended(run) is FAILURE
-    await_(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the end of the server")
+    wait_until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "the end of the server")
 
 
 def test_run_monitoring_reports_a_run_whose_process_never_began(monitored: Deployment) -> None:
@@ -74,7 +74,7 @@ def test_run_monitoring_reports_a_run_whose_process_never_began(monitored: Deplo
         monitor(monitored)
         return monitored.run(run.run_id).is_finished
 
-    await_(reported, "the report")
+    wait_until(reported, "the report")
     assert monitored.run(run.run_id).status is FAILURE
 
 

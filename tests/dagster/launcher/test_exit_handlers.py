@@ -6,8 +6,8 @@ from pathlib import Path
 
 import dagster as dg
 
-from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import deployed
+from tests.waiting import wait_until
 
 REGISTERING = """
 import atexit, os, pathlib, tempfile
@@ -26,8 +26,8 @@ def test_runs_leave_what_the_import_made_to_the_server_and_run_the_exit_handlers
     with deployed(tmp_path, "first", before=REGISTERING) as deployment:
         runs = [deployment.launch("use")]
         assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
-        await_((tmp_path / "first" / f"{runs[0]}.ended").exists, "the run's own exit handler")
-        await_((tmp_path / "first" / f"{runs[0]}.freed").exists, "the deletion of an object that refers to itself")
+        wait_until((tmp_path / "first" / f"{runs[0]}.ended").exists, "the run's own exit handler")
+        wait_until((tmp_path / "first" / f"{runs[0]}.freed").exists, "the deletion of an object that refers to itself")
         runs.append(deployment.launch("use"))
         assert [deployment.ended(run) for run in runs] == [dg.DagsterRunStatus.SUCCESS] * 2
 

@@ -13,8 +13,8 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import Queued
 
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
-from tests.dagster.conftest import await_
 from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
+from tests.waiting import PATIENCE, wait_until
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
 
@@ -62,7 +62,7 @@ def test_a_terminated_run_is_canceled_and_its_process_ends(deployment: Deploymen
         launcher = instance.run_launcher if other else deployment.launcher
         assert launcher.terminate(run)
         assert deployment.ended(run) is CANCELED
-        await_(lambda: not deployment.worker(run).is_alive(), "the end of the process")
+        wait_until(lambda: not deployment.worker(run).is_alive(), "the end of the process")
         assert not launcher.terminate(run)
 
 
@@ -112,7 +112,7 @@ def test_run_monitoring_sees_the_death_of_a_process_whose_server_is_dead(deploym
     worker = deployment.worker(run)
     os.kill(deployment.servers()[-1], signal.SIGKILL)
     os.kill(worker.pid, signal.SIGKILL)
-    await_(lambda: not worker.is_alive(), "the end of the process")
+    wait_until(lambda: not worker.is_alive(), "the end of the process")
     assert deployment.launcher.check_run_worker_health(deployment.run(run)).status.value == "FAILED"
     assert not deployment.launcher.terminate(run)
     deployment.instance.report_run_failed(deployment.run(run))
@@ -164,10 +164,10 @@ def test_the_server_of_a_removed_location_ends_before_the_launcher_and_after_its
         servers = {name: psutil.Process(deployment.servers(name)[-1]) for name in runs}
         opened = descriptors(servers["second"].pid)
         deployment.remove("second")
-        await_(lambda: descriptors(servers["second"].pid) < opened, "the end of the launcher's socket")
+        wait_until(lambda: descriptors(servers["second"].pid) < opened, "the end of the launcher's socket")
         deployment.go(location="second")
         assert deployment.ended(runs["second"]) is SUCCESS
-        await_(lambda: ended(servers["second"]), "the end of the server")
+        wait_until(lambda: ended(servers["second"]), "the end of the server")
         assert deployment.launcher.check_run_worker_health(deployment.run(runs["first"])).status.value == "RUNNING"
         assert not ended(servers["first"])
 
@@ -176,7 +176,7 @@ def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment
     assert deployment.ended(deployment.launch()) is SUCCESS
     server = psutil.Process(deployment.servers()[-1])
     deployment.workspace.reload_code_location("first")
-    await_(lambda: ended(server), "the end of the server")
+    wait_until(lambda: ended(server), "the end of the server")
 
 
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
@@ -218,7 +218,7 @@ def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> No
             deployment.go()
             assert deployment.ended(first) is SUCCESS
             server = psutil.Process(deployment.servers()[-1])
-            await_(lambda: not server.children(), "the end of the first process")
+            wait_until(lambda: not server.children(), "the end of the first process")
             list(daemon.run_iteration(deployment.workspace))
             assert deployment.ended(second) is SUCCESS
     assert len(deployment.servers()) == 1
@@ -236,7 +236,7 @@ def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> N
             if not ended(each) and "grpc" in each.cmdline() and str(tmp_path) in " ".join(each.cmdline())
         )
         code_server.kill()
-        code_server.wait(30)
+        code_server.wait(PATIENCE)
         deployment.launcher.launch_run(LaunchRunContext(deployment.run(prepared), workspace))
         assert deployment.ended(prepared) is SUCCESS
         deployment.go()
@@ -252,14 +252,14 @@ def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> N
 def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deployment, runs: int) -> None:
     assert deployment.ended(deployment.launch()) is SUCCESS
     server = psutil.Process(deployment.servers()[-1])
-    await_(lambda: not server.children(), "the end of the first process")
+    wait_until(lambda: not server.children(), "the end of the first process")
     files, memory = descriptors(server.pid), server.memory_info().rss
     for _ in range(runs):
         run = deployment.launch()
         assert deployment.ended(run) is SUCCESS
         # The log says why there is another server.
         assert deployment.seen(run)[1] == server.pid, deployment.said(run)
-    await_(lambda: not server.children(), "the end of the processes")
+    wait_until(lambda: not server.children(), "the end of the processes")
     assert descriptors(server.pid) == files
     # Less than a kilobyte for each run of the nightly test.
     assert server.memory_info().rss - memory < 1_000_000

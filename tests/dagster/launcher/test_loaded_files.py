@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration.dagster.launcher import loaded_files
-from tests.dagster.conftest import await_
+from tests.waiting import wait_until
 
 LOAD = """
 import os, runpy, sys, sysconfig
@@ -127,7 +127,7 @@ def test_a_link_to_a_package_of_the_environment_is_no_change(directory: Path) ->
 
     def link(_: Path) -> None:
         before = module.stat().st_ctime_ns
-        await_(lambda: _links(module) and module.stat().st_ctime_ns > before, "a later time of the inode's change")
+        wait_until(lambda: _links(module) and module.stat().st_ctime_ns > before, "a later time of the inode's change")
 
     assert changed(directory, link, environment={"EVENTSQL_TEST_PACKAGES": str(directory)}) == "None"
     assert changed(

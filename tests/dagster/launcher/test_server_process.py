@@ -25,9 +25,9 @@ from eventsql_orchestration.dagster.launcher.server_process import (
     obstacle_here,
 )
 from eventsql_orchestration.dagster.launcher.worker import Worker
-from tests.dagster.conftest import await_
 from tests.dagster.launcher import busy_server, killed_server
 from tests.dagster.launcher.conftest import Deployment
+from tests.waiting import wait_until
 
 REFUSED = {
     "opens a socket": ("import socket\nKEPT = socket.socket()", "sockets", 120),
@@ -57,7 +57,7 @@ def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served
     with dg.instance_for_test() as instance:
         server = ServerProcess("numeric", origin, instance.get_ref(), max_runs=5, timeout=120)
         server.close()
-        await_(server.has_ended, "the end of the server")
+        wait_until(server.has_ended, "the end of the server")
 
 
 def test_a_location_whose_program_is_not_on_this_machine_is_refused(tmp_path: Path) -> None:
@@ -106,7 +106,7 @@ def test_a_launch_beyond_the_limit_of_runs_is_refused_so_that_the_queue_tries_ag
     deployment.go()
     assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
     server.close()
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
 
 
 def _origin(directory: Path, before: str) -> RepositoryPythonOrigin:
@@ -134,7 +134,7 @@ def _server(deployment: Deployment, run: str, *, program: str = sys.executable, 
 
 def _close(server: ServerProcess) -> None:
     server.close()
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
 
 
 def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deployment: Deployment) -> None:
@@ -144,14 +144,14 @@ def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deploymen
     os.kill(server.pid, signal.SIGSTOP)
     with ThreadPoolExecutor(2) as threads:
         launching = threads.submit(server.launch, run, resume=False)
-        await_(server._lock.locked, "the request")
+        wait_until(server._lock.locked, "the request")
         closing = threads.submit(server.close)
-        await_(lambda: closing.running() or closing.done(), "the attempt to close")
+        wait_until(lambda: closing.running() or closing.done(), "the attempt to close")
         os.kill(server.pid, signal.SIGCONT)
         assert launching.result() > 0
         closing.result()
     assert deployment.ended(run) is dg.DagsterRunStatus.SUCCESS
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
 
 
 @pytest.mark.nightly
@@ -165,7 +165,7 @@ def test_a_launch_by_a_server_that_is_to_end_does_not_wait_for_its_runs(deployme
     assert "told to end" in gone.value.reason
     deployment.go()
     assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
 
 
 def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
@@ -193,11 +193,11 @@ def test_a_process_that_the_system_refuses_is_refused_to_the_queue_and_a_report_
         server.launch(run, resume=False)
     refusing.unlink()
     child = server.launch(run, resume=False)
-    await_((deployment.root / "first" / run).exists, "the step of the run")
+    wait_until((deployment.root / "first" / run).exists, "the step of the run")
 
     refusing.touch()
     os.kill(child, signal.SIGKILL)
-    await_(lambda: not psutil.pid_exists(child), "the server to take note of the end")
+    wait_until(lambda: not psutil.pid_exists(child), "the server to take note of the end")
     assert not deployment.run(run).is_finished
     refusing.unlink()
     assert deployment.ended(run) is dg.DagsterRunStatus.FAILURE
@@ -212,7 +212,7 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     server = _other(deployment, run, killed_server, tmp_path / "python")
     with pytest.raises(ServerGoneError):
         server.launch(run, resume=False)
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
     server.close()
     deployment.instance.launch_run(run, deployment.workspace.create_request_context())
     assert deployment.ended(run) is dg.DagsterRunStatus.SUCCESS
@@ -228,7 +228,7 @@ def test_a_server_that_dies_after_its_answer_leaves_a_run_that_its_process_has_n
     server = _other(deployment, run, killed_server, tmp_path / "python")
     child = server.launch(run, resume=False)
     worker = Worker.of_process(run, child)
-    await_(lambda: not worker.is_alive(), "the end of the child")
+    wait_until(lambda: not worker.is_alive(), "the end of the child")
     _close(server)
     # Run monitoring reports it after `start_timeout_seconds`.
     assert deployment.run(run).status is dg.DagsterRunStatus.NOT_STARTED
@@ -241,5 +241,5 @@ def test_a_run_starts_even_if_its_launcher_dies_before_it_has_the_answer(deploym
     server._channel.send(run=run, resume=False)
     server.close()
     assert deployment.ended(run) is dg.DagsterRunStatus.SUCCESS
-    await_(server.has_ended, "the end of the server")
+    wait_until(server.has_ended, "the end of the server")
     assert os.getpid() != deployment.seen(run)[0]
