@@ -73,7 +73,7 @@ class PgBouncer:
     def start(self) -> None:
         assert PROGRAM is not None
         root = os.geteuid() == 0
-        self._process = subprocess.Popen(
+        self._process = process = subprocess.Popen(
             [PROGRAM, "--quiet", str(self.home / "pgbouncer.ini")],
             # It refuses to run as root.
             user=self.uid if root else None,
@@ -83,8 +83,8 @@ class PgBouncer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_until(lambda: self._process.poll() is not None or self._listens(), "PgBouncer listens")
-        assert self._process.poll() is None, (self.home / "pgbouncer.log").read_text()
+        wait_until(lambda: process.poll() is not None or self._listens(), "PgBouncer listens")
+        assert process.poll() is None, (self.home / "pgbouncer.log").read_text()
 
     def _listens(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port), timeout=1):

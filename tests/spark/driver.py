@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 
 from eventsql_orchestration.spark import FORMAT, eventsql_error, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.spark.streams import run_to_end
 
 BEFORE_PAUSE = 45_000
 """Events of the task that pauses: more than four of Spark's batches, so that some of them are staged by then."""
@@ -34,14 +35,12 @@ def stream(spark: SparkSession, *, dsn: str, source: str, topic: str, checkpoint
     """Copy what is new in a topic to another, as two tasks."""
     reading = {"dsn": dsn, "subscribe": source, "startingOffsets": "earliest", "minPartitions": "2"}
     rows = spark.readStream.format(FORMAT).options(**reading).load()
-    query = (
+    run_to_end(
         rows.selectExpr("key", "value")
         .writeStream.format(FORMAT)
         .options(dsn=dsn, topic=topic, checkpointLocation=checkpoint, **options)
         .trigger(availableNow=True)
-        .start()
     )
-    query.awaitTermination()
     return "copied"
 
 

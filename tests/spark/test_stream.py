@@ -14,6 +14,7 @@ from pyspark.errors import StreamingQueryException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.streaming.query import StreamingQuery
 
 from eventsql_orchestration import Consumer, EventSQL, OffsetRange, Topic
 from eventsql_orchestration.consumer import EventFilter
@@ -440,14 +441,7 @@ def test_a_trigger_reads_every_event_once(
         writer = (
             frame.writeStream.foreachBatch(collect).option("checkpointLocation", str(checkpoint)).trigger(**trigger)
         )
-        if "once" in trigger:
-            run_to_end(writer)
-            return
-        query = writer.start()
-        try:
-            query.processAllAvailable()
-        finally:
-            query.stop()
+        run_to_end(writer) if "once" in trigger else run_to_end(writer, StreamingQuery.processAllAvailable)
 
     run()
     publish(10, first=1_000)
