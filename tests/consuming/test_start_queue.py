@@ -451,7 +451,7 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
             next(first, second).wait()
 
     seen = Seen(handle)
-    with platform.consumers.start_queue("payments", "mailer", seen, lease=0.3, polling_delay=POLLING):
+    with platform.consumers.start_queue("payments", "mailer", seen, lease=3.0, polling_delay=POLLING):
         until(lambda: kept(platform) == ids[:2])
         with platform.database.connection() as connection:
             connection.execute("DELETE FROM eventsql.consumer_worker")

@@ -535,8 +535,8 @@ def test_a_run_leaves_a_leased_window_alone_and_takes_it_after_the_lease(
     plan = everything(backfills, "fragile")
     backfill = backfills.register(plan, "one")
     key, (name,) = plan.runs[0].key("one"), backfill.names
-    claim = bench.platform.claims.claim("orders", name, owner="run elsewhere", lease=3.0)
-    with bench.platform.claims.heartbeat(claim, lease=1.0):  # type: ignore[arg-type]
+    claim = bench.platform.claims.claim("orders", name, owner="run elsewhere", lease=6.0)
+    with bench.platform.claims.heartbeat(claim, lease=6.0):  # type: ignore[arg-type]
         assert "run elsewhere replays this window now" in failure(replay(bench, location.fragile_backfill, key))
     assert replay(bench, location.fragile_backfill, key).success, "its lease ends"
     assert bench.effects() == ids

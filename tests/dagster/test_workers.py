@@ -242,7 +242,7 @@ def test_executing_a_run_again_replays_nothing(work: Work) -> None:
 
 
 def test_heartbeats_keep_the_messages_of_a_slow_batch(work: Work, until: Until) -> None:
-    Queue(work.bench.platform, "pictures", visibility_timeout=0.6).definition()
+    Queue(work.bench.platform, "pictures", visibility_timeout=6.0).definition()
     ids = work.send(2)
 
     def slow(messages: Sequence[Message], connection: Connection) -> None:
@@ -251,7 +251,7 @@ def test_heartbeats_keep_the_messages_of_a_slow_batch(work: Work, until: Until) 
 
             def extended() -> bool:
                 row = other.execute(
-                    "SELECT min(eql_visible_at) > min(eql_created_at) + interval '1.5 seconds' "
+                    "SELECT min(eql_visible_at) > min(eql_created_at) + interval '6.5 seconds' "
                     "FROM eventsql.queue_message"
                 ).fetchone()
                 assert not work.queue.receive()

@@ -29,7 +29,10 @@ from tests.fixtures import Sessions, Until
 Again: TypeAlias = Callable[[], Message]
 
 SHORT = 0.5
-"""Seconds: a visibility timeout to be outlived, yet longer than one statement."""
+"""Seconds: a visibility timeout to be outlived."""
+
+HIDDEN = 3.0
+"""Seconds: a visibility timeout, or a delay, within which even a busy machine looks at a queue."""
 
 
 @pytest.fixture
@@ -139,10 +142,10 @@ def test_a_message_that_is_not_acknowledged_comes_back_when_its_timeout_ended(
 ) -> None:
     queue.send(b"x")
     started = time.monotonic()
-    (first,) = queue.receive(visibility_timeout=SHORT)
+    (first,) = queue.receive(visibility_timeout=HIDDEN)
     assert queue.receive() == []
     second = received_again()
-    assert time.monotonic() - started >= SHORT
+    assert time.monotonic() - started >= HIDDEN
     assert (second.id, second.receives) == (first.id, 2)
     assert second.receipt != first.receipt
 
@@ -215,11 +218,11 @@ def test_a_released_message_cannot_be_settled_by_its_former_receiver(queue: Queu
 
 def test_a_delayed_message_is_not_visible_before_its_delay_has_passed(queue: Queue, received_again: Again) -> None:
     started = time.monotonic()
-    sent = queue.send(b"x", delay=SHORT)
+    sent = queue.send(b"x", delay=HIDDEN)
     assert queue.depth() == QueueDepth(visible=0, invisible=1)
     assert queue.receive() == []
     assert received_again().id == sent
-    assert time.monotonic() - started >= SHORT
+    assert time.monotonic() - started >= HIDDEN
 
 
 def test_the_delay_counts_from_the_sending_in_a_long_transaction(database: Database, queue: Queue) -> None:

@@ -73,7 +73,7 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
         write(message, connection)
 
     queue.send_all([b"1", b"2"])
-    with queue.work(slow, visibility_timeout=0.6) as workers:
+    with queue.work(slow, visibility_timeout=6.0) as workers:
         assert begun.wait(60)
         with platform.database.connection() as connection:
             look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
