@@ -126,7 +126,8 @@ def test_one_benchmark_runs_on_a_database_at_a_time(session: Session) -> None:
 def test_an_open_transaction_keeps_rows_from_being_removed(session: Session) -> None:
     with session.holding_xmin():
         row = session.connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE backend_xmin IS NOT NULL AND state = 'idle in transaction'"
+            "SELECT count(*) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND backend_xmin IS NOT NULL AND state = 'idle in transaction'"
         ).fetchone()
     assert row == (1,)
 
@@ -134,7 +135,8 @@ def test_an_open_transaction_keeps_rows_from_being_removed(session: Session) -> 
 def test_an_open_transaction_that_the_server_ended_is_no_figure(session: Session) -> None:
     with pytest.raises(BenchmarkError, match="stay open"), session.holding_xmin():
         session.connection.execute(
-            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE state = 'idle in transaction'"
+            "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND state = 'idle in transaction'"
         )
 
 

@@ -105,7 +105,10 @@ def test_a_connection_that_is_lost_meanwhile_is_an_error_of_ours_and_the_next_on
     thread = threading.Thread(target=blocked)
     thread.start()
     until_blocked()
-    locking.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    locking.execute(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
     thread.join()
     locking.rollback()
 
