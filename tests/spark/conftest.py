@@ -13,15 +13,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from tests.spark.processes import free_port
-
-LOOKS = 3
-
-
-def finds_source(session: SparkSession) -> bool:
-    """Whether a session has found the data source; without options, it always refuses to load."""
-    with pytest.raises(Exception) as refused:  # noqa: PT011 - the kind depends on the reason
-        session.read.format(FORMAT).load()
-    return "DATA_SOURCE_NOT_FOUND" not in str(refused.value)
+from tests.spark.sessions import started
 
 
 @pytest.fixture(scope="session")
@@ -46,13 +38,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     }
     for name, value in spark_config(**settings).items():
         builder = builder.config(name, value)
-    session = builder.getOrCreate()
-    session.sparkContext.setLogLevel("OFF")
-    # Spark looks once for sources, and gives its Python 10 s to answer; without an answer, the session has none.
-    for _ in range(LOOKS):
-        if finds_source(session):
-            break
-        session = session.newSession()
+    session = started(builder)
     yield session
     session.stop()
 

@@ -18,6 +18,7 @@ from pyspark.sql import SparkSession
 
 from eventsql_orchestration.spark import FORMAT, eventsql_error, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.spark.sessions import started
 from tests.spark.streams import run_to_end
 
 BEFORE_PAUSE = 45_000
@@ -84,8 +85,7 @@ def main() -> None:
     builder = SparkSession.Builder()
     for name, value in spark_config(**given["settings"]).items():
         builder = builder.config(name, value)
-    spark = builder.getOrCreate()
-    spark.sparkContext.setLogLevel("OFF")
+    spark = started(builder)
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         order = json.loads(line)
