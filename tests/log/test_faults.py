@@ -14,7 +14,7 @@ from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import MISSING, PROGRAM
 
 SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=11, restarts=2, repartitionings=3, deadline=250.0)
-CHANGING = replace(SMALL, events=6_000, restarts=1, repartitionings=2, changes=3)
+CHANGING = replace(SMALL, events=6_000, changes=3)
 
 SHARDED = replace(
     SMALL, events=4_000, seed=20261121, shards=2, partitions=3, kills=6, restarts=1, repartitionings=2, additions=2
@@ -26,9 +26,9 @@ AS_QUEUE = replace(CHANGING, events=2_000, restarts=4, consumers=AS_A_QUEUE)
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(SMALL, id="one database"),
-        pytest.param(SHARDED, id="shards that are added"),
         pytest.param(CHANGING, id="changes of the form"),
+        pytest.param(SHARDED, id="shards that are added"),
+        pytest.param(SMALL, id="more events", marks=pytest.mark.nightly),
         pytest.param(replace(SMALL, changes=9), id="more changes of the form", marks=pytest.mark.nightly),
         pytest.param(
             replace(SMALL, storage="rows", seed=20261123, changes=8),
