@@ -19,6 +19,7 @@ def shown(driver: webdriver.Chrome) -> str:
     return driver.find_element(By.TAG_NAME, "body").text
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: webdriver.Chrome, tmp_path: Path) -> None:
     wait_until(lambda: system.alerted("check delivered of order_status is red"), "an alert")
