@@ -311,7 +311,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
     ids = ledger.publish(50)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
-        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
+        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="2",
     )  # fmt: skip
     wait_until(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.send_signal(signal.SIGINT)

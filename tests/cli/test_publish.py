@@ -425,7 +425,7 @@ def test_the_rate_is_kept(run: Run, topic: str) -> None:
     summary = json.loads(result.stdout)
     assert summary["published"] == 100
     # The last batch of 20 goes out 80 events after the first.
-    assert 0.4 <= summary["seconds"] < 5
+    assert summary["seconds"] >= 0.4
 
 
 def test_an_event_of_a_stream_that_pauses_is_published_at_once(start: Start, topic: str, stored: Stored) -> None:

@@ -756,7 +756,7 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
 ) -> None:
     ids = bench.publish("orders", 60, partition=0)
     key = begin(backfills)
-    killed = process(key, delay=0.5)
+    killed = process(key, delay=2.0)
     wait_until(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
     killed.send_signal(signal.SIGKILL)
     killed.wait(60)
@@ -771,7 +771,7 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
 def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
     bench.publish("orders", 60, partition=0)
     key = begin(backfills)
-    interrupted = process(key, delay=0.5)
+    interrupted = process(key, delay=2.0)
     wait_until(lambda: len(bench.effects()) >= location.BATCH, "a batch")
     interrupted.send_signal(signal.SIGINT)
     interrupted.wait(60)

@@ -114,7 +114,7 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
 ) -> None:
     one, other = shards.values()
     location.slow.register(one.eventsql.platform)
-    ids = [bench.publish("orders", events) for bench, events in ((one, 60), (other, 20))]
+    ids = [bench.publish("orders", events) for bench, events in ((one, 100), (other, 20))]
     with dg.DagsterInstance.from_config(str(home)) as instance:
 
         def consuming(shard: str) -> list[dg.DagsterRun]:

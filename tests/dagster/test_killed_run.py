@@ -113,8 +113,8 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
         # database ends it in the end.
         with bench.platform.database.connection() as connection:
             connection.execute(
-                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() "
-                "AND pid <> pg_backend_pid() AND state <> 'active'"
+                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = current_database() "
+                "AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
             )
         reached = bench.effects()[-1]
         wait_until(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
