@@ -59,6 +59,7 @@ from tests.log.playing import followed, make_tables
 from tests.log.servers import WAYS, Pair
 from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import PgBouncer, running
+from tests.waiting import PATIENCE
 
 MOST_PARTITIONS: Final = 12
 
@@ -175,13 +176,13 @@ class Cast:
             process.is_alive() for name, (process, _) in self._playing.items() if self.players[name].role == "publish"
         )
 
-    def end(self, patience: float) -> None:
+    def end(self) -> None:
         """Tell all to end; raise `RunEndedError` when one does not, or fails."""
         for process, wire in self._playing.values():
             if process.is_alive():
                 wire.send("end")
         for name, (process, _) in self._playing.items():
-            process.join(patience)
+            process.join(PATIENCE)
             if process.exitcode != 0:
                 raise RunEndedError(f"{name} was told to end and came to {process.exitcode}: {self.last_words(name)}")
 
@@ -246,7 +247,7 @@ class Run:
                 self.figures.published_seconds = time.monotonic() - self._started
                 self._until(cast, lambda: self._consumed(platform))
                 self.figures.seconds = time.monotonic() - self._started
-                cast.end(patience=30.0)
+                cast.end()
             except RunEndedError as error:
                 self.figures.violations.append(str(error))
                 self.figures.violations.extend(_where_it_stands(platform))
