@@ -15,7 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import encode_blocks
-from eventsql_orchestration.storage import altering, log_table, segments
+from eventsql_orchestration.storage import altering, log_form, log_table, segments
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.ranges import LogRanges, Sample
 from eventsql_orchestration.storage.reading import MAX_OFFSET, Extent, LogReader, Waiting
@@ -141,14 +141,35 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
         assert (batch.rows, batch.definition, batch.mixed, batch.last_id) == (3, [3, 1], False, 1)
         moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1)
-        state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10)
+        state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10, events=5)
     assert moved == 3
     moved_events = reader.read(log.session, TOPIC, after=1)
     assert ids(moved_events) == [2, 3, 4]
     # Events of other partitions may come between in rows, not in blocks.
     for partition, values in ((0, [b"b0", b"b2"]), (1, [b"b1"])):
         assert [event.value for event in moved_events if event.partition == partition] == values
-    assert (state.definition, state.buffered, state.last_id) == ([3, 1], 1, 4)
+    assert (state.definition, state.buffered, state.last_id, state.drawn) == ([3, 1], 1, 4, None)
+
+
+@pytest.mark.parametrize("events", [1, 2, 5_000])
+def test_ids_are_drawn_with_the_look_at_a_topic_without_buffered_events(log: Log, events: int) -> None:
+    log.fill(2)
+    with log.session.transaction():
+        first = appender.state(log.session, TOPIC, low_water=0, limit=10, events=events)
+        second = appender.state(log.session, TOPIC, low_water=0, limit=10, events=0)
+    assert (first.buffered, first.last_id, first.drawn) == (0, 2, 3)
+    assert (second.last_id, second.drawn) == (2 + events, None)
+
+
+def test_ids_between_which_another_program_took_some_are_not_used(log: Log) -> None:
+    log.fill(2)
+    with log.session.transaction(force_rollback=True):
+        table = log_form.written(log.session, SCHEMA, TOPIC).as_string()
+        # As if another program took every second id.
+        row = log.session.execute("SELECT pg_get_serial_sequence(%s, 'eql_id')", [table]).fetchone()
+        assert row is not None
+        log.session.execute(f"ALTER SEQUENCE {row[0]} INCREMENT BY 2")
+        assert appender.state(log.session, TOPIC, low_water=0, limit=10, events=5).drawn is None
 
 
 def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log) -> None:
