@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.queue.queue import MAX_MESSAGES
+from eventsql_orchestration.queue.message_queue import MAX_MESSAGES
 from eventsql_orchestration.validation import check_whole
 
 

@@ -7,14 +7,12 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.threads import start_thread
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.queue.queue import Queue
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ HEARTBEATS: Final = 3
 class HeldMessages:
     """The messages that the threads of a process hold from a queue. Its methods may be called from any thread."""
 
-    def __init__(self, queue: Queue) -> None:
+    def __init__(self, queue: MessageQueue) -> None:
         self._queue = queue
         self._held: dict[tuple[str | None, int], Message] = {}
         self._lock = threading.Lock()

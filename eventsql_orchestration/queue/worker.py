@@ -9,18 +9,20 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import Final, TypeAlias
 
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, MessageNotFoundError
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
+from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.threads import join_all, start_thread
 from eventsql_orchestration.validation import check_seconds
 
-if TYPE_CHECKING:
-    from eventsql_orchestration.queue.queue import Handler, Queue
-
 logger = logging.getLogger(__name__)
+
+Handler: TypeAlias = Callable[[Message, Connection], object]
+"""Takes a message, and the connection whose transaction acknowledges it."""
 
 Backoff: TypeAlias = Callable[[int], float]
 """Gives the seconds until a message is received again, from the number of its receives."""
@@ -62,7 +64,7 @@ class QueueWorkers:
 
     def __init__(
         self,
-        queue: Queue,
+        queue: MessageQueue,
         handler: Handler,
         *,
         workers: int,

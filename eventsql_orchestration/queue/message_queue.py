@@ -1,0 +1,335 @@
+"""The messages of a queue in PostgreSQL: they are sent, received by one receiver at a time, settled and looked at."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from datetime import datetime
+from typing import Final
+
+from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.database import CallersConnection, Connection
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ShardError, ValidationError
+from eventsql_orchestration.queue.options import QueueOptions, checked_options
+from eventsql_orchestration.queue.queue_shards import QueueShards, Source
+from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
+from eventsql_orchestration.queue.upkeep import QueueUpkeep
+from eventsql_orchestration.queue.values import (
+    ArchivedMessage,
+    Message,
+    NewMessage,
+    PeekedMessage,
+    QueueDefinition,
+    QueueDepth,
+    QueueStatistics,
+)
+from eventsql_orchestration.validation import (
+    NO_METADATA,
+    Duration,
+    check_kind,
+    check_name,
+    check_seconds,
+    check_several,
+    check_whole,
+)
+
+MAX_MESSAGES: Final = 10_000
+"""The most messages of one receive or send. More would wait in memory for longer than their visibility timeout."""
+
+MAX_IN_ORDER: Final = 1_000
+"""The most messages of one receive from an ordered queue: it locks the key of each."""
+
+POLL_SECONDS: Final = 1.0
+"""The longest time between two looks of a receiver that waits. Messages of callers' transactions and messages that
+become visible by themselves come without a notification."""
+
+
+@checked
+class MessageQueue:
+    """All that a `Queue` does but for its workers, which use it."""
+
+    def __init__(
+        self,
+        source: Source,
+        name: str,
+        *,
+        ordered: bool | None = None,
+        visibility_timeout: Duration | None = None,
+        max_receives: int | None = None,
+        dead_letters: str | None = None,
+        retention: Duration | None = None,
+        deduplication_window: Duration | None = None,
+    ) -> None:
+        self.name = check_name("queue name", name)
+        options = QueueOptions(ordered, visibility_timeout, max_receives, dead_letters, retention, deduplication_window)
+        self._shards = QueueShards(source, name, checked_options(name, options))
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.name!r}>"
+
+    def definition(self) -> QueueDefinition:
+        """The queue's options as the database has them; creates the queue if there is none.
+
+        Over several shards, on each of them that can be reached.
+        """
+        return [table.definition() for table in self._shards.all()][0]  # noqa: RUF015 - each shard is defined
+
+    # Sending
+
+    @checks_itself
+    def send(
+        self,
+        body: bytes,
+        *,
+        key: str | None = None,
+        metadata: Mapping[str, str] = NO_METADATA,
+        delay: Duration = 0.0,
+        due: datetime | None = None,
+        priority: int = 0,
+        deduplication_id: str | None = None,
+        connection: CallersConnection | None = None,
+    ) -> int:
+        """Send one message and return its id. `NewMessage` describes its fields.
+
+        With `connection`, of psycopg or SQLAlchemy, it is sent when the caller's transaction commits. For a message
+        whose `deduplication_id` was sent before, gives the id of that message.
+
+        Raises `ValidationError`, with nothing sent, for values that cannot be stored and for a connection to another
+        database.
+        """
+        message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
+        if self._shards.lone():
+            return self._shards.all()[0].put([message], connection)[0]
+        return self.send_all([message], connection=connection)[0]
+
+    @checks_itself
+    def send_all(
+        self, messages: Iterable[NewMessage | bytes], *, connection: CallersConnection | None = None
+    ) -> list[int]:
+        """Send up to 10,000 messages in one statement, all or none, and return their ids in the same order.
+
+        With `connection`, they are sent when the caller's transaction commits. Over several shards, the messages of
+        each shard are one statement. Raises as `send`.
+        """
+        check_several("messages", messages)
+        given = [each if isinstance(each, NewMessage) else _bare(each) for each in messages]
+        if len(given) > MAX_MESSAGES:
+            raise ValidationError(f"{len(given)} messages are too many for one call: send up to {MAX_MESSAGES}")
+        tables = self._shards.all()
+        if not given:
+            if connection is not None:
+                self._shards.where(connection, given, tables)
+            return []
+        if self._shards.lone():
+            return tables[0].put(given, connection)
+        if connection is not None:
+            return self._shards.where(connection, given, tables).put(given, connection)
+
+        ids = [0] * len(given)
+        grouped: dict[int, tuple[QueueTable, list[int]]] = {}
+        for place, message in enumerate(given):
+            # A message with the same deduplication id has to go to the shard of the first one.
+            key = message.deduplication_id if message.key is None else message.key
+            table = self._shards.for_key(key, tables)
+            grouped.setdefault(id(table), (table, []))[1].append(place)
+        for table, places in grouped.values():
+            for place, sent in zip(places, table.put([given[each] for each in places], None), strict=True):
+                ids[place] = sent
+        return ids
+
+    # Receiving
+
+    @checks_itself
+    def receive(
+        self, *, max_messages: int = 1, visibility_timeout: Duration | None = None, wait: Duration = 0.0
+    ) -> list[Message]:
+        """Receive up to `max_messages` (1 to 10,000; in order: 1,000) visible messages.
+
+        If there are none, waits up to `wait` seconds for the first, without an open transaction. No other receiver gets
+        them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes.
+        """
+        check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
+        seconds = _seconds("visibility_timeout", visibility_timeout)
+        deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
+        found = self._take(max_messages, seconds)
+        if found or not wait:
+            return found
+
+        wake = threading.Event()
+        with ExitStack() as subscriptions:
+            subscriptions.callback(self.subscribe(wake.set))
+            while True:
+                wake.clear()
+                found = self._take(max_messages, seconds)
+                left = deadline - time.monotonic()
+                if found or left <= 0:
+                    return found
+                wake.wait(min(left, self.pause()))
+
+    def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` upon new messages, from another thread; gives a function that ends this.
+
+        Messages that are sent in callers' transactions, or become visible by themselves, come without it: see `pause`.
+        """
+        subscriptions = ExitStack()
+        for table in self._shards.all():
+            if table.listener is not None:
+                subscriptions.callback(table.listener.subscribe(QUEUE, self.name, callback))
+        return subscriptions.close
+
+    def pause(self) -> float:
+        """Seconds after which a receiver that waits looks again, even without a notification: 1 at most."""
+        dues = [due for table in self._shards.all() if (due := table.due()) is not None]
+        return max(0.01, min([POLL_SECONDS, *dues]))
+
+    @contextmanager
+    def transaction(self, message: Message) -> Iterator[Connection]:
+        """A transaction on the database of a message, for its effects and its acknowledgement."""
+        with self._shards.of(message).database.transaction() as connection:
+            yield connection
+
+    def _take(self, most: int, seconds: float | None) -> list[Message]:
+        tables = self._shards.all()
+        if len(tables) > 1:
+            random.shuffle(tables)
+        found: list[Message] = []
+        for table in tables:
+            room = most - len(found)
+            if table.known().ordered:
+                room = min(room, MAX_IN_ORDER)
+            if not room:
+                break
+            try:
+                found += table.take(room, seconds)
+            except DatabaseUnavailableError:
+                # Messages that another shard has given must reach their receiver.
+                if not found:
+                    raise
+        return found
+
+    # Settling
+
+    @checks_itself
+    def acknowledge(self, message: Message, *, connection: CallersConnection | None = None) -> None:
+        """Delete a message whose work is done; with `connection`, when the caller's transaction commits.
+
+        After its visibility timeout, a message can still be acknowledged until somebody receives it again. Raises
+        `MessageNotFoundError` after that, or if it was acknowledged or released before. For an ordered queue, raises
+        `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
+        """
+        check_kind("message", message, Message)
+        self._shards.of(message).acknowledge([message], connection)
+
+    @checks_itself
+    def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
+        """Acknowledge messages together, all or none; over several shards, all of a shard or none.
+
+        Raises as `acknowledge`; `ids` of the `MessageNotFoundError` are the messages that are not held any more.
+        """
+        check_several("messages", messages)
+        grouped = self._shards.by_shard(messages)
+        if not grouped and connection is not None:
+            self._shards.where(connection, [], self._shards.all())
+        for table, held in grouped:
+            table.acknowledge(held, connection)
+
+    def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
+        """Give a message back, visible again after `delay` seconds, behind all visible messages.
+
+        In an ordered queue, later messages of its key still wait for it. `reason` goes into its history. Raises
+        `MessageNotFoundError` if this receipt does not hold it any more.
+        """
+        self._shards.of(message).release(message, check_seconds("delay", delay, zero=True), reason)
+
+    def give_back(self, messages: Iterable[Message]) -> None:
+        """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
+
+        A message that is not held any more stays as it is. Messages of the other shards are given back before a shard
+        that cannot be reached raises `DatabaseUnavailableError` or `ShardError`; its own come back after their timeout.
+        """
+        grouped: dict[str | None, list[Message]] = {}
+        for message in messages:
+            grouped.setdefault(message.shard, []).append(message)
+
+        failures: list[DatabaseError | ShardError] = []
+        for held in grouped.values():
+            try:
+                self._shards.of(held[0]).give_back(held)
+            except (DatabaseError, ShardError) as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+
+    def extend(self, message: Message, seconds: Duration) -> None:
+        """Hold a message for `seconds` from now on. Raises `MessageNotFoundError` if it is not held any more."""
+        table = self._shards.of(message)
+        if not table.extend([message], check_seconds("seconds", seconds, zero=False)):
+            raise table.not_found([message.id])
+
+    def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
+        """Hold messages for `seconds` from now on. Gives the messages that are still held."""
+        still: list[Message] = []
+        for table, held in self._shards.by_shard(messages):
+            ids = table.extend(held, check_seconds("seconds", seconds, zero=False))
+            still += [message for message in held if message.id in ids]
+        return still
+
+    # Looking after
+
+    def peek(self, limit: int = 10) -> list[PeekedMessage]:
+        """The next messages of each shard, with their states, without receiving them."""
+        return [message for table in self._shards.all() for message in QueueUpkeep(table).peek(limit)][:limit]
+
+    def purge(self) -> int:
+        """Delete the messages of the queue, also those in flight, and give their number.
+
+        Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay.
+        """
+        return sum(QueueUpkeep(table).purge() for table in self._shards.all())
+
+    def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
+        """Move dead letters of this queue back to it, the oldest first, and give their number.
+
+        `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
+        anew, and their history goes on. A dead letter that somebody holds stays.
+        """
+        chosen = None if ids is None else list(ids)
+        return sum(QueueUpkeep(table).redrive(limit, chosen) for table in self._shards.all())
+
+    def statistics(self) -> QueueStatistics:
+        """Count the queue's messages by state. This takes longer the more there are."""
+        found = [QueueUpkeep(table).statistics() for table in self._shards.all()]
+        ages = [each.oldest for each in found if each.oldest is not None]
+        waits = [each.waiting for each in found if each.waiting is not None]
+        return QueueStatistics(
+            self.name,
+            visible=sum(each.visible for each in found),
+            in_flight=sum(each.in_flight for each in found),
+            delayed=sum(each.delayed for each in found),
+            blocked=sum(each.blocked for each in found),
+            dead=sum(each.dead for each in found),
+            oldest=max(ages, default=None),
+            waiting=max(waits, default=None),
+        )
+
+    def archived(self, limit: int = 100) -> list[ArchivedMessage]:
+        """The messages that were acknowledged last, the latest first, of a queue with a `retention`."""
+        found = [message for table in self._shards.all() for message in QueueUpkeep(table).archived(limit)]
+        return sorted(found, key=lambda message: message.acknowledged_at, reverse=True)[:limit]
+
+    def depth(self) -> QueueDepth:
+        """Count the messages that can be received now, and the others."""
+        counted = self.statistics()
+        return QueueDepth(counted.visible, counted.depth - counted.visible)
+
+
+def _bare(body: bytes) -> NewMessage:
+    check_kind("an item of messages", body, NewMessage | bytes)
+    return NewMessage(body)
+
+
+def _seconds(what: str, duration: Duration | None) -> float | None:
+    return None if duration is None else check_seconds(what, duration, zero=False)
