@@ -29,7 +29,8 @@ from eventsql_orchestration.cli.output import (
     keep_secret,
     redact,
 )
-from eventsql_orchestration.cli.parameters import ASK, FILE, ask_for_url, command, option, urls_of_file
+from eventsql_orchestration.cli.parameters import FILE, command, option
+from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError, MissingExtraError, ValidationError
 from eventsql_orchestration.validation import split_urls
 

@@ -9,7 +9,6 @@ from typing import Annotated, Any, Final
 
 import click
 
-from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.parameters import DIRECTORY, FILE, Number, command, option
 from eventsql_orchestration.errors import ConfigurationError, MissingExtraError
@@ -66,11 +65,18 @@ def dev(
             raise click.UsageError("--dags is for Airflow, -f and -m are for Dagster: give one of them")
         if importlib.util.find_spec("airflow") is None:
             raise MissingExtraError("airflow", "Airflow")
-        lazy.AirflowDevelopment(
+        from eventsql_orchestration.cli.airflow_development import (  # noqa: PLC0415 - loads Airflow's parts
+            AirflowDevelopment,
+        )
+
+        AirflowDevelopment(
             context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
         ).run(once=once)
         return
-    lazy.Development(
+
+    from eventsql_orchestration.cli.development import Development  # noqa: PLC0415 - loads Dagster
+
+    Development(
         context, location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
         cold_spark=cold_spark,
     ).run(once=once)  # fmt: skip

@@ -1,6 +1,7 @@
 """Names that the commands load at their first use, so that `--version`, `--help` and completion load none of them.
 
-A module of the command line writes `lazy.EventSQL` where a command runs, and imports the name for annotations only.
+A module of the command line writes `lazy.EventSQL` where a command runs, and imports the name for annotations only. A
+module that imports this one is not named here: that would be a circle.
 """
 
 from __future__ import annotations
@@ -20,11 +21,8 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.api import running_airflow
     from eventsql_orchestration.airflow.backfills import AirflowRuns
     from eventsql_orchestration.airflow.trace import ServedDagRuns
-    from eventsql_orchestration.cli.airflow_development import AirflowDevelopment
-    from eventsql_orchestration.cli.completion import consumers, topics
     from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
     from eventsql_orchestration.cli.dagster_runs import dagster_runs
-    from eventsql_orchestration.cli.development import Development
     from eventsql_orchestration.cli.failures import message_of
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.database import Queries
@@ -40,11 +38,11 @@ if TYPE_CHECKING:
     from eventsql_orchestration.views import Views
 
 __all__ = [
-    "LOG", "SETTINGS_FILE", "STORE", "AirflowDevelopment", "AirflowRuns", "BarColumn", "Change", "Console",
-    "Development", "EmbeddedPostgres", "EventSQL", "FiguresReader", "Group", "Live", "Progress", "Queries",
-    "ServedDagRuns", "Settings", "SpinnerColumn", "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn",
-    "TimeRemainingColumn", "Views", "choose_partitions", "connect", "consumers", "dagster_launcher", "dagster_runs",
-    "default_storage", "message_of", "queue_lags", "resolve", "running_airflow", "topics",
+    "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Change", "Console", "EmbeddedPostgres", "EventSQL",
+    "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
+    "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions",
+    "connect", "dagster_launcher", "dagster_runs", "default_storage", "message_of", "queue_lags", "resolve",
+    "running_airflow",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -61,11 +59,8 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.airflow.api": ("running_airflow",),
         f"{_PACKAGE}.airflow.backfills": ("AirflowRuns",),
         f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
-        f"{_PACKAGE}.cli.airflow_development": ("AirflowDevelopment",),
-        f"{_PACKAGE}.cli.completion": ("consumers", "topics"),
         f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
         f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs",),
-        f"{_PACKAGE}.cli.development": ("Development",),
         f"{_PACKAGE}.cli.failures": ("message_of",),
         f"{_PACKAGE}.client.eventsql": ("EventSQL",),
         f"{_PACKAGE}.database.embedded": ("EmbeddedPostgres",),

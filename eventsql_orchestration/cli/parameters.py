@@ -14,15 +14,11 @@ from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origi
 import click
 from click.shell_completion import CompletionItem
 
-from eventsql_orchestration.cli import lazy
+from eventsql_orchestration.cli import offered_names
 from eventsql_orchestration.cli.context import pass_context
-from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.validation import check_name, check_time
-
-ASK: Final = "-"
-"""Stands for a URL that the program asks for."""
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
@@ -65,24 +61,6 @@ def argument(**settings: Any) -> Parameter:
     return lambda name, kind: click.Argument([name], **{"required": NoneType not in get_args(kind), **settings})
 
 
-def ask_for_url(what: str = "URL of the database") -> str:
-    """Ask for a URL on the terminal, without an echo."""
-    return str(click.prompt(what, hide_input=True, err=True)).strip()
-
-
-def urls_of_file(file: Path) -> str:
-    """The URLs in a file. Raises `ConfigurationError`, without a quotation of the file."""
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except UnicodeDecodeError:
-        raise ConfigurationError(f"{file} is not text in UTF-8: write the URL of the database into it") from None
-    except OSError as error:
-        raise ConfigurationError(f"{file} cannot be read: {error.strerror or error}") from None
-    if not text:
-        raise ConfigurationError(f"{file} is empty: write the URL of the database into it")
-    return text
-
-
 class Name(click.ParamType[str]):
     """A name that `check` accepts. Any other name is refused before a connection is made."""
 
@@ -97,7 +75,8 @@ class Name(click.ParamType[str]):
         incomplete: str,
     ) -> list[CompletionItem]:
         """The names of this kind in the database."""
-        return lazy.topics(ctx, incomplete) if self.name == "topic" else lazy.consumers(ctx, incomplete)
+        offered = offered_names.topics if self.name == "topic" else offered_names.consumers
+        return offered(ctx, incomplete)
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return self._check(value)

@@ -20,7 +20,8 @@ from eventsql_orchestration.cli.output import (
     show_items,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import ASK, FILE, AsJson, ask_for_url, command, option, urls_of_file
+from eventsql_orchestration.cli.parameters import FILE, AsJson, command, option
+from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError

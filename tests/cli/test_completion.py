@@ -18,7 +18,7 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.cli import lazy, main
 from eventsql_orchestration.cli.application import _COMMANDS
-from eventsql_orchestration.cli.completion import topics
+from eventsql_orchestration.cli.offered_names import topics
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.cli.conftest import PROGRAM
 

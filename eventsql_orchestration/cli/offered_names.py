@@ -1,0 +1,76 @@
+"""The topics and consumers that Tab offers in the shell.
+
+Tab has to be quick, so this module asks the database with psycopg alone.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any, Final
+
+import click
+from click.shell_completion import CompletionItem
+
+from eventsql_orchestration.cli import lazy
+from eventsql_orchestration.cli.urls import ASK
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
+
+_SECONDS: Final = 2
+"""The longest wait for a database that does not answer."""
+
+
+def topics(context: click.Context, begun: str) -> list[CompletionItem]:
+    """The topics whose names begin with `begun`; none if the database does not answer."""
+    return _names(context, "topics", {"begun": begun})
+
+
+def consumers(context: click.Context, begun: str) -> list[CompletionItem]:
+    """The consumers of the topic before, as `topics`."""
+    return _names(context, "consumers", {"begun": begun, "topic": context.params.get("topic")})
+
+
+def _names(context: click.Context, statement: str, values: Mapping[str, object]) -> list[CompletionItem]:
+    # A shell that completes has no place for an error.
+    with suppress(Exception):
+        given = context.find_root().params
+        dsn = _database(given)
+        query = lazy.Queries("completion", str(_setting(given, "schema") or DEFAULT_SCHEMA))(statement)
+        with (
+            closing(lazy.connect(dsn, connect_timeout=_SECONDS, autocommit=True)) as connection,
+            connection.transaction(),
+        ):
+            # For this transaction alone: behind a pooler, the session serves other programs afterwards.
+            connection.execute("SET LOCAL statement_timeout = '2s'")
+            return [CompletionItem(name) for (name,) in connection.execute(query, values)]
+    return []
+
+
+def _database(given: Mapping[str, Any]) -> str:
+    """The URL of the database, or of the first shard, for psycopg."""
+    if given.get("dsn_file") is not None:
+        named = given["dsn_file"].read_text(encoding="utf-8")
+    else:
+        named = _setting(given, "dsn")
+    if not named:
+        home = Path(_setting(given, "home") or ".eventsql")
+        running = lazy.EmbeddedPostgres(home / "postgres").status()
+        return "" if running is None else running.dsn
+    urls = named if isinstance(named, list | tuple) else split_urls(named)
+    if ASK in urls:
+        raise ValueError("a URL that is asked for")
+    # Both belong to this package, not to libpq: the driver in the scheme, and the way past a pooler.
+    return re.sub(r"([?&])direct=[^&]*&?", r"\1", re.sub(r"^postgres(ql)?(\+\w+)?:", "postgresql:", urls[0]))
+
+
+def _setting(given: Mapping[str, Any], name: str) -> Any:
+    """A setting as `Settings` finds it. Reading all of them takes longer than a completion may take."""
+    if found := given.get(name) or os.environ.get(f"EVENTSQL_{name.upper()}"):
+        return found
+    with suppress(OSError):
+        return tomllib.loads(Path("eventsql.toml").read_text(encoding="utf-8")).get(name)
+    return None
