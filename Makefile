@@ -167,7 +167,7 @@ format: setup ## Format the code
 types: setup ## Check the types
 	$(BIN)/mypy
 
-contracts: setup ## Check that no floor imports a higher one
+contracts: setup ## Check that no floor imports a higher one, and that there is no circle of imports
 	$(BIN)/lint-imports
 
 docs: setup ## Build the documentation as a site: build/site/index.html

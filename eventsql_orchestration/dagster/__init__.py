@@ -29,10 +29,10 @@ from eventsql_orchestration.dagster.io.io_manager import EventSQLIOManager
 from eventsql_orchestration.dagster.io.publish import publish_dataframe, publish_events
 from eventsql_orchestration.dagster.io.spark_progress import spark_progress
 from eventsql_orchestration.dagster.launcher.run_launcher import PreforkRunLauncher
-from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.lineage.origin import lineage
 from eventsql_orchestration.dagster.local.instance import write_instance
 from eventsql_orchestration.dagster.location_options import LocationOptions
+from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_alert_sensor
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, ReportedCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check

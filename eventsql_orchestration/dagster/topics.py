@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import EventSQL, Shard
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
+from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import DatabaseUnavailableError, InvalidNameError, TopicNotFoundError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Self
 
-from eventsql_orchestration.database import migrations
+from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.grants import ADMIN
 from eventsql_orchestration.database.queries import Queries
@@ -32,7 +32,7 @@ class CurrentRole:
 
 def revision_of(connection: Connection, schema: str) -> str | None:
     """The revision of a schema, or None if it was never migrated."""
-    if not _has_table(connection, schema, migrations.VERSION_TABLE):
+    if not _has_table(connection, schema, tables.VERSION_TABLE):
         return None
     row = connection.execute(Queries("sessions", schema)("revision")).fetchone()
     return None if row is None else str(row[0])

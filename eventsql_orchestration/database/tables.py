@@ -29,6 +29,9 @@ DROPPED: Final = "eventsql: dropped by retention"
 The function `make_segments` in the database knows it too.
 """
 
+VERSION_TABLE: Final = "schema_version"
+"""The table of the revision that the schema is at."""
+
 NAMES: Final = (
     "topic", "topic_layout", "consumer", "consumer_claim", "redriven_dead_letter", "finished_backfill",
     "consumer_cursor", "consumer_delivery", "consumer_worker",

@@ -24,7 +24,7 @@ from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.roles import act_as_owner
+from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     EventSQLError,

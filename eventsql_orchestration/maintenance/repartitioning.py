@@ -11,7 +11,7 @@ import psycopg
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
-from eventsql_orchestration.database.roles import act_as_owner
+from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic

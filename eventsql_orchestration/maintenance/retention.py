@@ -17,7 +17,7 @@ from psycopg import sql
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.roles import act_as_owner, grant
+from eventsql_orchestration.database.role_statements import act_as_owner, grant
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor

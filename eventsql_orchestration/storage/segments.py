@@ -17,7 +17,7 @@ import psycopg
 import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Queries, driver_connection, roles
+from eventsql_orchestration.database import Connection, Queries, driver_connection, role_statements
 from eventsql_orchestration.database.log_names import block_table, event_table, holds_blocks
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
@@ -217,7 +217,7 @@ def _alter(connection: Connection, names: Mapping[str, sql.Composable | int], *s
 def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping[str, sql.Composable | int]) -> None:
     """Let a partitioned table take the plain table's name, rights, sequence and guard, and attach the plain table."""
     with connection.transaction():
-        roles.act_as_owner(connection, schema)
+        role_statements.act_as_owner(connection, schema)
         connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
         connection.execute(Queries("log", schema)("await_topic"), {"topic": topic})
         partitions = legacy_writer_trigger.release(connection, schema, topic)

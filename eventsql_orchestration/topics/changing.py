@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy import Connection
 
-from eventsql_orchestration.database import Database, driver_connection, roles
+from eventsql_orchestration.database import Database, driver_connection, role_statements
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.model import Compression, Storage, Topic
 from eventsql_orchestration.retry import while_busy
@@ -33,7 +33,7 @@ def change_storage(database: Database, name: str, storage: Storage, *, timeout: 
             topic, has_roles = _take_log(connection, schema, name)
             changed = altering.change(connection, schema, topic, storage)
             if changed and has_roles:
-                roles.grant(driver, schema, [name])
+                role_statements.grant(driver, schema, [name])
         log_form.forget(driver, schema, name)
         return changed
 
@@ -75,7 +75,7 @@ def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bo
     Gives the topic, and whether the database has roles. Waits for others for `WAIT_SECONDS`.
     """
     driver = driver_connection(connection)
-    has_roles = roles.act_as_owner(driver, schema)
+    has_roles = role_statements.act_as_owner(driver, schema)
     lock_registry(connection)
     driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
     if not try_retain(driver, schema, name):

@@ -12,7 +12,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
-from eventsql_orchestration.database import Database, Queries, driver_connection, roles, tables
+from eventsql_orchestration.database import Database, Queries, driver_connection, role_statements, tables
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
     InvalidNameError,
@@ -99,7 +99,7 @@ class Registry:
             raise InvalidNameError(f"topic name {topic.name!r} is not usable: the platform has a table of that name")
 
         with self._database.core() as connection:
-            has_roles = roles.act_as_owner(driver_connection(connection), self._database.schema)
+            has_roles = role_statements.act_as_owner(driver_connection(connection), self._database.schema)
             lock_registry(connection)
             refuse_capitals(connection, topic.name)
             before = find_topic(connection, topic.name)
@@ -117,7 +117,7 @@ class Registry:
             stored = replace(topic, storage=existing.storage, compression=existing.compression)
             segments.create_log(connection, self._database.schema, stored)
             if has_roles:
-                roles.grant(driver_connection(connection), self._database.schema, [topic.name])
+                role_statements.grant(driver_connection(connection), self._database.schema, [topic.name])
             registration = topic_registration(before, existing_topic(connection, topic.name))
         self.forget(topic.name)
         return registration

@@ -12,7 +12,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries, roles
+from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
@@ -99,7 +99,7 @@ class Views:
         """
         changed = []
         with self._database.transaction() as connection:
-            roles.act_as_owner(connection, self._database.schema)
+            role_statements.act_as_owner(connection, self._database.schema)
             # The names of the columns' types are the system's.
             connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
@@ -126,7 +126,7 @@ class Views:
     def drop(self, name: str) -> None:
         """Drop a view with all of its entries. Raises `ViewNotFoundError`."""
         with self._database.transaction() as connection:
-            roles.act_as_owner(connection, self._database.schema)
+            role_statements.act_as_owner(connection, self._database.schema)
             connection.execute(self._queries("lock_views"))
             view = self._existing(connection, name)
             connection.execute(sql.SQL("DROP TABLE {}").format(self._table(view.table)))
@@ -178,7 +178,7 @@ class Views:
         Raises `ViewNotFoundError`.
         """
         with self._database.transaction() as connection:
-            roles.act_as_owner(connection, self._database.schema)
+            role_statements.act_as_owner(connection, self._database.schema)
             connection.execute(self._queries("lock_views"))
             self._existing(connection, name)
             drop_rebuilds(connection, self._database.schema, name)
@@ -260,7 +260,7 @@ class Views:
     def _drop_partition(self, connection: Connection, partition: str) -> bool:
         try:
             with connection.transaction():
-                roles.act_as_owner(connection, self._database.schema)
+                role_statements.act_as_owner(connection, self._database.schema)
                 connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(self._table(partition)))
         except psycopg.errors.LockNotAvailable:

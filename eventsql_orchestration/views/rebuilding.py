@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from eventsql_orchestration.database import Connection, Database, Queries, roles
+from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError, ViewNotFoundError
@@ -151,7 +151,7 @@ class Rebuilding:
             raise self._lost() from error
         finally:
             with self._database.transaction() as connection:
-                roles.act_as_owner(connection, self._schema)
+                role_statements.act_as_owner(connection, self._schema)
                 connection.execute(self._queries("lock_views"))
                 found = fetch_first(connection, self._queries("views"), {"name": shadow.definition.name})
                 if found is not None:
@@ -168,7 +168,7 @@ class Rebuilding:
         self._layout = topic.layout
         with self._database.transaction() as connection:
             self._consumed(connection)
-            roles.act_as_owner(connection, self._schema)
+            role_statements.act_as_owner(connection, self._schema)
             connection.execute(SYSTEM_PATH)
             connection.execute(self._queries("lock_views"))
             held = self._held(connection)
@@ -216,7 +216,7 @@ class Rebuilding:
                 )
             )  # fmt: skip
         with self._database.transaction() as connection:
-            roles.act_as_owner(connection, self._schema)
+            role_statements.act_as_owner(connection, self._schema)
             # It waits for parts that are still written, and later ones fail.
             try:
                 connection.execute(sql.SQL("DROP TABLE {}").format(self._table(shadow.ledger)))
@@ -332,7 +332,7 @@ class Rebuilding:
                 with connection.transaction():
                     # What commits before the lock is there has to be seen behind it.
                     connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
-                    roles.act_as_owner(connection, self._schema)
+                    role_statements.act_as_owner(connection, self._schema)
                     connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
                     connection.execute(self._queries("lock_views"))
                     if fetch_first(connection, self._queries("views"), {"name": shadow.definition.name}) is None:

@@ -19,7 +19,7 @@ from typing import Final
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, roles
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.storage import exchanging, segments
@@ -115,7 +115,7 @@ class LogSorting:
         self, connection: Connection, source: Connection, watch: Connection, exchange: Exchange, partition: str
     ) -> None:
         """Let a sorted copy take the place of a partition, in the caller's transaction. Raises `_InUseError`."""
-        has_roles = roles.act_as_owner(connection, self._schema)
+        has_roles = role_statements.act_as_owner(connection, self._schema)
         # A long reader would make the copy useless.
         if not attempt(connection, exchange.probe) or not attempt(connection, exchange.keep_writers_away):
             raise _InUseError("transactions use it")

@@ -13,8 +13,8 @@ import pytest
 from eventsql_orchestration import Consumer, Event, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
+from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
-from eventsql_orchestration.dagster.monitoring.lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
 from eventsql_orchestration.dagster.monitoring.lag_sensor import TOPIC_INTERVAL, observe_lag, stopped_sensors
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError

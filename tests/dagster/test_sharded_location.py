@@ -30,7 +30,7 @@ from eventsql_orchestration.dagster import (
     topic_asset,
     topic_key,
 )
-from eventsql_orchestration.dagster.lineage.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_RANGES, PUBLISHED_TOPIC
+from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_EVENTS, PUBLISHED_RANGES, PUBLISHED_TOPIC
 from eventsql_orchestration.dagster.monitoring.lag_sensor import observe_lag
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.database import Connection

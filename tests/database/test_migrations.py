@@ -33,7 +33,7 @@ def fresh(server: EmbeddedPostgres) -> Iterator[str]:
 def test_the_tables_are_those_that_the_package_names_and_describes(dsn: str) -> None:
     with Database(f"{dsn}?options=-csearch_path%3Deventsql") as database, database.engine.connect() as connection:
         made = sqlalchemy.inspect(connection).get_table_names()
-        assert sorted(made) == sorted([*tables.NAMES, migrations.VERSION_TABLE])
+        assert sorted(made) == sorted([*tables.NAMES, tables.VERSION_TABLE])
         context = MigrationContext.configure(
             connection,
             opts={

@@ -11,6 +11,7 @@ import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
+from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation, ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.failures import without_retries
@@ -27,8 +28,7 @@ from eventsql_orchestration.dagster.consumers.run import drain
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
-from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.monitoring.lag import AssetLag
+from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG, pool_tags

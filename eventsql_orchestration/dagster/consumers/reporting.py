@@ -12,9 +12,9 @@ from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.dagster.consumers.reexecution import forbid_retries
-from eventsql_orchestration.dagster.lineage.metadata_keys import ROW_COUNT
 from eventsql_orchestration.dagster.lineage.origin import input_metadata
 from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
+from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained
 

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
-from eventsql_orchestration.dagster.lineage.metadata_keys import CONSUMED_TOPIC
+from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.shards import OnShards
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,

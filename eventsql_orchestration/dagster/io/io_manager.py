@@ -11,8 +11,8 @@ import dagster as dg
 from pydantic import Field, field_validator
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
+from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.io.publish import publish
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource

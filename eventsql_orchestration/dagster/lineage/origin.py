@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
+from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import SHARD_TAG
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX, topic_key
 from eventsql_orchestration.orchestration.provenance import (

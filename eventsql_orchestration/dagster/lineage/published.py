@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
+from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.publication import Span

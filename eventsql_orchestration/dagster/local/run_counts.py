@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
+from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.tags import TOPIC_TAG
 from eventsql_orchestration.orchestration.rounds import RunCounts
 

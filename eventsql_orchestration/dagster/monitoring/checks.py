@@ -11,9 +11,9 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, read_lags
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.options import LagLimits
-from eventsql_orchestration.dagster.monitoring.lag import AssetLag, read_lags
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
 

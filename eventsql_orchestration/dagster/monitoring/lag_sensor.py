@@ -13,11 +13,11 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration.dagster import metadata_keys as keys
+from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.lineage import metadata_keys as keys
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, ConsumerCheck, Look, Reported
-from eventsql_orchestration.dagster.monitoring.lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource

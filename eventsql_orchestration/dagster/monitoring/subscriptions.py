@@ -10,9 +10,9 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.consumers.asset_lag import CAUSE, LAG_SECONDS
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
-from eventsql_orchestration.dagster.monitoring.lag import CAUSE, LAG_SECONDS
 from eventsql_orchestration.dagster.read_models import SUBSCRIPTION
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN

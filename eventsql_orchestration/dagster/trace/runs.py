@@ -9,8 +9,8 @@ from typing import Any, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.lineage.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
 from eventsql_orchestration.dagster.local.webserver import Webserver
+from eventsql_orchestration.dagster.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
 from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.orchestration.errors import LocalDagsterError

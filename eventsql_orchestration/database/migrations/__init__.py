@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from alembic.config import Config
     from alembic.script import ScriptDirectory
 
-VERSION_TABLE: Final = "schema_version"
-
 HEAD: Final = "0046"
 """The newest revision in `versions/`."""
 

@@ -3,11 +3,12 @@
 from alembic import context
 from sqlalchemy.schema import CreateSchema
 
-from eventsql_orchestration.database import roles
+from eventsql_orchestration.database import role_statements
 from eventsql_orchestration.database.connections import driver_connection
-from eventsql_orchestration.database.migrations import SYSTEM_PATH, VERSION_TABLE
+from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.migrations.holding import hold_publishers
 from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.tables import VERSION_TABLE
 
 connection = context.config.attributes["connection"]
 schema = context.config.attributes["schema"]
@@ -17,7 +18,7 @@ has_schema = Queries("sessions", schema)("has_schema")
 if driver_connection(connection).execute(has_schema, {"schema": f'"{schema}"'}).fetchone() != (True,):
     connection.execute(CreateSchema(schema))
 # Where there are roles, what a migration makes is the admin role's, and the others get their rights on it.
-has_roles = roles.act_as_owner(driver_connection(connection), schema)
+has_roles = role_statements.act_as_owner(driver_connection(connection), schema)
 connection.exec_driver_sql(SYSTEM_PATH)
 # Only in UTC does a column of `timestamp` become `timestamptz` without a rewrite of its table.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
@@ -28,4 +29,4 @@ if context.get_context().get_current_revision() != context.get_revision_argument
     hold_publishers(driver_connection(connection), schema)
 context.run_migrations()
 if has_roles:
-    roles.grant(driver_connection(connection), schema)
+    role_statements.grant(driver_connection(connection), schema)

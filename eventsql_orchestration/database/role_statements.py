@@ -1,0 +1,194 @@
+"""The statements that make, grant and drop the roles of one installation, and that tell which roles there are.
+
+`grants.py` has the rights of each kind of role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, LiteralString, TypeAlias
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from eventsql_orchestration.database import grants, tables
+from eventsql_orchestration.database.connections import Connection
+from eventsql_orchestration.database.grants import ADMIN, KINDS, Log, Role
+from eventsql_orchestration.database.log_names import BLOCK_STORE, BLOCK_TABLE, EVENT_TABLE, ROW_STORE
+from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
+
+_EVERYTHING: Final = "eventsql_all_topics"
+"""The policy of roles that see the rows of all topics."""
+
+_PATTERNS: Final = {
+    "log": EVENT_TABLE, "blocks": BLOCK_TABLE, "rows_of_both": ROW_STORE, "blocks_of_both": BLOCK_STORE,
+}  # fmt: skip
+"""The patterns of the names of a log's relations."""
+
+_OF_EVERYTHING: Final = ("pg_read_all_data", "pg_write_all_data")
+"""PostgreSQL's own roles with rights on all tables, for monitoring; no GRANT names them."""
+
+Statements: TypeAlias = Iterator[sql.Composed]
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """A role of this installation with its members."""
+
+    role: Role
+    members: tuple[str, ...] = field(default=())
+
+
+def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
+    """Become the admin role in the caller's transaction, so that it owns new tables; returns whether there are roles.
+
+    A role that is no member of the admin role stays the current role.
+    """
+    found = rows_of(connection, schema, "ownership", buffer=f'"{schema}".event_buffer', trigger=grants.TRIGGER)
+    owner, has_roles, becomes = found[0] if found else (None, False, False)
+    if has_roles and becomes:
+        connection.execute(ddl("SET LOCAL ROLE {}", owner))
+    return bool(has_roles)
+
+
+def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> None:
+    """Give the roles of this installation their rights on the logs of `topics`; with None, all of their rights.
+
+    The caller's transaction has made the topics or migrated the tables, as the admin.
+    """
+    roles = [state.role for state in states(connection, schema)]
+    found = logs(connection, schema, topics)
+    run(connection, all_grants(roles, schema, found) if topics is None else log_grants(roles, found))
+
+
+def ddl(template: LiteralString, *names: str | sql.Composable) -> sql.Composed:
+    """A statement with names as identifiers."""
+    return sql.SQL(template).format(*(sql.Identifier(each) if isinstance(each, str) else each for each in names))
+
+
+def run(connection: psycopg.Connection[Any], statements: Statements) -> None:
+    for statement in statements:
+        connection.execute(statement)
+
+
+def rows_of(connection: psycopg.Connection[Any], schema: str, name: str, **values: object) -> list[tuple[Any, ...]]:
+    """The rows of a statement of `roles.sql`."""
+    cursor = connection.cursor(row_factory=tuple_row)
+    return cursor.execute(Queries("roles", schema)(name), {"schema": schema, **values}).fetchall()
+
+
+def states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:
+    rows = rows_of(connection, schema, "roles", kinds=list(KINDS))
+    return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
+
+
+def logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:
+    wanted = None if topics is None else list(topics)
+    rows = rows_of(connection, schema, "logs", topics=wanted, **_PATTERNS)
+    return [
+        Log(
+            topic, sql.Identifier(namespace, table), sql.SQL(ids),
+            None if view is None else sql.Identifier(namespace, view), blocks,
+        )
+        for topic, namespace, table, ids, view, blocks in rows
+    ]  # fmt: skip
+
+
+def owned_tables(connection: psycopg.Connection[Any], schema: str) -> list[tuple[Any, ...]]:
+    """The platform's tables, with the logs and their segments: schema, name, owner, whether that is a superuser."""
+    names = [*tables.NAMES, tables.VERSION_TABLE]
+    return rows_of(connection, schema, "tables", tables=names, dropped=tables.DROPPED, **_PATTERNS)
+
+
+def ownership(connection: Connection, schema: str, admin: str) -> Statements:
+    """Make the admin role the owner of the platform's objects, and their former owners its members."""
+    found = owned_tables(connection, schema)
+    for member in sorted({owner for _, _, owner, superuser in found if not superuser and owner != admin}):
+        yield ddl("GRANT {} TO {}", admin, member)
+    yield ddl("GRANT USAGE, CREATE ON SCHEMA {} TO {}", schema, admin)
+    for owner, for_others in rows_of(connection, schema, "schema_owner"):
+        if not for_others and owner != admin:
+            yield ddl("ALTER SCHEMA {} OWNER TO {}", schema, admin)
+    for namespace, table, owner, _ in found:
+        if owner != admin:
+            yield ddl("ALTER TABLE {} OWNER TO {}", sql.Identifier(namespace, table), admin)
+    for function, owner in rows_of(connection, schema, "functions", functions=list(grants.FUNCTIONS)):
+        if owner != admin:
+            yield ddl("ALTER FUNCTION {} OWNER TO {}", sql.SQL(function), admin)
+
+
+def all_grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statements:
+    for role in roles:
+        if role.kind != ADMIN:
+            yield from grants.rights(role, schema)
+    yield from log_grants(roles, logs)
+    # An AFTER trigger: with a BEFORE trigger COPY would store rows one by one.
+    yield ddl(
+        "CREATE OR REPLACE TRIGGER {} AFTER INSERT ON {}.event_buffer FOR EACH ROW "
+        "WHEN (NEW.eql_partition OPERATOR(pg_catalog.<) (-1) "
+        "OR NOT pg_catalog.has_function_privilege({}::pg_catalog.regprocedure, 'EXECUTE')) "
+        "EXECUTE FUNCTION {}.check_publication()",
+        grants.TRIGGER, schema, sql.Literal(f'"{schema}".publish_anywhere()'), schema,
+    )  # fmt: skip
+
+
+def log_grants(roles: Sequence[Role], logs: Sequence[Log]) -> Statements:
+    for log in logs:
+        for role in roles:
+            yield from grants.rights_on_log(role, log, DEAD_LETTER_SUFFIX)
+
+
+def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Statements:
+    """Row security, if there are roles of one topic. The owner is not subject to it.
+
+    A role with rights on these tables that were given by hand still sees every row.
+    """
+    bound = [role for role in roles if role.topic is not None and role.kind != "publisher"]
+    if not bound:
+        return
+    granted = rows_of(connection, schema, "granted", tables=list(grants.BY_TOPIC))
+    seeing = ("consumer", "reader", "transfer", "eraser")
+    free = [role.name for role in roles if role.topic is None and role.kind in seeing]
+    free += [name for (name,) in granted if name not in {role.name for role in roles}]
+    free += _OF_EVERYTHING
+    for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
+        yield ddl("ALTER TABLE {} ENABLE ROW LEVEL SECURITY", table)
+        yield ddl("DROP POLICY IF EXISTS {} ON {}", _EVERYTHING, table)
+        names = sql.SQL(", ").join(map(sql.Identifier, free))
+        yield ddl("CREATE POLICY {} ON {} TO {} USING (true)", _EVERYTHING, table, names)
+        for role in bound:
+            own = sql.SQL("eql_topic OPERATOR(pg_catalog.=) {}").format(role.topic)
+            yield ddl("DROP POLICY IF EXISTS {} ON {}", role.name, table)
+            yield ddl("CREATE POLICY {} ON {} TO {} USING ({})", role.name, table, role.name, own)
+
+
+def removal(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
+    functions = rows_of(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
+    objects: list[tuple[sql.SQL, sql.Composable]] = [
+        (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in owned_tables(connection, schema)
+    ]
+    objects += [(sql.SQL("SEQUENCE"), log.sequence) for log in logs(connection, schema)]
+    objects += [(sql.SQL("SEQUENCE"), sql.Identifier(schema, name)) for name in grants.SEQUENCES]
+    objects += [(sql.SQL("FUNCTION"), sql.SQL(name)) for name, _ in functions]
+    if everything:
+        yield ddl("DROP TRIGGER IF EXISTS {} ON {}.event_buffer", grants.TRIGGER, schema)
+    policies = [role.name for role in roles if role.topic is not None] + ([_EVERYTHING] if everything else [])
+    for table in (sql.Identifier(schema, name) for name in grants.BY_TOPIC):
+        for policy in policies:
+            yield ddl("DROP POLICY IF EXISTS {} ON {}", policy, table)
+        if everything:
+            yield ddl("ALTER TABLE {} DISABLE ROW LEVEL SECURITY", table)
+
+    for role in roles:
+        name = sql.Literal(role.name)
+        yield ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
+        if role.kind == ADMIN:
+            yield ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
+        else:
+            for kind, granted in objects:
+                yield ddl("REVOKE ALL ON {} {} FROM {}", kind, granted, role.name)
+        yield ddl("REVOKE ALL ON SCHEMA {} FROM {}", schema, role.name)
+        yield ddl("DROP ROLE {}", role.name)
