@@ -18,7 +18,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Queries, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.storage.log_form import stored_table, written, written_table
+from eventsql_orchestration.storage.log_form import form, stored_table, written, written_table
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 logger = logging.getLogger(__name__)
@@ -76,14 +76,16 @@ class SequenceState:
     def behind(self, highest: int, *, relation: str | None = None, after: int = 0) -> SequenceError | None:
         """The error for a sequence that gives out ids below `highest`, the largest id in its table or in `relation`.
 
-        New ids have to be above `after`, too.
+        New ids have to be above `after`, too, where segments of another form end.
         """
-        if self.last is None or self.last >= highest:
-            return None
         value = max(highest, after)
+        if self.last is None or self.last >= value:
+            return None
         remedy = f"SELECT pg_catalog.setval('{self}', greatest({value}, last_value)) FROM {self}"  # noqa: S608 - to be read
-        has = f"{relation or self.table} has id {highest}"
-        finding = f"sequence {self} is at {self.last}, and {has}: new ids would be smaller"
+        reason = f"{relation or self.table} has id {highest}: new ids would be smaller"
+        if self.last >= highest:
+            reason = f"the ids up to {after} are of segments of another form"
+        finding = f"sequence {self} is at {self.last}, and {reason}"
         return SequenceError(finding, sequence=str(self), remedy=remedy)
 
     def nearly_used_up(self) -> SequenceError | None:
@@ -123,18 +125,18 @@ class Ids:
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
         # After the statement above, which finds out whether the topic was deleted.
         check_log(connection, self._schema, topic)
-        if last < highest:
+        after = _end_of_other_form(connection, self._schema, topic)
+        least = max(highest, after)
+        if last < least:
             (state,) = states(connection, self._schema, [written_table(connection, self._schema, topic)])
-            after = _end_of_other_form(connection, self._schema, topic)
             try:
                 # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
-                connection.execute(self._queries("advance"), {"sequence": sequence, "value": max(highest, after)})
+                connection.execute(self._queries("advance"), {"sequence": sequence, "value": least})
             except psycopg.errors.InsufficientPrivilege as error:
                 # A role that transfers draws ids and sets no sequence.
                 raise state.behind(highest, after=after) or error from error
-            highest = max(highest, after)
-            logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, highest, last)
-        self._last[topic] = max(last, highest)
+            logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, least, last)
+        self._last[topic] = max(last, least)
         return bool(zoned)
 
 
@@ -205,6 +207,8 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
 
 def _end_of_other_form(connection: Connection, schema: str, topic: str) -> int:
     """The last id of the segments of a log that are not in the form of its new events; 0 without one."""
+    if not form(connection, schema, topic).both:
+        return 0
     written = written_table(connection, schema, topic)
     found = fetch_all(connection, LogQueries("segments", schema)("segments", topic=topic))
     return max((end - 1 for _, _, end, _, _, log in found if log != written), default=0)

@@ -205,6 +205,21 @@ def test_a_sequence_that_stands_behind_events_of_the_former_form_is_found(
     check_whole(list(platform.reader.read("orders")), 100)
 
 
+def test_a_sequence_that_stands_at_the_last_event_of_the_former_form_is_found(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    publish(platform, 0, 90)
+    platform.registry.set_storage("orders", OTHER[storage])
+    table = log_form.written_table(session, "eventsql", "orders")
+    # As after a restore: the largest id in the log.
+    session.execute("SELECT setval(pg_get_serial_sequence(%s, 'eql_id'), 90)", [f"eventsql.{table}"])
+    (fault,) = sequences.faults(session, "eventsql", ["orders"])
+    assert "greatest(99," in str(fault), "new ids begin in a segment of the new form"
+    publish(platform, 90, 10)
+    assert sequences.faults(session, "eventsql", ["orders"]) == []
+    check_whole(list(platform.reader.read("orders")), 100)
+
+
 def test_an_erasure_finds_the_events_of_both_forms(platform: EventSQL, storage: Storage) -> None:
     publish(platform, 0, 21)
     platform.registry.set_storage("orders", OTHER[storage])
