@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import psycopg
 import pytest
@@ -15,6 +17,7 @@ from eventsql_orchestration.queue import Message, NewMessage, Queue
 from eventsql_orchestration.queue.lag import queue_lags
 from tests.fixtures import Until
 from tests.roles.conftest import As, Login
+from tests.waiting import PATIENCE, wait_until
 
 
 @pytest.fixture
@@ -53,6 +56,46 @@ def test_a_sender_sends_and_a_worker_works_off(queues: dict[str, Queue], as_: As
     assert (found.dead, found.delayed, len(queues["pictures"].archived())) == (1, 1, 1)
     with Queue(worker, "letters").work(_take) as workers:
         until(lambda: workers.handled == len(ordered))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_messages_that_change_between_a_receiver_s_look_and_its_lock_are_received_as_they_are_then(
+    owner: EventSQL, direct_dsn: str, as_: As, *, ordered: bool
+) -> None:
+    sender = Queue(owner, "commands", ordered=ordered)
+    first, moved, hidden, gone, last = sender.send_all([NewMessage(b"", key=str(number)) for number in range(5)])
+    receiver = Queue(as_("worker"), "commands")
+    with (
+        psycopg.connect(direct_dsn, autocommit=True) as session,
+        psycopg.connect(direct_dsn) as gate,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        # A policy is asked for each message: it holds the receiver at the first one, behind its snapshot.
+        session.execute(
+            """
+            CREATE FUNCTION public.pass(message bigint) RETURNS boolean LANGUAGE plpgsql AS $$
+            BEGIN
+                IF message = 1 THEN PERFORM pg_advisory_xact_lock_shared(1); END IF;
+                RETURN true;
+            END $$;
+            ALTER TABLE eventsql.queue_message ENABLE ROW LEVEL SECURITY;
+            CREATE POLICY held ON eventsql.queue_message USING (public.pass(eql_id));
+            """
+        )
+        assert first == 1
+        gate.execute("SELECT pg_advisory_xact_lock(1)")
+        receiving = pool.submit(receiver.receive, max_messages=10)
+        waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event = 'advisory'"
+        wait_until(lambda: session.execute(waiting).rowcount)
+        # Both have another place in the table then.
+        change = "UPDATE eventsql.queue_message SET eql_visible_at = eql_visible_at + %s WHERE eql_id = %s"
+        session.execute(change, [timedelta(0), moved])
+        session.execute(change, [timedelta(hours=1), hidden])
+        session.execute("DELETE FROM eventsql.queue_message WHERE eql_id = %s", [gone])
+        gate.commit()
+        received = receiving.result(PATIENCE)
+    assert [(message.id, message.receives) for message in received] == [(first, 1), (moved, 1), (last, 1)]
+    assert receiver.receive(max_messages=10) == []
 
 
 def test_what_a_sender_sends_behind_another_message_of_its_key_waits_out_of_sight(
