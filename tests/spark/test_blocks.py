@@ -319,6 +319,27 @@ def test_a_block_that_is_damaged_stops_its_topic_and_no_other(
     assert (values(platform, "fares"), values(platform)) == ([1], [])
 
 
+@pytest.mark.parametrize(
+    ("column", "kind"), [("eql_keys", "text[]"), ("eql_values", "bytea[]"), ("eql_event_metadata", "json[]")]
+)
+@pytest.mark.parametrize(
+    "damaged",
+    ["'{{}}'", "ARRAY[{column}]", "('[0:' || (cardinality({column}) - 1) || ']=' || {column}::text)::{kind}"],
+    ids=["empty", "two-dimensions", "other-first-index"],
+)
+def test_arrays_that_a_log_in_blocks_cannot_have_stay_in_the_buffer(
+    platform: EventSQL, dsn: str, publish_many: PublishMany, *, column: str, kind: str, damaged: str
+) -> None:
+    platform.registry.register_topic(Topic("clicks", 4, storage="blocks"))
+    publish_many(topics=["clicks"])
+    with psycopg.connect(dsn, autocommit=True) as session:
+        changed = damaged.format(column=column, kind=kind)
+        session.execute(f"UPDATE eventsql.spark_staged_event SET {column} = {changed}")
+    with pytest.raises(StuckEventError):
+        platform.transfer.run_once()
+    assert (platform.reader.count("clicks"), list(platform.buffered())) == (0, ["clicks"])
+
+
 def test_an_erasure_names_a_block_whose_arrays_are_unequal(platform: EventSQL, publish_many: PublishMany) -> None:
     publish_many()
     with platform.database.connection() as connection:
