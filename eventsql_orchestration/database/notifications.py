@@ -270,7 +270,7 @@ class Notifier:
         listens: a connection takes 8 ms of processor time. Raises `ClosedError` if the database was closed.
         """
         self._pending[_payload(kind, topic or "")] = None
-        if look and self._nobody_listens():
+        if look and time.monotonic() >= self._look_at and self._nobody_listens():
             return
         # The thread clears the event before it looks at what is pending.
         if not self._wake.is_set():
@@ -287,10 +287,9 @@ class Notifier:
                     self._thread.start()
 
     def _nobody_listens(self) -> bool:
-        """Look whether anybody listens, if it is time. If not, nothing is pending: who begins to listen looks first."""
-        if (now := time.monotonic()) < self._look_at:
-            return False
-        # Removed before the look: a later call may be about later events.
+        """Look whether anybody listens. If not, forget what is pending: a new listener looks for events first."""
+        now = time.monotonic()
+        # Remove before the look: a later call may be about later events.
         pending = {payload: self._pending.pop(payload, None) for payload in list(self._pending)}
         try:
             heard = bool(self._database.fetch(self._listening, {"channel": self._channel.encode()}))
@@ -300,7 +299,7 @@ class Notifier:
             self._look_at, self._quiet_until = now + HEARD_INTERVAL, 0.0
             self._pending.update(pending)
         else:
-            # The first call after that looks. Without one, the thread tells what came meanwhile.
+            # A call after the first interval looks. Without such a call, the thread looks after the second one.
             self._look_at, self._quiet_until = now + QUIET_INTERVAL, now + 2 * QUIET_INTERVAL
         return not heard
 
@@ -329,6 +328,9 @@ class Notifier:
                     }
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
                         stop.wait(min(ready_at.values(), default=now) - now)
+                        continue
+                    # Nobody listened to a caller that looked, and a further look is cheaper than a connection.
+                    if connection is None and self._quiet_until and self._nobody_listens():
                         continue
                     # Remove before sending: a later call may be about later events. A thread that outlives `close` may
                     # send beside its successor.

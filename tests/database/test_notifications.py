@@ -330,6 +330,27 @@ def test_a_caller_that_looks_needs_no_thread_while_nobody_listens(notifier: Noti
     assert threads("eventsql-notifier") == []
 
 
+@pytest.mark.parametrize("closed", [False, True])
+def test_no_call_of_a_caller_that_looks_opens_a_connection_while_nobody_listens(
+    notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch, *, closed: bool
+) -> None:
+    opened: list[None] = []
+    dedicated = Database.dedicated
+
+    def counted(database: Database) -> Connection:
+        opened.append(None)
+        return dedicated(database)
+
+    monkeypatch.setattr(Database, "dedicated", counted)
+    monkeypatch.setattr(notifications, "QUIET_INTERVAL", 0.2)
+    for topic in ("orders", "payments"):
+        notifier.notify(LOG, topic, look=True)
+    if not closed:
+        until(lambda: not notifier._pending)
+    notifier.close()
+    assert (opened, notifier._pending) == ([], {})
+
+
 def test_a_listener_hears_a_caller_that_looks(
     listener: Listener, notifier: Notifier, heard: Heard, until: Until
 ) -> None:
