@@ -41,8 +41,8 @@ class LogRoom:
     def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
         """Make segments for the ids to come, in the caller's transaction that holds the topic, unless room is `known`.
 
-        Advances a sequence that is behind the log: ids that were taken before are not to be used. Gives whether the
-        times of the log are points in time. Raises `SequenceError`.
+        Advances a sequence that is behind the log: do not use ids that were drawn before. Gives whether the times of
+        the log are points in time. Raises `SequenceError`.
         """
         if not self.known(topic, last_id, blocks=blocks):
             self._zoned[topic] = self._ids.look(connection, topic)

@@ -333,7 +333,7 @@ class LogWriter:
             return None
         if state.buffered > most:
             return None
-        drawn = state.drawn if self._room.known(topic.name, state.last_id, blocks=blocks) else None
+        known = self._room.known(topic.name, state.last_id, blocks=blocks)
         if not self._room.make(connection, topic.name, state.last_id, blocks=blocks):
             # The server has to convert the times.
             return None
@@ -342,7 +342,8 @@ class LogWriter:
             self._move_before(connection, topic.name, state)
         time = copy_format.microseconds(state.now)
         if blocks:
-            first = drawn or self._log.draw(connection, topic.name, events)
+            # Where there was another look, the ids that were drawn before may be of older events.
+            first = (state.drawn if known else None) or self._log.draw(connection, topic.name, events)
             if first is None:
                 raise _ForeignIdsError
             self._room.drew(topic.name, events)

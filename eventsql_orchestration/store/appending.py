@@ -49,7 +49,7 @@ class Appending:
 
     @property
     def values(self) -> dict[str, Any]:
-        """The values for psycopg. A column is None if every change has its default."""
+        """The values for psycopg. An array is None if every change has the default."""
         changes = self.changes
         versions = [change.schema_version for change in changes]
         return {

@@ -1,7 +1,8 @@
 -- append -- New changes of an aggregate: at the version `expected`, or at any (-1), or at any after the first (-2). Writing
 -- the aggregate's row makes a second writer wait for the first. A change takes the greater of its own transaction and its
 -- predecessor's: a transaction with a lower id may append after one with a higher id. No index is over the ids of the store
--- and of its archive, so they are looked up.
+-- and of its archive, so they are looked up. The array of schema versions, of ids or of metadata is NULL if every change has
+-- the default.
 WITH stored AS (
     SELECT FROM {schema}.aggregate_change WHERE eql_change_id = ANY (%(change_ids)s::uuid[])
 ), created AS (

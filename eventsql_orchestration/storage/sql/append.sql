@@ -12,9 +12,9 @@ CASE WHEN eql_partition >= -1 THEN 1 ELSE coalesce(eql_events, (
 ), %(limit)s) END
 
 -- part drawn -- Take an id of the log for each of the `wanted` events, from its sequence `own`: the id before them, the last
--- one, and whether they are consecutive, as they are unless another program takes ids too. The server evaluates the rows
--- that OFFSET skips; an aggregate over all ids takes twice the time. `setval` would take the ids at once, need another
--- right, and give ids twice if another program takes some at that moment.
+-- one, and whether they are consecutive. They are not if another program takes ids too. OFFSET skips the ids between the
+-- first and the last, and the server takes them all the same; an aggregate over all ids takes twice the time. `setval`
+-- would take the ids at once, but it needs another right, and gives ids twice if another program takes some at that moment.
 first AS MATERIALIZED (
     SELECT nextval(own.sequence) AS id FROM own CROSS JOIN wanted WHERE wanted.events > 0
 ), rest AS MATERIALIZED (

@@ -67,7 +67,8 @@ RETURNING eql_events
 ), {packed};
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. Without consecutive ids,
--- and where one says that it has more events than a block may have, they get none and are refused.
+-- and where one says that it has more events than a block may have, they get none and are refused. `||` reads an array
+-- from its place in the buffer once; otherwise each check of the log's table would read it.
 {taken}, sound AS (SELECT FROM block WHERE at_home),
 wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {own}, {drawn},
 entered AS (

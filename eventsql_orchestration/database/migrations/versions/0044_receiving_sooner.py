@@ -18,8 +18,8 @@ RETURNS TABLE (
     sent_at timestamptz, history jsonb, onwards bytea
 )"""
 
-# The rows are locked, so their places (ctid) stay until this update. Their order is that of the places: who receives
-# them sorts them.
+# The rows are locked, so their places (ctid) stay until this update. It gives them in the order of their places, so
+# the receiver sorts them.
 _GIVE = """
             RETURN QUERY
             UPDATE {schema}.queue_message m
@@ -33,7 +33,7 @@ _GIVE = """
                       m.eql_priority, m.eql_created_at, m.eql_history, proceed;
 """
 
-# Of revision 0036. The options of the queue are read for messages alone that were received before.
+# Of revision 0036. It reads the options of the queue only if one of the messages was received before.
 _TAKE = """CREATE OR REPLACE FUNCTION {schema}.take_messages(
     of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
 ) {received}
@@ -98,7 +98,7 @@ END
 $$;
 """
 
-# Of revision 0043. Of the messages that it locks, it gives new ones that are the first of their keys at once.
+# Of revision 0043. It locks messages, and gives out at once the new ones among them that are the first of their keys.
 _TAKE_IN_ORDER = """CREATE OR REPLACE FUNCTION {schema}.take_in_order(
     of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
 ) {received}
@@ -179,8 +179,8 @@ _IF_FIRST = """ AND m.eql_receives = 0 AND (NOT m.eql_in_order OR m.eql_id = (
                 ORDER BY o.eql_key, o.eql_receipt, o.eql_id LIMIT 1
             ))"""
 
-# The second half of take_in_order: messages that were received before, and those behind others of their keys. It is a
-# function of its own because the first receive of a connection takes the longer, the longer its function is.
+# The second half of take_in_order: messages that were received before, and those behind others of their keys. The first
+# receive of a connection reads the whole of its function, so these are in a function of their own.
 _TAKE_OTHERS = """CREATE FUNCTION {schema}.take_others_in_order(
     of_queue integer, most integer, seconds double precision, others tid[], proceed bytea
 ) {received}
@@ -266,7 +266,7 @@ END
 $$;
 """
 
-# The new function has the rights of the one that calls it. A function without rights of its own is everybody's.
+# take_others_in_order gets the rights of take_in_order, which calls it. If nobody changed those, everybody has both.
 _RIGHTS = """
 DO $$
 DECLARE

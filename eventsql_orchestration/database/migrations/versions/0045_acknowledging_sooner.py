@@ -12,9 +12,9 @@ down_revision = "0044"
 _SETTINGS = """LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off"""
 
-# Of revision 0037. Mostly all messages have one receipt, the first: their ids then need no order. It looks itself for
-# messages that wait behind those: another function would be planned, too, and its update, which few acknowledgements
-# need.
+# Of revision 0037. Mostly all messages have the same receipt, the first: then the ids need no order. It looks for the
+# messages that wait behind these by itself. The server would plan a function for that with its update, which few
+# acknowledgements need.
 _ACKNOWLEDGE = """CREATE OR REPLACE FUNCTION {schema}.acknowledge_messages(
     of_queue integer, ids bigint[], receipts integer[]
 ) RETURNS bigint[]
