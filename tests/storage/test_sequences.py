@@ -176,7 +176,10 @@ def consume(platform: EventSQL) -> list[int]:
     return values
 
 
-@pytest.mark.parametrize("reset", ["SELECT setval('{}', 3)", "ALTER SEQUENCE {} RESTART WITH 1"])
+resets = pytest.mark.parametrize("reset", ["SELECT setval('{}', 3)", "ALTER SEQUENCE {} RESTART WITH 1"])
+
+
+@resets
 @pytest.mark.parametrize("straight", [False, True])
 def test_a_log_whose_sequence_was_set_back_loses_no_event(
     platform: EventSQL, session: Connection, *, reset: str, straight: bool
@@ -195,6 +198,18 @@ def test_a_log_whose_sequence_was_set_back_loses_no_event(
         publish(platform, *range(100, 200))
         platform.transfer.run_once()
     assert consume(platform) == list(range(100, 200))
+
+
+@resets
+def test_a_log_whose_sequence_was_set_back_between_two_batches_of_a_publisher_loses_no_event(
+    platform: EventSQL, session: Connection, reset: str
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    for values in (range(100), range(100, 200)):
+        platform.publisher.publish_all(Publication("orders", b"%d" % value) for value in values)
+        assert (platform.buffered(), consume(platform)) == ({}, list(values))
+        session.execute(f"DELETE FROM eventsql.{stored('orders')}")
+        session.execute(reset.format(LOG))
 
 
 def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
