@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from eventsql_orchestration.airflow.local import PARTS
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK
 from tests.conftest import is_setting
+from tests.waiting import wait_until
 
 DAGS = Path(__file__).parent / "round_dags"
 REPOSITORY = Path(__file__).parents[2]
@@ -128,7 +128,7 @@ def test_the_next_command_ends_what_a_killed_one_left(home: Path, tmp_path: Path
     file = tmp_path / "task.pid"
     (stuck / "stuck.py").write_text(STUCK.format(file=str(file)))
     with running(home, stuck) as process:
-        wait_for(lambda: file.exists() and file.read_text() != "", "the task begins", timeout=300)
+        wait_until(lambda: file.exists() and file.read_text() != "", "the task begins", seconds=300)
         process.kill()
         process.wait(10)
     orphans = [psutil.Process(int(file.read_text())), *parts(home)]
@@ -146,10 +146,3 @@ def parts(home: Path) -> list[psutil.Process]:
     """The processes of an Airflow."""
     numbers = (home / "airflow" / PROCESSES_LOCK).read_text().split()
     return [psutil.Process(int(number)) for number in numbers]
-
-
-def wait_for(condition: Callable[[], bool], what: str, *, timeout: float) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)

@@ -10,8 +10,9 @@ from selenium import webdriver
 from selenium.webdriver.common.keys import Keys
 
 from eventsql_orchestration.airflow.api import AirflowApi
-from tests.airflow.test_dev import DAGS, home, running, wait_for
+from tests.airflow.test_dev import DAGS, home, running
 from tests.system.conftest import browser, screenshot, see
+from tests.waiting import wait_until
 
 __all__ = ["browser", "home"]
 
@@ -29,7 +30,7 @@ def served(home: Path) -> Iterator[AirflowApi]:
             runs = AirflowApi(url.read_text()).pages("/dags/billing/dagRuns", "dag_runs", state="success")
             return any(runs)
 
-        wait_for(consumed, "a run has consumed", timeout=400)
+        wait_until(consumed, "a run has consumed", seconds=400)
         yield AirflowApi(url.read_text())
 
 

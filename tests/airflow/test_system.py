@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow.local import PARTS, LocalAirflow, connection_of
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.conftest import own_server
+from tests.waiting import wait_until
 
 DAGS = Path(__file__).parent / "dags"
 DEADLINE = 150.0
@@ -63,14 +63,14 @@ def effects(dsn: str) -> Counter[int]:
 
 
 def await_(condition: Callable[[], bool], airflow: LocalAirflow, what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"{what}; the logs are in {airflow.home}"
+    def holds() -> bool:
         for part in PARTS:
             if airflow.parts[part].poll() is not None:
                 # As any supervisor of processes does: the triggerer ends without its database.
                 airflow.start([part])
-        time.sleep(0.2)
+        return condition()
+
+    wait_until(holds, f"{what}; the logs are in {airflow.home}", seconds=DEADLINE)
 
 
 class Load:

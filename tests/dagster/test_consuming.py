@@ -150,14 +150,14 @@ def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench) -> None:
     assert bench.effects() == ids[: len(bench.effects())]
 
 
-def test_a_run_waits_for_further_events_and_has_them_at_once(bench: Workbench) -> None:
-    """Each event is published once the one before has taken effect. The run would wait for hours, but for its limit."""
+def test_a_run_waits_for_further_events_and_consumes_them_too(bench: Workbench) -> None:
+    """Each event is published once the one before has taken effect. Without its limit, the run would wait for hours."""
     definition = define(max_events=100, drain_seconds=7_200.0, drain_idle=7_200.0, drain_events=6)
     bench.publish("rides", 1)
 
     def publish_one_by_one() -> None:
-        for published in range(1, 6):
-            wait_until(lambda published=published: len(bench.effects()) == published)  # type: ignore[misc]
+        for number in range(1, 6):
+            wait_until(lambda number=number: len(bench.effects()) == number)  # type: ignore[misc]
             bench.publish("rides", 1)
 
     with ThreadPoolExecutor(1) as publishing:

@@ -183,7 +183,9 @@ def texts_of_sql() -> list[tuple[str, str]]:
 
 def test_statements_in_python_are_qualified_as_they_stand() -> None:
     wrong = {}
-    for place, text in texts_of_sql():
+    found = texts_of_sql()
+    assert found
+    for place, text in found:
         head, sign, condition = text.partition(" WHEN ") if text.startswith("CREATE") else ("", "", text)
         condition = condition.partition(" EXECUTE FUNCTION ")[0]
         if head + sign + qualified(condition) != text.partition(" EXECUTE FUNCTION ")[0]:

@@ -79,7 +79,7 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
             look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
             first = connection.execute(look).fetchone()
             until(lambda: connection.execute(look).fetchone() != first)
-        # Longer than the first timeout: what is left of it was extended.
+        # The first timeout was extended.
         until(lambda: queue.statistics().in_flight == 2)
         assert queue.receive(max_messages=5) == []
         go_on.set()

@@ -25,7 +25,7 @@ from tests.conftest import own_server
 from tests.shards.conftest import Databases, databases
 from tests.spark.processes import driver
 from tests.spark.stopping import Stop, await_end_of_transactions, stopping
-from tests.spark.streams import PATIENCE, run_to_end
+from tests.spark.streams import STREAM_SECONDS, run_to_end
 from tests.waiting import wait_until
 
 __all__ = ["databases"]
@@ -177,7 +177,7 @@ def second() -> Iterator[EmbeddedPostgres]:
 def failure_of(query: StreamingQuery) -> str:
     """What a query says that stops because a shard is down, also where it cannot give up what it has staged there."""
     with pytest.raises(StreamingQueryException) as failure:
-        query.awaitTermination(PATIENCE)
+        query.awaitTermination(STREAM_SECONDS)
     error = eventsql_error(failure.value)
     assert isinstance(error, DatabaseUnavailableError), str(failure.value)
     return str(error)

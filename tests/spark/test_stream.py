@@ -33,7 +33,7 @@ from eventsql_orchestration.spark.reader import Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
 from eventsql_orchestration.spark.stream import StreamReader
 from tests.forms import stored
-from tests.spark.streams import run_to_end
+from tests.spark.streams import await_end, run_to_end
 
 Publish = Callable[..., None]
 
@@ -441,7 +441,7 @@ def test_a_trigger_reads_every_event_once(
         writer = (
             frame.writeStream.foreachBatch(collect).option("checkpointLocation", str(checkpoint)).trigger(**trigger)
         )
-        run_to_end(writer) if "once" in trigger else run_to_end(writer, StreamingQuery.processAllAvailable)
+        run_to_end(writer, await_end if "once" in trigger else StreamingQuery.processAllAvailable)
 
     run()
     publish(10, first=1_000)
