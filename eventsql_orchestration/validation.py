@@ -207,7 +207,7 @@ def encode_json(what: str, data: Mapping[str, Any]) -> str:
 
     A float of 1e16 and more is written without an exponent and with one decimal: jsonb would make a whole number of it.
     """
-    # To ask the abstract class takes 0.25 µs.
+    # `isinstance` with an abstract class takes 0.25 µs.
     if type(data) is not dict and not isinstance(data, Mapping):
         raise ValidationError(f"{what} must be a mapping, not {type(data).__name__}")
     try:

@@ -143,9 +143,9 @@ class Views:
 
         The consumer goes on meanwhile. Handlers and readers wait only for the switch, which applies the events since
         the last batch. The new table has the rights of the live one, and new ids, all larger than those before. An
-        interrupted rebuild leaves the view as it is, and the next one begins anew; so does one that another process
-        begins meanwhile, and the former fails. The switch waits a second for transactions that use the view, and is
-        tried `tries` times.
+        interrupted rebuild leaves the view as it is, and the next one begins anew. If another process begins a rebuild
+        of the view, this one fails. The switch waits a second for transactions that use the view, and is tried `tries`
+        times.
 
         With `fill`, the events so far are written in bulk, and `feed.apply` gets only later ones, `batch` at a time.
         `on_progress` gets the number of events applied, without those of the fill. Gives that number.
@@ -236,9 +236,9 @@ class Views:
         return Retained(view.name, dropped, busy=len(due) - dropped)
 
     def overdue(self, *, by: timedelta = timedelta(days=1)) -> dict[str, int]:
-        """How many partitions of each view `retain` should have dropped for so long; views without any are left out.
+        """The number of partitions of each view that `retain` should have dropped `by` ago or earlier.
 
-        `by` is at most 100 years.
+        Views without such partitions are left out. `by` is at most 100 years.
         """
         if not timedelta() <= by <= MAX_AGE:
             raise ValidationError(f"by must be a length of time of at most 100 years, not {by}")

@@ -34,7 +34,7 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A feed's consumer at one time: its offsets and filter, the topic's layout, and what keeps a rebuild away."""
+    """A feed's consumer at one time: its offsets and filter, the topic's layout, and reasons against a rebuild."""
 
     feed: ViewFeed
     offsets: Offsets
@@ -56,9 +56,9 @@ class Consumed:
         )  # fmt: skip
 
     def check(self, layout: int, since: Consumed | None) -> None:
-        """Raise `ViewConflictError` if a view follows from other events than those up to these offsets in order.
+        """Raise `ViewConflictError` unless the view follows from the events up to these offsets, in their order.
 
-        `layout` is the topic's at the beginning of the rebuild, `since` an earlier state, whose events were applied.
+        `layout` is the topic's at the beginning of the rebuild. `since` is an earlier state, whose events were applied.
         """
         before = self if since is None else since
         same_partitions = self.offsets.by_partition.keys() == before.offsets.by_partition.keys()

@@ -24,7 +24,7 @@ MAX_NAME: Final = 40
 MAX_COLUMNS: Final = 20
 
 _SORT_AFTER: Final = timedelta(hours=1)
-"""Lines may come late for so long before their partition is sorted."""
+"""Time for late lines, from the end of a partition's time until the partition is sorted."""
 
 _NAME: Final = re.compile(r"[a-z][a-z0-9_]*")
 _PARTITION: Final = re.compile(r".*_p[0-9]{12}")
@@ -93,8 +93,8 @@ class Rollup(_Definition):
     """The number of entries, and sums, minima and maxima of their values, for each `grain` of time and each combination
     of dimensions.
 
-    `distinct` names texts of entries whose different ones are counted. `quantiles` names those of the `values` whose
-    quantiles are kept. Both are estimates, and need the extra [sketches]; see `Distinct` and `Quantiles`.
+    `distinct` names texts of entries: a bucket counts the different ones. `quantiles` names some of the `values`: a
+    bucket keeps their quantiles. Both are estimates, and need the extra [sketches]; see `Distinct` and `Quantiles`.
 
     `dimensions`, `values` and `distinct` are names of columns: lower-case SQL identifiers.
     """
@@ -143,8 +143,8 @@ class Logs(_Definition):
     `language` names a text search configuration of PostgreSQL, such as "english" or "simple": an index of words then
     makes `words` of a search fast, and each line takes more time and room to store.
 
-    `Views.sort` rewrites each partition once in the order of resources, in whole minutes `sort_after` the end of its
-    time; None leaves lines in the order in which they came.
+    `Views.sort` rewrites each partition once in the order of resources, `sort_after` the end of its time. `sort_after`
+    is in whole minutes; with None, lines stay in the order in which they came.
     """
 
     kind: ClassVar[str] = "logs"

@@ -28,7 +28,7 @@ class _Pending:
 
 @checked
 class LogFollower:
-    """Gives each matching line once that was committed after the follower was made.
+    """Gives the matching lines that are committed after the follower was made, each once.
 
     Lines draw their ids before their transactions commit. So each poll reads again from the first id that an open
     transaction may still use, and gives the lines of a transaction after its commit. If a transaction was open already
@@ -55,8 +55,8 @@ class LogFollower:
         rebuilt.
         """
         with self._table.reading() as connection:
-            # In this order: ids up to `newest` belong to transactions that are among `writers` or have ended, and then
-            # their lines are in the snapshot of the query.
+            # In this order: a transaction that drew ids up to `newest` is among `writers`, or it has ended, and the
+            # snapshot of the query has its lines.
             newest, relation = self._newest(connection)
             if relation != self._relation:
                 raise ViewConflictError("the logs were rebuilt, and their lines have other ids: follow them anew")

@@ -39,7 +39,7 @@ class LogEntry:
 class LogLine:
     """A line of a resource; it cannot be changed. `id` grows in the order in which lines were stored.
 
-    Its parts are decoded when they are read. Measured for a thousand lines: 0.3 ms to find them, against 2 ms.
+    Its parts are decoded when they are read: finding a thousand lines takes 0.3 ms of the client, instead of 2 ms.
     """
 
     __slots__ = ("_row",)

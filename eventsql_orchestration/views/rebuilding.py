@@ -132,7 +132,7 @@ class Rebuilding:
             return [key for key, *sketches in cursor if sketches_differ(view, sketches)]
 
     def _hold(self, connection: Connection, shadow: Shadow) -> None:
-        """Keep both tables as they are. A snapshot that is taken before would miss a switch and dropped partitions."""
+        """Keep both tables as they are. Call it before the snapshot, or that misses a switch and dropped partitions."""
         tables = sql.SQL(", ").join(self._table(each.table) for each in (shadow.held, shadow.definition))
         try:
             connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))
@@ -274,7 +274,7 @@ class Rebuilding:
                 on_progress(applied + events_of_round)
             done, applied = upto, applied + events_of_round
 
-            # A consumer that is faster than the rebuild is not overtaken: it has to wait.
+            # The rebuild never catches up with a consumer that is faster: the switch has to let it wait.
             too_fast = before is not None and events_of_round >= before
             if events_of_round <= self._batch or too_fast:
                 return done, applied
@@ -286,7 +286,7 @@ class Rebuilding:
         """The events that were consumed between two states, in batches."""
         ranges = [(NOT_PARTITIONED, 0, upto.offsets.most)]
         if done is not None:
-            # A partition that is far behind must not have the events of all others read again.
+            # By partition: for one that is far behind, the events of the others need not be read again.
             ranges = [(each, offset, upto.offsets.of(each)) for each, offset in done.offsets.by_partition.items()]
         for partition, begin, last in ranges:
             after = begin
@@ -330,7 +330,7 @@ class Rebuilding:
         with self._database.connection() as connection:
             try:
                 with connection.transaction():
-                    # What commits before the lock is there has to be seen behind it.
+                    # Statements behind the lock have to see all that was committed before it.
                     connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
                     role_statements.act_as_owner(connection, self._schema)
                     connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
@@ -342,7 +342,7 @@ class Rebuilding:
                     live = self._table(shadow.held.table)
                     connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(live))
 
-                    # A handler commits its entries and its offset at once, and nobody has entries without a commit now.
+                    # Handlers commit entries and offset together, and the lock has waited for all of them.
                     applied = self._apply_rest(shadow, done, connection)
                     self._tables.replace(connection, shadow)
                     return applied

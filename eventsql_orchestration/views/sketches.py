@@ -29,7 +29,7 @@ _KLL, _LEAST_LEVEL, _MOST_LEVELS, _EMPTY, _SINGLE = 15, 8, 60, 1, 4
 _DAMAGED: Final = "a sketch of a rollup is damaged: rebuild the rollup"
 
 _DEVIATIONS: Final = 2
-"""Bounds of a number of distinct texts have it in 95 of 100 cases."""
+"""Standard errors on each side of an estimate: the number of distinct texts is between them in 95 of 100 cases."""
 
 _COMPARED_RANKS: Final = tuple(number / 20 for number in range(1, 20))
 
@@ -177,7 +177,7 @@ def _is_sound(ints: int, version: int, stored: bytes) -> bool:
         return stored[3] & (_EMPTY | _SINGLE) == _SINGLE and not math.isnan(numbers[0])
     count, _, levels, _ = struct.unpack_from("<QHBB", stored, 8)
     ends = struct.unpack_from(f"<{levels}I", stored, 20)
-    # The library keeps the room of a level, and not more: its end is that of the room.
+    # The end of the last level is not stored: it is the room of all levels.
     room = sum(max(_LEAST_LEVEL, _room(depth)) for depth in range(levels))
     numbers = struct.unpack_from(f"<{2 + room - ends[0]}d", stored, 20 + 4 * levels) if levels else ()
     held = [after - before for before, after in pairwise((*ends, room))]
@@ -193,7 +193,7 @@ def _is_sound(ints: int, version: int, stored: bytes) -> bool:
 
 
 def _room(depth: int) -> int:
-    """How many numbers a level of a KLL sketch can keep, so many levels below the last one."""
+    """The most numbers of a level of a KLL sketch, `depth` levels below the last one."""
     thirds: int = 3**depth
     return ((QUANTILE_SIZE << depth + 1) // thirds + 1) >> 1
 

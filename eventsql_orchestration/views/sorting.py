@@ -1,8 +1,8 @@
 """Sorting closed partitions of logs by resource and time, beside readers and writers.
 
-A partition has its lines in the order in which they came: those of a resource lie on as many pages. A copy in the order
-of resources takes its place, after which they lie on few. The copy begins anew at a later run if a writer comes
-meanwhile: the writer waits for a moment, and its line is in the partition.
+A partition has its lines in the order in which they came: each line of a resource is on a page of its own. A copy in
+the order of resources replaces the partition, and has these lines on few pages. If a writer comes meanwhile, it waits
+for a moment, its line goes into the partition, and a later run copies anew.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LogSorting:
         return [name for name, start in starts.items() if start <= closed and (kept is None or start > kept)]
 
     def _sort(self, connection: Connection, source: Connection, watch: Connection, partition: str) -> bool:
-        """Sort a partition. False where others are in the way, or would lose something."""
+        """Sort a partition. False if others use it, or would lose something."""
         exchange = Exchange(self._schema, self._logs.table, partition)
         try:
             with connection.transaction():

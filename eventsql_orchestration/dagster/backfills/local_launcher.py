@@ -29,9 +29,10 @@ GRACE: Final = 15.0
 
 
 class LocalRuns:
-    """Launches each run as a process, on the instance of DAGSTER_HOME, else on one that lasts as long as this object.
+    """Launches each run as a process, on the instance of DAGSTER_HOME.
 
-    `environment` is added to the environment of the processes.
+    Without DAGSTER_HOME, the instance lasts as long as this object. `environment` is added to the environment of the
+    processes.
     """
 
     orchestrator = "Dagster"

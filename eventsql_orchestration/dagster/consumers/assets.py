@@ -59,7 +59,7 @@ MOST_PARTITION_SENSORS: Final = 4
 five on four cores or more (`long_poll.at_once`): with more sensors than that, events wait for a sensor's turn."""
 
 LAG_TIMEOUT: Final = 1.0
-"""Seconds that a statement may take which reads the lag at the end of a run."""
+"""Seconds that each statement may take to read the lag at the end of a run."""
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
@@ -329,7 +329,7 @@ class _Step:
     def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
         """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
         try:
-            # Events behind are counted one by one: of a long lag, the sensor `lag` alone gives the numbers.
+            # The server counts the events behind one by one. If that takes too long, only the sensor `lag` counts them.
             with eventsql.bounded(LAG_TIMEOUT) as platform:
                 # `platform.lag` also releases consumers on added shards, which is not this run's matter.
                 found = [

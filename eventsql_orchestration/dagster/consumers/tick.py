@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Budget:
-    """Limits of a tick: it begins nothing after `deadline`, a time of `time.monotonic()`, and requests so many runs."""
+    """Limits of a tick: it begins nothing after `deadline`, by `time.monotonic()`, and requests at most `requests` runs."""
 
     deadline: float
     requests: int

@@ -227,10 +227,10 @@ def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[
 def delete_windows(
     registered: OnShards[Sequence[Backfill]], instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec]
 ) -> dict[str, int]:
-    """Delete the partitions of ended backfills from the assets among `specs` that have some; gives counts by asset.
+    """Delete the partitions of ended backfills from the backfill assets among `specs`; gives counts by asset.
 
-    The partitions of a backfill stay while it is `registered`, while it may be registered on a shard that is left out
-    there, and while Dagster has a run of it.
+    The partitions of a backfill stay while it is `registered`, while it may be registered on a shard that `registered`
+    leaves out, and while Dagster has a run of it.
     """
     deleted: dict[str, int] = {}
     for spec in specs:

@@ -199,7 +199,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         # An explicit end is taken as it is: events may still arrive before it.
         upto = metadata[UPTO] if UPTO in metadata else max(after, shard.reader.end(topic))
         if AFTER not in metadata and upto < after:
-            # All of it was dropped, and is missed when it is loaded.
+            # Retention dropped all of it: loading it raises `DataLossError`.
             after = 0
         return Selection(OffsetRange(topic, partition, after, upto), shard=shard.name)
 

@@ -21,8 +21,8 @@ def build_view_check(
 ) -> dg.AssetChecksDefinition:
     """A check `recomputation` of the asset of a view: red if the view differs from what its consumed events say.
 
-    Each execution computes the whole view anew in a table of its own, and drops it. `fill` is called for what computes
-    it in bulk, such as `lambda: SparkViewFill(spark_session())`. See `Views.compare`.
+    Each execution computes the whole view anew in a table of its own, and drops it. `fill` makes the object
+    that computes it in bulk, such as `lambda: SparkViewFill(spark_session())`. See `Views.compare`.
     """
 
     @dg.asset_check(

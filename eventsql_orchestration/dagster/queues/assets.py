@@ -316,7 +316,7 @@ class _Step:
 
 @contextmanager
 def _signs_of_life(context: dg.AssetExecutionContext, lease: float) -> Iterator[None]:
-    """Show ticks that a run lives during the block. A run that ends sooner than a sign is due gives none."""
+    """Show ticks during the block that the run lives. A run that ends before its first sign is due gives none."""
     stop = threading.Event()
 
     def beat() -> None:

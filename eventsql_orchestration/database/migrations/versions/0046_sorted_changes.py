@@ -14,9 +14,9 @@ _SETTINGS = """SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET da
 SET intervalstyle = 'postgres' SET bytea_output = 'hex' SET extra_float_digits = 1 SET lc_monetary = 'C'
 SET row_security = off"""
 
-# Of revision 0042. A row's image is a lateral subquery, which the planner makes part of the join; in the list of columns,
-# it would run once for each row. The sum for a partition has few terms. The end that all values share and the metadata,
-# a third of the bytes, are added after the sort.
+# Of revision 0042. A row's image is a lateral subquery, which the planner makes part of the join; in the list of
+# columns, it would run once for each row. The sum for a partition has few terms. The end that all values share and the
+# metadata, a third of the bytes, are added after the sort.
 _CHANGES = """
 CREATE OR REPLACE FUNCTION {schema}.capture_changes() RETURNS trigger
 LANGUAGE plpgsql SECURITY DEFINER {settings} AS $$
