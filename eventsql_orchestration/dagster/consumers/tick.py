@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Budget:
-    """Limits of a tick: it begins nothing after `deadline`, by `time.monotonic()`, and requests at most `requests` runs."""
+    """Limits of a tick: it begins nothing after `deadline` (monotonic), and requests at most `requests` runs."""
 
     deadline: float
     requests: int
