@@ -255,8 +255,7 @@ class Notifier:
         self._notify = Queries("notifications", database.schema)("notify")
         self._listening = SingleStatement("listening", Queries("notifications", database.schema)("listening"))
         self._lock = threading.Lock()
-        self._look_at = 0.0
-        self._quiet_until = 0.0
+        self._look_at = self._quiet_until = 0.0
         self._pending: dict[str, None] = {}
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -291,10 +290,9 @@ class Notifier:
         now = time.monotonic()
         # Remove before the look: a later call may be about later events.
         pending = {payload: self._pending.pop(payload, None) for payload in list(self._pending)}
-        try:
+        heard = True
+        with suppress(psycopg.Error, EventSQLError):
             heard = bool(self._database.fetch(self._listening, {"channel": self._channel.encode()}))
-        except (psycopg.Error, EventSQLError):
-            heard = True
         if heard:
             self._look_at, self._quiet_until = now + HEARD_INTERVAL, 0.0
             self._pending.update(pending)
