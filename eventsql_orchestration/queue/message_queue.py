@@ -49,7 +49,7 @@ become visible by themselves come without a notification."""
 
 @checked
 class MessageQueue:
-    """All that a `Queue` does but for its workers, which use it."""
+    """All that a `Queue` does, except for its workers, which use this class."""
 
     def __init__(
         self,
