@@ -24,6 +24,9 @@ myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 4
 myst_fence_as_directive = ["mermaid"]
 
+# Quotes and dots become typographic; `--` stays, because help texts name options.
+smartquotes_action = "qe"
+
 # Docstrings have names in single backquotes.
 default_role = "code"
 autodoc_member_order = "bysource"
