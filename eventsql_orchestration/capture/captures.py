@@ -254,7 +254,7 @@ class Captures:
 
         if key is None and not table.primary_key:
             raise CaptureError(
-                f"table {str(table)!r} has no primary key: name the columns of a unique key, none of them NULL"
+                f"table {str(table)!r} has no primary key: name the columns of a unique key (--key), none of them NULL"
             )
         chosen = numbered("key", table.primary_key if key is None else key)
         if ambiguous := [name for name in chosen.names if described[name][2]]:

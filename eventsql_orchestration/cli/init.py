@@ -180,7 +180,9 @@ def init(
     names = {"module": module, "project": module.replace("_", "-")}
     files = {root / path.format(**names): text.format(**names) for path, text in _FILES.items()}
     if existing := sorted(str(file) for file in files if file.exists() or file.is_symlink()):
-        raise ConfigurationError(f"nothing was written, for {', '.join(existing)} exists already: name a new directory")
+        raise ConfigurationError(
+            f"nothing was written: name a new directory, because this one has {', '.join(existing)}"
+        )
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")

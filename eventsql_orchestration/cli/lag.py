@@ -86,7 +86,8 @@ def lag(
             found = every if backfills else without_backfills(every)
         if consumer is not None and not found:
             raise ConsumerNotFoundError(
-                f"there is no consumer {consumer!r}" + (f" of topic {topic!r}" if topic else "")
+                f"there is no consumer {consumer!r}{f' of topic {topic!r}' if topic else ''}: "
+                "look its name up with `eventsql consumer list`"
             )
         unsorted: list[Any] = [*_totals(found)] if totals else [*found]
         shown = sorted(unsorted, key=_ORDERS[sort])

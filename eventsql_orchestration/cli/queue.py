@@ -287,6 +287,8 @@ def work(
     stop = threading.Event()
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
+    if handler[0].startswith("-"):
+        raise click.UsageError(f"{handler[0]} stands behind QUEUE, where COMMAND begins: name options before QUEUE")
     if shutil.which(handler[0]) is None:
         found = "cannot be executed" if Path(handler[0]).exists() else "is not there"
         raise click.UsageError(

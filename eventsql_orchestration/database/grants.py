@@ -306,10 +306,17 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
     to = f'"{role}"' if role else "it"
-    advice = ", or ".join(
-        f"`GRANT {prefix or DEFAULT_PREFIX}_{each} TO {to}`" + (f", which {does}" if does else "")
-        for each, does in _needed(kind, name, detail)
-    )
+    if kind == "schema":
+        # Each kind has this right, so the error does not know the kind that the role needs.
+        kinds = ", ".join(each for each in KINDS if each != "reader")
+        advice = (
+            f"`GRANT {prefix or DEFAULT_PREFIX}_reader TO {to}` to read, or another role in place of reader: {kinds}"
+        )
+    else:
+        advice = ", or ".join(
+            f"`GRANT {prefix or DEFAULT_PREFIX}_{each} TO {to}`" + (f", which {does}" if does else "")
+            for each, does in _needed(kind, name, detail)
+        )
     if not prefix:
         advice += "; `eventsql roles create` makes these roles"
     return PermissionDeniedError(
@@ -335,8 +342,6 @@ def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str
     if kind == "topic":
         alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
         return [("publisher", _DOES["publisher"]), *alone, (ADMIN, "changes it")]
-    if kind == "schema":
-        return [*((each, "") for each in KINDS[1:]), (ADMIN, "changes it")]
     if name is None or not detail.startswith("permission"):
         return [(ADMIN, "")]
 

@@ -53,7 +53,9 @@ def test_lag_of_one_consumer(run: Run, rides: EventSQL) -> None:
     assert [(each["topic"], each["consumer"], each["events"]) for each in found] == [("rides", "payout", 5)]
     missing = run("lag", "prices", "--consumer", "payout")
     assert missing.exit_code == 1
-    assert missing.stderr == "eventsql: there is no consumer 'payout' of topic 'prices'\n"
+    assert missing.stderr == (
+        "eventsql: there is no consumer 'payout' of topic 'prices': look its name up with `eventsql consumer list`\n"
+    )
 
 
 def test_lag_leaves_out_the_windows_of_backfills(run: Run, rides: EventSQL) -> None:

@@ -408,4 +408,6 @@ def test_the_doctor_tells_a_role_without_rights_what_it_lacks(invoke: Run, dsn: 
     assert found.exit_code == 1
     (refused,) = [each for each in json.loads(found.stdout)["findings"] if each["status"] == "problem"]
     assert "refuses role 'without_rights'" in refused["message"]
+    assert refused["message"].count("GRANT") == 1
+    assert '`GRANT eventsql_reader TO "without_rights"` to read' in refused["message"]
     assert refused["remedy"] == "grant the role what it lacks, or use another role"

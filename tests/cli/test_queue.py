@@ -70,6 +70,14 @@ def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
     assert "'nothing'" in result.output
 
 
+def test_an_option_behind_the_queue_is_not_taken_for_the_program(run: Run, database: Database) -> None:
+    Queue(database, "jobs").send(b"1")
+    result = run("queue", "work", "jobs", "--drain", "cat")
+    assert result.exit_code == 2
+    assert "--drain stands behind QUEUE" in result.stderr
+    assert Queue(database, "jobs").depth().visible == 1
+
+
 @pytest.mark.parametrize(
     ("program", "found"), [("no-such-program", "is not there"), ("./script", "cannot be executed")]
 )

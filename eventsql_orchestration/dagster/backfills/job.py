@@ -10,7 +10,8 @@ from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 
 DEFINE_IT: Final = (
-    "give the code location `build_definitions(…, backfills=True)`, or the asset and the jobs of `build_backfill(…)`"
+    "give the code location `build_definitions(…, backfills=True)`, or the asset and the jobs of `build_backfill(…)`; "
+    "a location that runs has to be reloaded after this change"
 )
 
 
