@@ -14,7 +14,6 @@ import click
 import psycopg
 from psycopg import sql
 from rich.console import Console
-from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from sqlalchemy.engine.url import make_url
 
@@ -24,7 +23,7 @@ from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, ki
 from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import lag_table
+from eventsql_orchestration.cli.lag import lag_table, live_lag
 from eventsql_orchestration.cli.output import complain, is_quiet, say
 from eventsql_orchestration.cli.rounds import (
     SIMULATION_SECONDS,
@@ -248,13 +247,13 @@ class _Running:
         airflow = self._airflow
         console.print(f"The Airflow UI is at {airflow.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
         due, runs, down = 0.0, list[tuple[str, str]](), False
-        with Live(console=console, refresh_per_second=2) as live:
+        with live_lag(console) as live:
             while True:
                 airflow.check()
                 try:
                     self._context.keep_embedded()
                     self._keep_spark()
-                    live.update(lag_table(without_backfills(self._platform.lag())))
+                    live.update(lag_table(without_backfills(self._platform.lag()), width=console.width))
                     if time.monotonic() >= due and all(airflow.api.state(*run) not in UNDER_WAY for run in runs):
                         runs = [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)]
                         due = time.monotonic() + SIMULATION_SECONDS

@@ -15,11 +15,10 @@ import click
 import dagster as dg
 import sqlalchemy
 from rich.console import Console
-from rich.live import Live
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import lag_table
+from eventsql_orchestration.cli.lag import lag_table, live_lag
 from eventsql_orchestration.cli.output import complain, is_quiet, say
 from eventsql_orchestration.cli.rounds import (
     SIMULATION_SECONDS,
@@ -217,13 +216,13 @@ class Running:
             f"The Dagster UI is at {self.dagster.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True
         )
         simulator, down = _Simulator(self), False
-        with Live(console=console, refresh_per_second=2) as live:
+        with live_lag(console) as live:
             while True:
                 self.dagster.require_running()
                 try:
                     self.context.keep_embedded()
                     self.keep_spark()
-                    live.update(lag_table(without_backfills(self.platform.lag())))
+                    live.update(lag_table(without_backfills(self.platform.lag()), width=console.width))
                     simulator.next()
                     down = False
                 except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:

@@ -31,6 +31,8 @@ from eventsql_orchestration.errors import ConsumerNotFoundError, PermissionDenie
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.live import Live
     from rich.table import Table
 
     from eventsql_orchestration.client.eventsql import EventSQL
@@ -48,6 +50,12 @@ _SAMPLES: Final = 20
 """Refreshes that the trend of --watch shows."""
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
+
+_WIDE: Final = 110
+"""Columns of a terminal that has room for a whole table that refreshes."""
+
+_ONLY_WIDE: Final = ("offset", "end", "buffered")
+"""Columns of the lag that a narrower terminal leaves out, so that names stay whole."""
 
 
 @command(short_help="Show how far consumers are behind, and why.")
@@ -73,10 +81,10 @@ def lag(
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
     transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
     the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
-    the events of the last refreshes. With --json, --watch prints a line for each refresh. --json is short for --format
-    json; --format csv prints a header and the columns of the JSON. Subscriptions of the event
-    store that are behind stand in a table below, and queues with messages in another one; `eventsql store subscriptions
-    --json` and `eventsql queue list --json` have them as JSON.
+    the events of the last refreshes; below 110 columns, it leaves out offset, end and buffered. With --json, --watch
+    prints a line for each refresh. --json is short for --format json; --format csv prints a header and the columns of
+    the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with messages in
+    another one; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
     """
 
     def rows() -> list[Any]:
@@ -109,10 +117,10 @@ def lag(
                 _show(context, rows(), printed, totals=totals, refresh=refresh)
                 time.sleep(interval)
         else:
-            with lazy.Live(trend.table(rows()), console=lazy.Console(), auto_refresh=False) as live:
+            with lazy.Live(console=lazy.Console(), auto_refresh=False) as live:
                 while True:
+                    live.update(trend.table(rows(), live.console.width), refresh=True)
                     time.sleep(interval)
-                    live.update(trend.table(rows()), refresh=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +171,10 @@ class _Trend:
         for row in rows:
             self._events.setdefault(_row(row), deque(maxlen=_SAMPLES)).append(row.events)
 
-    def table(self, rows: list[Any]) -> Table:
-        return table_of(rows, {**self._columns, "trend": lambda row: sparkline(self._events[_row(row)])})
+    def table(self, rows: list[Any], width: int) -> Table:
+        samples = _SAMPLES if width >= _WIDE else _SAMPLES // 2
+        trend: Columns = {"trend": lambda row: sparkline([*self._events[_row(row)]][-samples:])}
+        return table_of(rows, {**_fitting(self._columns, width), **trend})
 
 
 def _row(each: Any) -> object:
@@ -246,6 +256,15 @@ _LAG: Final[Columns] = {
 }  # fmt: skip
 
 
-def lag_table(lags: list[ConsumerLag]) -> Table:
-    """A table of the lag for people, with a row for each consumer partition."""
-    return table_of(lags, _LAG)
+def _fitting(columns: Columns, width: int) -> Columns:
+    return {name: each for name, each in columns.items() if width >= _WIDE or name not in _ONLY_WIDE}
+
+
+def lag_table(lags: list[ConsumerLag], *, width: int = _WIDE) -> Table:
+    """A table of the lag for people, with a row for each consumer partition, on a terminal of `width` columns."""
+    return table_of(lags, _fitting(_LAG, width))
+
+
+def live_lag(console: Console) -> Live:
+    """A screen for tables of the lag. A file gets none of them: it would get the last one, without the line's end."""
+    return lazy.Live(console=console, refresh_per_second=2, transient=not console.is_terminal)

@@ -14,10 +14,11 @@ from datetime import datetime, timedelta
 
 import pytest
 from click.testing import Result
+from rich.console import Console
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import topic_output
-from eventsql_orchestration.cli.lag import sparkline
+from eventsql_orchestration.cli.lag import lag_table, live_lag, sparkline
 from eventsql_orchestration.cli.output import cell, progress_bar
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
@@ -183,6 +184,24 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     shown = terminal.close().decode(errors="replace")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
+
+
+def test_a_table_that_refreshes_keeps_names_whole_on_a_narrow_terminal(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("order_placed", partitions=2))
+    platform.registry.register_consumer(Consumer("order_placed", "stock", partitioned=True))
+    console = Console(file=io.StringIO(), width=80, force_terminal=True)
+    with live_lag(console) as live:
+        live.update(lag_table(platform.lag(), width=console.width))
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert re.search(r"order_placed  stock     1 ", shown)
+    assert "offset" not in shown
+
+
+def test_a_table_that_refreshes_is_not_written_to_a_file() -> None:
+    console = Console(file=io.StringIO())
+    with live_lag(console) as live:
+        live.update(lag_table([]))
+    assert console.file.getvalue() == ""  # type: ignore[attr-defined]
 
 
 def test_a_trend_is_drawn_between_nothing_and_the_most() -> None:
