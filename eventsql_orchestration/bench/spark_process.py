@@ -136,7 +136,7 @@ class _Ways:
     def _timed(self, way: str, run: Callable[[float], None], part: float) -> float:
         events, step = max(1, int(self.events * part)), way.replace("_", " ")
         self._worker.say(step=step, done=0, all=events)
-        # Transfers do not wait for checkpoints.
+        # The transfer follows its write at once, without a checkpoint between them.
         if way != _TRANSFER:
             self._settle()
 

@@ -63,8 +63,10 @@ def test_reading_and_writing_are_measured_beside_spark_s_jdbc_source(run: Run, p
         "spark_read_ratio", "spark_read_two_columns_ratio", "spark_write_ratio", "spark_write_and_transfer_ratio",
         "raw_copy",
     ]  # fmt: skip
-    for name in ("read", "read_two_columns", "write"):
-        ratio = values[f"spark_{name}"] / values[f"spark_{name}_jdbc"]
+    for name, beside in (
+        ("read", "read"), ("read_two_columns", "read_two_columns"), ("write", "write"), ("write_and_transfer", "write"),
+    ):  # fmt: skip
+        ratio = values[f"spark_{name}"] / values[f"spark_{beside}_jdbc"]
         assert values[f"spark_{name}_ratio"] == pytest.approx(ratio)
     assert all(len(figure["details"]["rounds"]) == 2 for figure in figures[:6])
     assert values["spark_write_and_transfer"] < values["spark_write"]
