@@ -78,7 +78,10 @@ def show(
 ) -> None:
     """Print the changes of an aggregate as JSON lines."""
     with context.platform() as platform:
-        _write(platform.store.load(aggregate_type, aggregate_id, upto_version=upto))
+        changes = platform.store.load(aggregate_type, aggregate_id, upto_version=upto)
+    if not changes:
+        say(f"no aggregate {aggregate_id!r} of type {aggregate_type!r} has changes: see `eventsql store list`")
+    _write(changes)
 
 
 @command(store)
