@@ -11,8 +11,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final, Self
 
-WORKER_TAG: Final = "eventsql/worker"
+from eventsql_orchestration.dagster.tags import FORMER, HIDDEN
+
+WORKER_TAG: Final = f"{HIDDEN}worker"
 """The tag of a run with its process. A re-execution copies the tag, so the tag names its run, too."""
+
+_FORMER_TAG: Final = f"{FORMER}worker"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Worker:
     def of(cls, run: str, tags: Mapping[str, str]) -> Self | None:
         """The worker that the tags of a run name; None if they name none, or the worker of another run."""
         try:
-            found = cls(**json.loads(tags[WORKER_TAG]))
+            found = cls(**json.loads(tags.get(WORKER_TAG) or tags[_FORMER_TAG]))
         except (KeyError, ValueError, TypeError):
             return None
         return found if found.run == run else None
