@@ -27,7 +27,7 @@ class LogRoom:
         """Whether the last look at a log found more room than was used since."""
         return self._left.get(topic, 0) > 0
 
-    def known(self, topic: str, last_id: int | None, *, blocks: bool) -> bool:
+    def known(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
         """Whether there is room for the next ids of a log without another look.
 
         False once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
@@ -36,7 +36,7 @@ class LogRoom:
         if self._blocks_of.get(topic) != blocks:
             self._blocks_of[topic] = blocks
             self._left.pop(topic, None)
-        return self.left(topic) and self._ids.holds(topic, last_id)
+        return self.left(topic) and self._ids.holds(connection, topic, last_id)
 
     def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
         """Make segments for the ids to come, in the caller's transaction that holds the topic, unless room is `known`.
@@ -44,7 +44,7 @@ class LogRoom:
         Advances a sequence that is behind the log: do not use ids that were drawn before. Gives whether the times of
         the log are points in time. Raises `SequenceError`.
         """
-        if not self.known(topic, last_id, blocks=blocks):
+        if not self.known(connection, topic, last_id, blocks=blocks):
             self._zoned[topic] = self._ids.look(connection, topic)
             segments.ensure_ahead(connection, self._schema, topic)
             self._left[topic] = ROOM_CHECK

@@ -333,7 +333,7 @@ class LogWriter:
             return None
         if state.buffered > most:
             return None
-        known = self._room.known(topic.name, state.last_id, blocks=blocks)
+        known = self._room.known(connection, topic.name, state.last_id, blocks=blocks)
         if not self._room.make(connection, topic.name, state.last_id, blocks=blocks):
             # The server has to convert the times.
             return None

@@ -104,10 +104,19 @@ class Ids:
         self._queries = LogQueries("sequences", schema)
         self._last: dict[str, int] = {}
 
-    def holds(self, topic: str, last: int | None) -> bool:
-        """Whether a sequence was not set back since the last look; `last` is its last id."""
-        if last is None or last < self._last.get(topic, 0):
+    def holds(self, connection: Connection, topic: str, last: int | None) -> bool:
+        """Whether a sequence was not set back since the last look; `last` is its last id.
+
+        If others took ids since, looks whether the log has a larger one, in the caller's transaction that holds the
+        topic: the sequence may have been set back to an id that this writer has not seen.
+        """
+        known = self._last.get(topic, 0)
+        if last is None or last < known:
             return False
+        if last > known:
+            later = self._queries.writing(connection, "later_id", topic)
+            if fetch_first(connection, later, {"last": last}) is not None:
+                return False
         self._last[topic] = last
         return True
 

@@ -224,6 +224,29 @@ def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
     assert consume(platform) == list(range(20))
 
 
+@pytest.mark.parametrize("buffered", [False, True])
+def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no_event(
+    platform: EventSQL, dsn: str, session: Connection, *, buffered: bool
+) -> None:
+    def publish_all(publishing: EventSQL, first: int) -> None:
+        publishing.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(first, first + 100))
+
+    platform.registry.register_consumer(Consumer("orders", "mailer"))
+    publish(platform, 0)
+    platform.transfer.run_once()
+    publish_all(platform, 1)
+    with EventSQL(dsn, transfer=False) as other:
+        publish_all(other, 101)
+    assert consume(platform) == list(range(201))
+    session.execute(f"SELECT setval('{LOG}', 150)")
+    if buffered:
+        publish(platform, *range(201, 301))
+    else:
+        publish_all(platform, 201)
+    platform.transfer.run_once()
+    assert consume(platform) == list(range(201, 301))
+
+
 def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:
     """As after the restore of a dump without sequences."""
     publish(platform, *range(10))

@@ -22,6 +22,9 @@ SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{table};
 
+-- later_id -- A row if the table that new events enter has an id after this one.
+SELECT true FROM {schema}.{written_table} WHERE eql_id > %(last)s LIMIT 1;
+
 -- log_state -- Whether a log's times have time zones; its sequence and its last id; and the largest known id of an
 -- event, offset or layout. Absurdly large offsets do not count.
 SELECT (
