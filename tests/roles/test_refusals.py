@@ -11,7 +11,7 @@ from psycopg import sql
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, grants
 from eventsql_orchestration.errors import ConsumerNotFoundError, EventSQLError, PermissionDeniedError
 from tests.forms import stored
 
@@ -333,4 +333,5 @@ def test_a_role_without_any_right_learns_which_it_lacks(as_: As, prefix: str) ->
     with pytest.raises(PermissionDeniedError) as raised:
         as_().open()
     assert raised.value.role == f"{prefix}_login_0"
-    assert f"{prefix}_publisher" in str(raised.value)
+    assert f"`GRANT {prefix}_reader TO" in str(raised.value)
+    assert all(kind in str(raised.value) for kind in grants.KINDS)
