@@ -4,13 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, NamedTuple
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.storage import segments, sequences
 
 ROOM_CHECK: Final = 500_000
 """Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
+
+
+class Room(NamedTuple):
+    """The room for a log's next events.
+
+    `zoned`: the times of the log are points in time. `looked`: a look has made or found the room.
+    """
+
+    zoned: bool
+    looked: bool
 
 
 class LogRoom:
@@ -27,28 +37,22 @@ class LogRoom:
         """Whether the last look at a log found more room than was used since."""
         return self._left.get(topic, 0) > 0
 
-    def known(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
-        """Whether there is room for the next ids of a log without another look.
+    def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> Room:
+        """Make segments for the ids to come, in the caller's transaction that holds the topic.
 
-        False once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
-        or if new events got another form.
+        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
+        or if new events got another form. A look advances a sequence that is behind the log: do not use ids that were
+        drawn before. Raises `SequenceError`.
         """
         if self._blocks_of.get(topic) != blocks:
             self._blocks_of[topic] = blocks
             self._left.pop(topic, None)
-        return self.left(topic) and self._ids.holds(connection, topic, last_id)
-
-    def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> bool:
-        """Make segments for the ids to come, in the caller's transaction that holds the topic, unless room is `known`.
-
-        Advances a sequence that is behind the log: do not use ids that were drawn before. Gives whether the times of
-        the log are points in time. Raises `SequenceError`.
-        """
-        if not self.known(connection, topic, last_id, blocks=blocks):
+        looks = not (self.left(topic) and self._ids.holds(connection, topic, last_id))
+        if looks:
             self._zoned[topic] = self._ids.look(connection, topic)
             segments.ensure_ahead(connection, self._schema, topic)
             self._left[topic] = ROOM_CHECK
-        return self._zoned[topic]
+        return Room(self._zoned[topic], looks)
 
     def drew(self, topic: str, ids: int) -> None:
         """Note that so many ids of the log were taken."""

@@ -234,7 +234,7 @@ class LogWriter:
             if not batch.rows:
                 self._low_water.moved(topic, newest)
                 return 0
-            zoned = self._room.make(connection, topic, batch.last_id, blocks=batch.blocks)
+            zoned = self._room.make(connection, topic, batch.last_id, blocks=batch.blocks).zoned
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
@@ -333,8 +333,8 @@ class LogWriter:
             return None
         if state.buffered > most:
             return None
-        known = self._room.known(connection, topic.name, state.last_id, blocks=blocks)
-        if not self._room.make(connection, topic.name, state.last_id, blocks=blocks):
+        room = self._room.make(connection, topic.name, state.last_id, blocks=blocks)
+        if not room.zoned:
             # The server has to convert the times.
             return None
 
@@ -343,7 +343,7 @@ class LogWriter:
         time = copy_format.microseconds(state.now)
         if blocks:
             # Where there was another look, the ids that were drawn before may be of older events.
-            first = (state.drawn if known else None) or self._log.draw(connection, topic.name, events)
+            first = (None if room.looked else state.drawn) or self._log.draw(connection, topic.name, events)
             if first is None:
                 raise _ForeignIdsError
             self._room.drew(topic.name, events)

@@ -152,7 +152,7 @@ class MessageQueue:
         them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes.
         """
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
-        seconds = _seconds("visibility_timeout", visibility_timeout)
+        seconds = seconds_of("visibility_timeout", visibility_timeout)
         deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
         found = self._take(max_messages, seconds)
         if found or not wait:
@@ -331,5 +331,6 @@ def _bare(body: bytes) -> NewMessage:
     return NewMessage(body)
 
 
-def _seconds(what: str, duration: Duration | None) -> float | None:
+def seconds_of(what: str, duration: Duration | None) -> float | None:
+    """A duration in seconds; None for None. Raises `ValidationError` unless it is positive."""
     return None if duration is None else check_seconds(what, duration, zero=False)

@@ -6,9 +6,9 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue
+from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue, seconds_of
 from eventsql_orchestration.queue.worker import Backoff, Handler, QueueWorkers, exponential
-from eventsql_orchestration.validation import Duration, check_seconds, check_whole
+from eventsql_orchestration.validation import Duration, check_whole
 
 MAX_WORKERS: Final = 20
 """The most workers of one call: each keeps a connection while its handler runs, and heartbeats and other threads need
@@ -64,9 +64,7 @@ class Queue(MessageQueue):
                     f"{workers} workers would need as many connections: {database} gives this process {most} at once; "
                     f"use at most {most} workers"
                 )
-        seconds = (
-            None if visibility_timeout is None else check_seconds("visibility_timeout", visibility_timeout, zero=False)
-        )
+        seconds = seconds_of("visibility_timeout", visibility_timeout)
         return QueueWorkers(
             self, handler, workers=workers, max_messages=max_messages, visibility_timeout=seconds, backoff=backoff
         ).start()
