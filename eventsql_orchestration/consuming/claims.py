@@ -80,13 +80,13 @@ class Claims:
     def claim(
         self, topic: str, consumer: str, partition: int = NOT_PARTITIONED,
         *, owner: str, min_events: int = 1, max_events: int = 10_000, max_wait: float = 10.0,
-        lease: float = 60.0, timeout: float = 10.0, isolate: bool = False,
+        lease: float = 60.0, timeout: float = 10.0, isolate: bool = False, instead_of: Claim | None = None,
     ) -> Claim | NoClaim:  # fmt: skip
         """Claim the next `min_events` to `max_events` of a consumer partition for `owner`.
 
         Fewer than `min_events` are claimed once the oldest has waited `max_wait` seconds. The claim holds for `lease`
         seconds unless it is renewed. No statement takes longer than `timeout` seconds. With `isolate`, an event that
-        failed is claimed alone.
+        failed is claimed alone. With `instead_of`, nothing is claimed if that claim has ended.
 
         Returns a `NoClaim` when another transaction has locked the partition, another owner leases it, it is paused or
         blocked, it waits for a retry or for other partitions, or too few events wait. Raises `ConsumerNotFoundError`.
@@ -96,7 +96,7 @@ class Claims:
         check_seconds("timeout", timeout, zero=False)
         wanted = ClaimRequest(
             ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events, max_events=max_events,
-            max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate,
+            max_wait=max_wait, lease=lease, timeout=timeout, isolate=isolate, instead_of=instead_of,
         )  # fmt: skip
         claimed = self._maker.claim(wanted)
         if isinstance(claimed, Claim):

@@ -147,6 +147,28 @@ def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
     assert len(bench.claims()) == 1
 
 
+@pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "not adopted in time"])
+def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Workbench, *, adopted: bool) -> None:
+    bench.publish("long", 3)
+    (request,) = requests_of(bench.tick(long.sensors[0]))
+    run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
+    (seen,) = (standing.claim for standing in bench.platform.claims.standings(long.consumer))
+    claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    record = bench.instance.get_run_record_by_id(run_id)
+    with bench.platform.database.transaction() as connection:
+        bench.platform.claims.commit(connection, claim)
+    bench.publish("long", 3)
+
+    watch = PartitionWatch(Topic("long"), long.consumer, "long", long.limits, "s")
+    # For a run that has not adopted its claim, a clock that is an hour ahead is past the time to do so.
+    clock = time.time if adopted else lambda: time.time() + 3600
+    tick = Tick(bench.platform.shards[0], bench.instance, logging.getLogger(), Budget(math.inf, 1), clock)
+    answer = watch.attend(claim if adopted else seen, record, None, tick)
+    assert isinstance(answer, dg.SkipReason), answer
+    assert len(bench.claims()) == 1
+    assert bench.instance.get_runs(dg.RunsFilter([run_id], statuses=[dg.DagsterRunStatus.STARTED]))
+
+
 def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(bench: Workbench) -> None:
     bench.publish("long", 3)
     ended = bench.run(long)

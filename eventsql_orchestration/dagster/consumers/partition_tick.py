@@ -153,10 +153,14 @@ class PartitionWatch(Watched):
 
     def _try_claim(self, decision: TryClaim, state: PartitionState, tick: Tick) -> dg.RunRequest | dg.SkipReason:
         claims, live, run = tick.shard.claims, state.claim, state.run
-        if decision.release and live is not None and run is not None and claims.release(live):
-            tick.log.info("released %s: run %s is %s", live, run.run_id, run.label)
+        if decision.release and live is not None and run is not None:
+            if claims.release(live):
+                tick.log.info("released %s: run %s is %s", live, run.run_id, run.label)
+            elif decision.presumed_dead is not None:
+                return dg.SkipReason(f"run {run.run_id} has just adopted {live}")
 
-        claim = self._claim(tick)
+        # A run that commits its claim between the two looks lives, and goes on with the next events.
+        claim = self._claim(tick, instead_of=None if decision.release else live)
         if isinstance(claim, NoClaim):
             if claim.leased_by is None:
                 return (dg.SkipReason if claim.waiting is None else NothingYet)(claim.reason)
@@ -164,11 +168,7 @@ class PartitionWatch(Watched):
                 return Leased(claim.reason)
             return self._do(decision.when_leased, state, tick)
 
-        if live is not None and decision.presumed_dead is not None:
-            if claims.get(live.id)[1] == "committed":
-                # The run committed it between the two looks, and lives. It goes on with the events claimed here.
-                claims.release(claim)
-                return dg.SkipReason(f"run {decision.presumed_dead} drains the partition")
+        if decision.presumed_dead is not None:
             # Dagster's default launcher does not notice, and the run would count for the queue's limit for ever.
             _report_dead(decision.presumed_dead, tick)
         made = made_at(tick.shard, [claim.id]).get(claim.id)
@@ -179,7 +179,7 @@ class PartitionWatch(Watched):
         tags = {**claim_tags(claim.id, made, shard), AFTER_TAG: str(claim.range.after)}
         return self._request(run_key(claim.id, made, shard), {"claim": claim.id}, tags, shard)
 
-    def _claim(self, tick: Tick) -> Claim | NoClaim:
+    def _claim(self, tick: Tick, *, instead_of: Claim | None) -> Claim | NoClaim:
         return tick.shard.claims.claim(
             self.topic.name,
             self.consumer.name,
@@ -190,6 +190,7 @@ class PartitionWatch(Watched):
             max_wait=self.limits.max_wait,
             lease=self.limits.lease,
             timeout=self.options.statement_timeout,
+            instead_of=instead_of,
         )
 
     def _request(
