@@ -186,7 +186,7 @@ def test_a_handler_that_exits_fails_and_its_worker_goes_on(queue: Queue, until: 
 def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
     platform: EventSQL, queue: Queue, until: Until
 ) -> None:
-    lock, turns = threading.Lock(), [threading.Event(), threading.Event()]
+    lock, turns = threading.Lock(), [threading.Event() for _ in range(3)]
     calls: list[int] = []
 
     def slow(message: Message, _connection: Connection) -> None:
@@ -204,7 +204,6 @@ def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
         turns[0].set()
         # The first receive is over once its worker can be asked again: only the second is left.
         queue.send(b"2")
-        turns.append(threading.Event())
         until(lambda: len(calls) == 3)
         assert {message.receives for message in workers._held.messages() if message.body == b"1"} == {2}
         turns[1].set()
