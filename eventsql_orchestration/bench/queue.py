@@ -140,7 +140,7 @@ class QueueBenchmark(Benchmark):
             started = [
                 crew.start(
                     work, f"connection {number}, {step}", queue=queue, kind=kind, step=step, messages=share,
-                    batch=self.batch, ordered=self.ordered, keys=self.keys, number=number,
+                    batch=self.batch, ordered=self.ordered, keys=self.keys, number=number, warm=len(steps) == 1,
                 )
                 for step in steps
                 for number in range(self.connections)
@@ -250,14 +250,18 @@ def work(
     ordered: bool,
     keys: int,
     number: int,
+    warm: bool,
 ) -> roles.Outcome:
     """Send `messages`, or receive and acknowledge until there are no more; `deliver` waits for them.
 
+    With `warm`, a first batch is sent or received before the clock starts: a connection's first call makes the plans.
     Gives the number, the start and the end.
     """
     side: _Own | _Pgmq = _Pgmq(ordered) if kind else _Own(queue, ordered)
     with worker.platform() as platform, ExitStack() as opened:
-        side.open(platform, opened, messages=messages, batch=batch, keys=keys, number=number)
+        side.open(platform, opened, batch=batch, keys=keys, number=number)
+        if warm:
+            (side.send if step == "send" else side.receive)()
         worker.ready()
         started, done = time.monotonic(), 0
         if step == "send":
@@ -288,8 +292,7 @@ class _Own:
     _batches: Iterator[list[NewMessage]] = field(init=False)
     _most: int = field(init=False)
 
-    def open(self, platform: Any, _opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
-        del messages
+    def open(self, platform: Any, _opened: ExitStack, *, batch: int, keys: int, number: int) -> None:
         self._queue, self._most = Queue(platform, self.name), batch
         self._queue.definition()
         bodies = [each.value for each in workload.publications(_NAME, batch, seed=number)]
@@ -315,8 +318,7 @@ class _Pgmq:
     _batch: list[str] = field(init=False)
     _headers: Iterator[list[str]] = field(init=False)
 
-    def open(self, platform: Any, opened: ExitStack, *, messages: int, batch: int, keys: int, number: int) -> None:
-        del messages
+    def open(self, platform: Any, opened: ExitStack, *, batch: int, keys: int, number: int) -> None:
         self._connection = opened.enter_context(closing(platform.database.dedicated()))
         self._batch = [each.value.decode() for each in workload.publications(_NAME, batch, seed=number)]
         self._headers = cycle(
