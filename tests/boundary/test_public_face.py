@@ -32,7 +32,6 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetterCause, DeadL
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.publishing.publisher import Publisher, TransactionPublisher
@@ -58,7 +57,7 @@ from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.views import LogEntry, LogLine, Logs, Rollup, RollupEntry, Timeline, ViewFeed, Views
 from tests.boundary import face
 from tests.boundary.face import Argument, Method
-from tests.shards.conftest import database_of
+from tests.conftest import Administrator
 
 EXAMPLES = int(os.environ.get("EVENTSQL_FUZZ_EXAMPLES", "6"))
 
@@ -370,23 +369,23 @@ def _anywhere() -> Any:
 
 
 @contextmanager
-def opened(server: EmbeddedPostgres, shards: int) -> Iterator[Face]:
+def opened(administrator: Administrator, shards: int) -> Iterator[Face]:
     with ExitStack() as stack:
-        dsns = [stack.enter_context(database_of(server)) for _ in range(shards)]
+        dsns = [stack.enter_context(administrator.copied()) for _ in range(shards)]
         made = Face(*dsns)
         stack.callback(made.close)
         yield made
 
 
 @pytest.fixture(scope="module")
-def single(server: EmbeddedPostgres) -> Iterator[Face]:
-    with opened(server, 1) as made:
+def single(administrator: Administrator) -> Iterator[Face]:
+    with opened(administrator, 1) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def sharded(server: EmbeddedPostgres) -> Iterator[Face]:
-    with opened(server, 2) as made:
+def sharded(administrator: Administrator) -> Iterator[Face]:
+    with opened(administrator, 2) as made:
         yield made
 
 

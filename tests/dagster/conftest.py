@@ -13,8 +13,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.shards.conftest import database_of
+from tests.conftest import Administrator
 
 EFFECTS = """
 CREATE TABLE effect (
@@ -173,10 +172,10 @@ def metadata() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def shards(server: EmbeddedPostgres, instance: dg.DagsterInstance) -> Iterator[dict[str, Workbench]]:
+def shards(administrator: Administrator, instance: dg.DagsterInstance) -> Iterator[dict[str, Workbench]]:
     """Two databases as shards of one platform: a workbench on each, whose ticks and runs are over both."""
     with ExitStack() as stack:
-        dsns = [stack.enter_context(database_of(server)) for _ in range(2)]
+        dsns = [stack.enter_context(administrator.copied()) for _ in range(2)]
         platform = stack.enter_context(EventSQL(*dsns, transfer=False)).open()
         for shard in platform.shards:
             with shard.database.connection() as connection:

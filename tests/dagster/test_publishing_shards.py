@@ -16,20 +16,19 @@ from eventsql_orchestration.dagster.housekeeping.prune import delete_publication
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.lineage.published import add_up
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.sharding import shard_of_key
-from tests.shards.conftest import database_of
+from tests.conftest import Administrator
 
 NAMES = ["shard-1", "shard-2"]
 ROWS = [{"key": f"key {number}", "value": b"%d" % number} for number in range(40)]
 
 
 @pytest.fixture
-def eventsql(server: EmbeddedPostgres) -> Iterator[EventSQLResource]:
+def eventsql(administrator: Administrator) -> Iterator[EventSQLResource]:
     """Two shards with a topic of 3 partitions."""
     with ExitStack() as stack:
-        dsns = [stack.enter_context(database_of(server)) for _ in NAMES]
+        dsns = [stack.enter_context(administrator.copied()) for _ in NAMES]
         resource = EventSQLResource(dsn="\n".join(dsns))
         stack.callback(resource.platform.close)
         resource.platform.registry.register_topic(Topic("fares", 3))

@@ -34,15 +34,14 @@ from eventsql_orchestration.dagster.metadata_keys import PUBLISHED_EVENTS, PUBLI
 from eventsql_orchestration.dagster.monitoring.lag_sensor import observe_lag
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, ShardSetError, WrongShardError
 from eventsql_orchestration.orchestration.provenance import SHARD
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
+from tests.conftest import Administrator
 from tests.dagster.conftest import EFFECTS, Workbench
 from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, ORDERS, OTHER, ledger
-from tests.shards.conftest import database_of
 
 LETTERS = Topic(ORDERS.dead_letter_topic)
 KEYS = {shard_of_key(key, [ONE, OTHER]): key for key in "abcdefgh"}
@@ -242,11 +241,11 @@ def test_registering_makes_topics_and_consumers_on_all_shards_and_prepares_each(
 
 
 def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_then(
-    platform: EventSQL, shards: dict[str, Workbench], server: EmbeddedPostgres
+    platform: EventSQL, shards: dict[str, Workbench], administrator: Administrator
 ) -> None:
     bench, added = shards[ONE], "shard-3"
     ids = {name: each.publish("orders", 2, partition=0) for name, each in shards.items()}
-    with database_of(server) as dsn, EventSQL(dsn, transfer=False) as alone:
+    with administrator.copied() as dsn, EventSQL(dsn, transfer=False) as alone:
         ShardAddition(platform.shards, alone.shards[0]).execute()
         over = EventSQLResource(dsn=f"{bench.eventsql.dsn} {dsn}")
         with alone.database.connection() as connection:

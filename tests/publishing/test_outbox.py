@@ -11,9 +11,8 @@ import sqlalchemy
 from psycopg import conninfo
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ValidationError
-from tests.conftest import TEMPLATE, copy_database
+from tests.conftest import TEMPLATE, Administrator
 
 if TYPE_CHECKING:
     from tests.fixtures import SaidBy
@@ -28,13 +27,10 @@ def _topic(platform: EventSQL) -> None:
 
 
 @pytest.fixture(params=["template0", TEMPLATE], ids=["without the tables", "with the tables"])
-def another(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[str]:
+def another(administrator: Administrator, request: pytest.FixtureRequest) -> Iterator[str]:
     """Another database, which may have the platform's tables too."""
-    running = server.start()
-    with psycopg.connect(running.dsn, autocommit=True) as connection:
-        copy_database(connection, "another", template=request.param)
-    yield running.dsn_for("another")
-    server.drop_database("another")
+    with administrator.copied("another", template=request.param) as dsn:
+        yield dsn
 
 
 def both_ways(platform: EventSQL) -> list[Callable[[Any], object]]:

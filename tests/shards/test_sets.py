@@ -10,7 +10,6 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     RedefinitionError,
     RegistryError,
@@ -24,7 +23,8 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.bootstrap import compare
 from eventsql_orchestration.shards.shard_state import ShardState
 from eventsql_orchestration.storage import compressing
-from tests.shards.conftest import Databases, Open, database_of
+from tests.conftest import Administrator
+from tests.shards.conftest import Databases, Open
 
 
 def named(platform: EventSQL) -> dict[str, str]:
@@ -91,11 +91,11 @@ def _identity(dsn: str) -> str:
 
 
 def test_urls_that_are_not_the_set_are_refused_before_anything_is_written(
-    databases: Databases, opened: Open, server: EmbeddedPostgres
+    databases: Databases, opened: Open, administrator: Administrator
 ) -> None:
     one, other, third, empty = databases(4)
     opened(one, other).open().registry.register_topic(Topic("orders", 2))
-    with database_of(server) as foreign, EventSQL(third, foreign) as theirs:
+    with administrator.copied() as foreign, EventSQL(third, foreign) as theirs:
         theirs.open()
         before = {dsn: written(dsn) for dsn in (one, other, third, empty)}
         for dsns, message in (

@@ -26,15 +26,14 @@ from hypothesis.stateful import (
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ShardSetError, WrongShardError
 from eventsql_orchestration.sharding import HELD, shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.topics.offsets import Earliest
 from eventsql_orchestration.topics.partitioner import default_partition
+from tests.conftest import Administrator
 from tests.forms import BUFFERED, in_blocks
 from tests.log.test_stateful import SETTINGS, ConsumerModel, Entry, PartitionModel, TopicModel
-from tests.shards.conftest import database_of
 
 TOPIC = "orders"
 
@@ -77,10 +76,10 @@ class ShardModel:
 class ShardedMachine(RuleBasedStateMachine):
     """Does to the shards what the models do; each example has databases of its own."""
 
-    def __init__(self, server: EmbeddedPostgres, met: Counter[str]) -> None:
+    def __init__(self, administrator: Administrator, met: Counter[str]) -> None:
         """`met` counts what the examples come across."""
         super().__init__()
-        self.server = server
+        self.administrator = administrator
         self.met = met
         self.stack = ExitStack()
         self.values = itertools.count()
@@ -93,7 +92,7 @@ class ShardedMachine(RuleBasedStateMachine):
         self.stack.close()
 
     def _database(self) -> str:
-        return self.stack.enter_context(database_of(self.server))
+        return self.stack.enter_context(self.administrator.copied())
 
     def _open(self, dsns: Sequence[str]) -> EventSQL:
         return self.stack.enter_context(EventSQL(*dsns, transfer=False))
@@ -370,12 +369,12 @@ class ShardedMachine(RuleBasedStateMachine):
                 assert of_keys[key] == self.published[key][: len(of_keys[key])]
 
 
-def test_whatever_is_done_to_the_log_over_shards_comes_to_what_the_models_say(server: EmbeddedPostgres) -> None:
+def test_whatever_is_done_to_the_log_over_shards_comes_to_what_the_models_say(administrator: Administrator) -> None:
     met: Counter[str] = Counter()
 
     class Machine(ShardedMachine):
         def __init__(self) -> None:
-            super().__init__(server, met)
+            super().__init__(administrator, met)
 
     run_state_machine_as_test(Machine, settings=settings(SETTINGS, max_examples=6, stateful_step_count=25))
     assert met.keys() == WANTED, "what the examples are for"

@@ -11,10 +11,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import FORMAT
-from tests.shards.conftest import database_of
+from tests.conftest import Administrator
 
 PARTITIONS = 7
 KEYS = ["", "a", "ké", "键", "a" * 300, *(f"key-{number}" for number in range(60))]
@@ -88,10 +87,10 @@ def test_a_key_has_one_partition_whoever_publishes_it(
 
 
 def test_a_key_has_one_shard_and_one_partition_there_whoever_publishes_it(
-    spark: SparkSession, server: EmbeddedPostgres
+    spark: SparkSession, administrator: Administrator
 ) -> None:
     with ExitStack() as stack:
-        dsns = [stack.enter_context(database_of(server)) for _ in range(3)]
+        dsns = [stack.enter_context(administrator.copied()) for _ in range(3)]
         platform = stack.enter_context(EventSQL(*dsns, transfer=False))
         platform.registry.register_topic(Topic("orders", partitions=PARTITIONS))
         options = {"dsn": " ".join(dsns), "topic": "orders", "writerId": "conformance"}

@@ -22,7 +22,6 @@ from pyspark.sql.types import StringType, StructField, StructType
 from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.client import admin
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConfigurationError,
@@ -49,8 +48,8 @@ from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
-from tests.conftest import own_server
-from tests.shards.conftest import Databases, database_of
+from tests.conftest import Administrator, own_server
+from tests.shards.conftest import Databases
 from tests.spark.spreading import publish, rows, source_of, staged, start
 from tests.spark.stopping import Stop, await_end_of_transactions, no_transactions, stopping
 from tests.waiting import wait_until
@@ -65,9 +64,9 @@ MANY = 3 * LEAST_BY_BLOCKS + 6_000
 
 
 @pytest.fixture
-def databases(server: EmbeddedPostgres) -> Iterator[Databases]:
+def databases(administrator: Administrator) -> Iterator[Databases]:
     with ExitStack() as stack:
-        yield lambda number: [stack.enter_context(database_of(server)) for _ in range(number)]
+        yield lambda number: [stack.enter_context(administrator.copied()) for _ in range(number)]
 
 
 @pytest.fixture
@@ -734,7 +733,7 @@ def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(platfor
     assert shards["shard-2"].repartitioner.repartition("orders", 5) is not None
 
 
-def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(server: EmbeddedPostgres) -> None:
+def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(administrator: Administrator) -> None:
     # A server of its own, since a commit on another database of the same one puts the blocks on disk, too.
     with own_server() as embedded, ExitStack() as stack:
         crashing = embedded.create_database("crashing")
@@ -742,7 +741,7 @@ def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(se
             # What no commit waits for is not on disk before.
             connection.execute("ALTER SYSTEM SET wal_writer_delay TO '10s'")
             connection.execute("SELECT pg_reload_conf()")
-        dsns = prepared([stack.enter_context(database_of(server)), crashing])
+        dsns = prepared([stack.enter_context(administrator.copied()), crashing])
         stop = Stop(crashing, "UPDATE ON eventsql.spark_part", at_commit=True)
         process = start(dsns, 0, FEW)
         stop.await_reached()
