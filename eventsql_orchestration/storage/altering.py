@@ -1,4 +1,4 @@
-"""Changing the form of a log in use: from the border of a segment on, new events have another form.
+"""Changes the form of a log in use: new events get another form from the next segment on.
 
 The caller's transaction holds the registry and the topic, so nobody writes to the log. Statements that read the log
 wait, and then find the views, which `log_form` describes. Nothing is rewritten.
@@ -24,8 +24,8 @@ _BOTH = FORMS["both, new blocks"]
 def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage: Storage) -> bool:
     """Let new events of a log have the form `storage`; False if they have it already.
 
-    The log has segments, and no program retains or erases its events. Raises `RegistryError` if an object, such as a
-    view, depends on a table that gets another name, or if another table has a name that the log needs.
+    Call it for a log with segments, while no program retains or erases its events. Raises `RegistryError` if an object,
+    such as a view, depends on a table that gets another name, or if another table has a name that the log needs.
     """
     driver, blocks = driver_connection(connection), storage == BLOCKS
     form = log_form.form_in_transaction(driver, schema, topic.name)
@@ -42,7 +42,7 @@ def change(connection: sqlalchemy.Connection, schema: str, topic: Topic, storage
 
 
 def simplify(connection: Connection, schema: str, topic: str, partitions: int) -> bool:
-    """Give a log in both forms the one form of its new events, if all of its events have that form. False if not.
+    """Reduce a log in both forms to the form of its new events. False if it holds events of the other form.
 
     The caller's transaction holds the registry and the topic.
     """
@@ -56,8 +56,7 @@ def simplify(connection: Connection, schema: str, topic: str, partitions: int) -
     store = sql.Identifier(schema, log_form.store(topic, form, blocks=blocks))
     if fetch_one(connection, queries("holds_events", table=other)) == (True,):
         return False
-    dropped = sql.Identifier(schema, block_table(topic) if blocks else event_table(topic))
-    if segments.dependents(connection, schema, topic, dropped):
+    if segments.dependents(connection, schema, topic, view):
         return False
 
     segments.pass_on_rights(connection, schema, view, store)
@@ -75,7 +74,7 @@ def simplify(connection: Connection, schema: str, topic: str, partitions: int) -
 
 
 def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, form: Form) -> None:
-    """Make a log in rows or in blocks one in both forms, whose new events still have the same form."""
+    """Give a log in rows or in blocks both forms. Its new events keep the form that they had."""
     driver, name = driver_connection(connection), topic.name
     stored = sql.Identifier(schema, block_table(name) if form.blocks else event_table(name))
     kept, added = (block_store(name), row_store(name)) if form.blocks else (row_store(name), block_store(name))
@@ -85,7 +84,7 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
         log_table.check_free(driver, schema, table)
     segments.check_dependents(driver, schema, name, stored, "another form")
 
-    # The guard of a log in rows: from now on nobody writes to the log but this version.
+    # From now on, only this version of the package writes to the log, so a log in rows needs no guard.
     legacy_writer_trigger.release(driver, schema, name)
     driver.execute(sql.SQL("ALTER TABLE {} RENAME TO {}").format(stored, sql.Identifier(kept)))
     if form.blocks:
@@ -109,7 +108,7 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
 
 
 def _write_to(connection: Connection, schema: str, topic: str, sequence: sql.Identifier, *, blocks: bool) -> None:
-    """Let the rows or the blocks of a log in both forms have the new events, from the next segment on."""
+    """Direct the new events of a log in both forms to its rows or its blocks, from the next segment on."""
     newest = segments.newest_id(connection, schema, topic)
     queries = LogQueries("altering", schema)
     ends = []

@@ -36,7 +36,7 @@ class TopicState(NamedTuple):
 class BufferedBatch(NamedTuple):
     """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
-    A row is an event, or has a block, or stands for a staged one. `mixed`: some of them are no events. The other fields
+    A row is an event, holds a block, or refers to a staged block. `mixed`: some rows are not events. The other fields
     are as in `TopicState`.
     """
 
@@ -74,9 +74,9 @@ class LogAppender:
         self._queries = LogQueries("append", schema)
 
     def state(self, connection: Connection, topic: str, *, low_water: int, limit: int, events: int) -> TopicState:
-        """The state of a topic. The events of at most `limit` rows of the buffer are counted.
+        """The state of a topic. Counts the events in at most `limit` rows of the buffer.
 
-        If there are none, it takes ids of the log for `events` events.
+        If the buffer has no event of the topic, takes ids of the log for `events` events.
         """
         values = {"topic": topic, "low_water": low_water, "limit": limit, "events": events}
         *row, form, drawn, consecutive = fetch_one(connection, self._queries("append_state", topic=topic), values)
@@ -121,8 +121,8 @@ class LogAppender:
     ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto`, up to the first event, at most `most`.
 
-        Their values have at most `size` bytes, unless a single block has more. `reference` is the partition of the rows
-        that stand for them, `partitions` the topic's number of partitions.
+        Their values have at most `size` bytes, unless a single block has more. `reference` is the partition that marks
+        a row of the buffer as a block, `partitions` the topic's number of partitions.
         """
         values = {
             "topic": topic, "low_water": low_water, "upto": upto, "most": most, "size": size, "partitions": partitions,
@@ -138,8 +138,8 @@ class LogAppender:
         return last - events + 1 if consecutive else None
 
     def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
-        """COPY of encoded events to the end of the log: rows as `publishing/copy_format.py` makes them.
+        """COPY encoded events to the end of the log: rows of `publishing/copy_format.py`.
 
-        To a log in blocks, blocks as `publishing/block_format.py` makes them.
+        A log in blocks takes blocks of `publishing/block_format.py`.
         """
         return cursor.copy(self._queries.writing(cursor.connection, "append", topic))

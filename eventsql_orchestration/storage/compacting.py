@@ -18,7 +18,7 @@ from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import Segment, segment_name
 
 WINDOW_IDS: Final = log_form.MOST_IDS
-"""The ids of a window, which may become one block."""
+"""The ids of a window: as many as one block can have."""
 
 
 class Window(NamedTuple):
@@ -73,7 +73,7 @@ class LogCompactor:
         return Merged(*fetch_one(connection, self._query(connection, "merge"), values, prepare=False))
 
     def _query(self, connection: Connection, name: str) -> sql.SQL:
-        # A remembered form may have changed: between two windows, another program may change it.
+        # Another program may change the form between two windows.
         form = log_form.form_now(connection, self._schema, self._topic)
         return self._queries(name, block_store=log_form.store(self._topic, form, blocks=True))
 

@@ -44,9 +44,9 @@ def check_among(compression: Compression | None, methods: tuple[Compression, ...
 
 
 def compress(connection: psycopg.Connection[Any], schema: str, table: str, compression: Compression) -> None:
-    """Let a table of blocks, or a segment of one, compress the blocks that enter it from now on, or compress none.
+    """Set the compression of new blocks in a table of blocks, or in one segment of it.
 
-    Segments that are made later follow their table.
+    Later segments inherit the setting of their table.
     """
     queries = Queries("forms", schema, room=ROOM)
     if compression == UNCOMPRESSED:
@@ -65,7 +65,7 @@ def change(
     queries = Queries("forms", schema, room=ROOM)
     connection.execute(queries("note_compression"), {"topic": topic, "compression": compression})
     if tables:
-        # Of all of them at once, so that nobody who has one of them keeps the others locked for long.
+        # Lock all tables at once: a wait for one of them must not keep the others locked.
         log = sql.Identifier(schema, tables[0])
         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(log))
     for table in tables:

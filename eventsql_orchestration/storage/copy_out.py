@@ -1,4 +1,4 @@
-"""Queries that give a range of a log to COPY, as text without parameters: ADBC copies nothing else.
+"""Queries for COPY of a range of a log. They are text without parameters, because ADBC binds none in COPY.
 
 Runs in Spark's tasks, so it does not import the database floor, which takes longer to load than a small range takes to
 read. The driver tells the tasks the table.
@@ -89,8 +89,8 @@ def in_blocks(table: str) -> bool:
 def blocks_query(schema: str, table: str, offsets: OffsetRange, columns: Sequence[str]) -> str:
     """The blocks that may have events of a range, in order: last offset, events, partition, time, span, and arrays.
 
-    The arrays are, in this order: the places of events, if their ids have gaps; the `columns` that are in `ARRAYS`; and
-    beside values the metadata, which may mark an empty value as erased. The blocks may have events outside the range.
+    The arrays, in this order: the places of events, if their ids have gaps; the `columns` that are in `ARRAYS`; and, if
+    `columns` has values, the metadata that marks erased events. The blocks may have events outside the range.
     """
     arrays = [sql.SQL(ARRAYS[name]) for name in columns if name in ARRAYS]
     if "value" in columns:

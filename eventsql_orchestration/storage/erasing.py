@@ -36,9 +36,9 @@ class LogEraser:
         self._schema = schema
         self._topic = topic
         self._queries = LogQueries("erasing", schema)
-        self._values: dict[str, object] = {"topic": topic, "keys": sorted(keys), "kept": list(kept), "mark": mark}
-
-        self._values["copies"] = False
+        self._values: dict[str, object] = {
+            "topic": topic, "keys": sorted(keys), "kept": list(kept), "mark": mark, "copies": False
+        }  # fmt: skip
 
     def only_copies(self) -> None:
         """From now on, look only for events that were redriven."""
@@ -112,12 +112,12 @@ class LogEraser:
         connection.execute(self._queries("replace_failure"), values)
 
     def failed_deliveries(self, connection: Connection) -> list[int]:
-        """The events whose failures as deliveries of a queue may quote them, in order."""
+        """The offsets of events with a failed delivery whose text may quote the event, in order."""
         values = {"topic": self._topic, "failure": FAILURE}
         return [event for (event,) in fetch_all(connection, self._queries("failed_deliveries"), values)]
 
     def replace_failures_of_deliveries(self, connection: Connection, events: Sequence[int]) -> None:
-        """Replace the texts of these failures."""
+        """Replace the texts of the failed deliveries of these events."""
         values = {"topic": self._topic, "events": list(events), "failure": FAILURE}
         connection.execute(self._queries("replace_failures_of_deliveries"), values)
 
@@ -167,7 +167,7 @@ def erased_meanwhile(connection: Connection, schema: str, event: Event) -> Event
 def copy_events(connection: Connection, schema: str, topic: str) -> None:
     """Let erasures wait for the end of the caller's transaction, which copies events of a topic or its dead letters.
 
-    The events that are read after this call are erased, or the erasure finds the copies.
+    An event that is read after this call is already erased, or a later erasure finds its copy.
     """
     connection.execute(LogQueries("erasing", schema)("copy_events"), {"topic": f"{schema}.{topic}"})
 
@@ -178,6 +178,6 @@ def await_copies(connection: Connection, schema: str, topic: str) -> None:
 
 
 def try_change(connection: Connection, schema: str, topic: str) -> bool:
-    """Keep others from changing stored events of a topic until the caller's transaction ends; False if one does so."""
+    """Keep others from changing stored events of a topic until the caller's transaction ends. False if one does now."""
     row = fetch_one(connection, LogQueries("erasing", schema)("try_change"), {"topic": f"{schema}.{topic}"})
     return bool(row[0])

@@ -1,8 +1,8 @@
-"""Exchanging a partition for a copy of its rows, which lie in another order or take less space, beside readers.
+"""Replaces a partition by a copy of its rows, in another order or in less space, while readers go on.
 
 A transaction keeps writers away from the partition, copies it and exchanges the two. If it is interrupted, the
-partition stays. The copy's rows are frozen: each transaction sees them, whatever its snapshot. So `seen_by_all` or
-`is_seen_by_all` must have told that each transaction sees all rows of the partition.
+partition stays. The copy's rows are frozen: each transaction sees them, whatever its snapshot. So first check with
+`seen_by_all` or `is_seen_by_all` that each transaction sees all rows of the partition.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ WAIT_SECONDS: Final = 0.5
 that the attempt gives way, and not a reader or writer that waits for it."""
 
 EXCHANGE_SECONDS: Final = 10.0
-"""Seconds for which an exchange is tried, before the copy is thrown away and left to a later run."""
+"""Seconds for which an exchange is tried. Then the copy is dropped, and a later run tries again."""
 
 
 def begin(connection: Connection) -> None:
     """Let the caller's transaction, which copies and exchanges, last as long as it takes."""
     connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
     connection.execute("SET LOCAL statement_timeout TO 0")
-    # The commit, which keeps the parent locked, waits for no standby. One without the copy has the former partition.
+    # The parent is locked during the commit, so the commit waits for no standby. A standby that lacks the copy still
+    # has the former partition.
     connection.execute("SET LOCAL synchronous_commit TO local")
 
 
 def attempt(connection: Connection, step: Callable[[Connection], None], seconds: float = 0.0) -> bool:
-    """Try a step that lets others wait for `WAIT_SECONDS`, in a savepoint. False where others are in its way.
+    """Try a step in a savepoint, and wait at most `WAIT_SECONDS` for each lock. False if others keep it from its locks.
 
-    It is tried for `seconds`, and at least once.
+    Tries for `seconds`, and at least once.
     """
     connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
     retry = Backoff(seconds)
@@ -65,7 +66,7 @@ class Exchange:
         self._queries = Queries("exchanging", schema, room=ROOM)
 
     def vacuum(self, connection: Connection) -> bool:
-        """Free the space of deleted rows, and note which pages each transaction sees whole.
+        """Free the space of deleted rows, and mark the pages that are all-visible.
 
         If other transactions are in the way, or the session's own limits are too short, the server vacuums later: then
         this gives False.
@@ -86,9 +87,9 @@ class Exchange:
         return str(found[1]) if found is not None and found[0] else None
 
     def is_seen_by_all(self, connection: Connection) -> bool:
-        """Whether each transaction sees all rows, if others may have written since `vacuum`.
+        """As `seen_by_all`, for a partition that others may have written to since `vacuum`.
 
-        Call it with writers kept away. A page that was written to since `vacuum` is looked up, and not only the index.
+        Call it with writers kept away. An index-only scan fetches rows of a page that is not all-visible any more.
         """
         for setting in ("enable_seqscan", "enable_bitmapscan"):
             connection.execute(f"SET LOCAL {setting} TO off")
@@ -104,7 +105,7 @@ class Exchange:
         return fetch_one(connection, self._query("is_awaited"), prepare=False) == (True,)
 
     def probe(self, connection: Connection) -> None:
-        """Find out whether others let `replace` be done: raise the driver's `LockNotAvailable` if they do not."""
+        """Check that `replace` would get its lock. Raises the driver's `LockNotAvailable` otherwise."""
         connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(self._parent))
         raise psycopg.Rollback
 
@@ -166,7 +167,7 @@ class Exchange:
 
 
 def _heap_fetches(plan: dict[str, Any]) -> int:
-    """The rows that a plan did not find in an index alone; 1 for a plan that read no index."""
+    """The heap fetches of a plan's index-only scans; 1 for a plan without such a scan."""
     if plan["Node Type"] == "Index Only Scan":
         return int(plan["Heap Fetches"])
     if "Plans" not in plan:

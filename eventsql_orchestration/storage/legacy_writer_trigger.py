@@ -94,14 +94,14 @@ def is_guarded(connection: Connection, schema: str, topic: str) -> bool:
 
 
 def hold(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Let nobody write to a topic's log until the caller's transaction ends, as `guard` will; reading goes on."""
+    """Lock a topic's log against writers until the caller's transaction ends, before `guard` does. Reading goes on."""
     form = form_in_transaction(connection, schema, topic)
     log = sql.Identifier(schema, store(topic, form, blocks=form.writes_blocks))
     connection.execute(sql.SQL("LOCK TABLE {} IN SHARE ROW EXCLUSIVE MODE").format(log))
 
 
 def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitions: int) -> None:
-    """From now on, move events for partitions from `partitions` on to other partitions of the topic.
+    """From now on, move events of partition `partitions` and above to the partitions below it.
 
     The caller's transaction holds the registry and the topic. A log with blocks refuses such writers anyway.
     """

@@ -4,9 +4,10 @@ The relation `{topic}_event` has EventSQL's columns in every form. In the form o
 events. In the form of blocks it is a view, and the table `{topic}_block` holds the events. So a statement that takes a
 log for rows is right for blocks too, and slow.
 
-A log whose form was changed has both, each segment one. The tables `{topic}_rows` and `{topic}_array` hold its rows and
-its blocks. `{topic}_event` is a view of all events, and `{topic}_block` is a view of all blocks, with a row as a block
-of one event. So a statement that reads a log in blocks reads such a log, too. Nothing can be written to the views.
+A log whose form was changed has both forms, and each segment has one of them. The tables `{topic}_rows` and
+`{topic}_array` hold its rows and its blocks. `{topic}_event` is a view of all events, and `{topic}_block` is a view of
+all blocks, with a row as a block of one event. So a statement that reads a log in blocks reads such a log, too. Nothing
+can be written to the views.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ MOST_IDS: Final = 20_000
 """The most ids that a block has between its first event and its last one: `sql/forms.sql` has the constraint."""
 
 BLOCKS_SECONDS: Final = 5.0
-"""Seconds until the form of a log in blocks is looked up again. For this long at most, reads of a topic fail that was
-deleted and made anew in rows."""
+"""Seconds until the form of a log in blocks is looked up again. Until then, reads of a topic that was deleted and
+created again in rows fail."""
 
 ROWS_SECONDS: Final = 60.0
-"""Seconds until the form of a log in rows is looked up again. Until then, reads of a topic that was made anew in blocks
-are slow."""
+"""Seconds until the form of a log in rows is looked up again. Until then, reads of a topic that was created again in
+blocks are slow."""
 
 
 class Form(NamedTuple):
@@ -69,7 +70,7 @@ def names(topic: str) -> dict[str, str]:
 
 
 def form(connection: psycopg.Connection[Any], schema: str, topic: str) -> Form:
-    """The form of a topic's log, as far as is known from a short while ago. Rows for a missing log."""
+    """The form of a topic's log, looked up now or some seconds ago. Rows for a missing log."""
     known = _known.get(_key(connection, schema, topic))
     if known is not None and time.monotonic() < known[0]:
         return known[1]
@@ -92,12 +93,12 @@ def _found(connection: psycopg.Connection[Any], schema: str, topic: str) -> str:
 
 
 def in_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) -> bool:
-    """Whether a topic's log is read as blocks, as far as is known from a short while ago. False for a missing log."""
+    """Whether a topic's log is read as blocks, by `form`. False for a missing log."""
     return form(connection, schema, topic).blocks
 
 
 def learn(connection: psycopg.Connection[Any], schema: str, topic: str, found: str) -> Form:
-    """Note the form of a log that a statement has found, by its name."""
+    """Remember the form of a log. `found` is its name in `FORMS`, as a statement gives it."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     until = time.monotonic() + (BLOCKS_SECONDS if FORMS[found].blocks else ROWS_SECONDS)
@@ -106,7 +107,7 @@ def learn(connection: psycopg.Connection[Any], schema: str, topic: str, found: s
 
 
 def forget(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Look the form of a log up anew at its next use, because its table has changed."""
+    """Forget the form of a log whose table has changed."""
     _known.pop(_key(connection, schema, topic), None)
 
 

@@ -166,7 +166,7 @@ def holds_events(connection: sqlalchemy.Connection, topic: str) -> bool:
 
 
 def check_readable(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
-    """Fail if the current role may not read a topic's log: row security hides the topic's consumers from it."""
+    """Fail if the current role may not read a topic's log: otherwise row security would silently hide its consumers."""
     queries, log = LogQueries("read", schema), {"log": log_form.stored(connection, schema, topic).as_string(connection)}
     if fetch_first(connection, queries("is_refused"), log) == (True,):
         connection.execute(queries.on(connection, "check_readable", topic))

@@ -15,7 +15,7 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 
 
 class Sample(NamedTuple):
-    """A part of a log: its first and last event, and the number of its first events, up to the offset `upto`."""
+    """A range of a log: its first and last offset, and the number of its first events, counted up to offset `upto`."""
 
     first: int
     last: int
@@ -34,7 +34,7 @@ class Content(NamedTuple):
 
 
 class Publisher(NamedTuple):
-    """The events of a range that one run published: its names from Dagster, number, offsets, times of publication."""
+    """The events of a range that one run published: run, asset and partition, number, offsets, times of publication."""
 
     run: str | None
     asset: str | None

@@ -34,7 +34,7 @@ _NEAR: Final = 64
 """Events whose ids are at most so far apart are read together."""
 
 _MORE: Final = 8
-"""Each further look reads this many times as many blocks as the look before: blocks may be small."""
+"""Factor by which each further look reads more blocks than the look before: blocks may be small."""
 
 
 class Extent(NamedTuple):

@@ -103,7 +103,7 @@ class SegmentDrops:
         self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
 
     def drop_detached(self, connection: Connection) -> None:
-        """Drop the topic's segments that an earlier run detached. Somebody keeps detached segments without the mark."""
+        """Drop the topic's segments that an earlier run detached. A detached segment without the mark stays."""
         for table in detached(connection, self._schema, self._topic):
             self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
 

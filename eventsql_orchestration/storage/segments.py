@@ -1,4 +1,4 @@
-"""The segments of a topic's log: its event table is partitioned by ranges of ids, so that old events go at once.
+"""The segments of a topic's log: its event table is partitioned by ranges of ids, so that old events are dropped fast.
 
 The transaction that holds the topic makes segments ahead. There is no default segment: it would have to be locked and
 searched whenever another is added. A log is rolled by letting its ids go on at the next segment's start. A table of
@@ -149,7 +149,7 @@ def adopt(connection: Connection, schema: str, topic: str, wanted: str = "a rete
     """Make a plain event table the first segment of its topic's log. `wanted` is the reason, for errors.
 
     The connection is in autocommit mode. The rows are read once, to know that they are within the segment, while others
-    read and write; nothing is rewritten. Others wait only at the end, while the names change hands.
+    read and write; nothing is rewritten. Others wait only at the end, while tables are renamed.
 
     Raises `RegistryError` if an object, such as a view or a policy of row security, depends on the table and would stay
     with the segment. Raises the driver's `LockNotAvailable` if other transactions keep the table for `LOCK_SECONDS`.
@@ -192,7 +192,7 @@ def check_dependents(connection: Connection, schema: str, topic: str, table: sql
     if found := dependents(connection, schema, topic, table):
         raise RegistryError(
             f"topic {topic!r} cannot have {wanted} yet, because {', '.join(found)} would stay with its present events: "
-            "drop these objects, set it, and make them anew"
+            f"drop these objects, set {wanted}, and create them again"
         )
 
 
@@ -240,7 +240,7 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
 
 
 def pass_on_rights(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
-    """Give roles their rights on one table or view also on another, and on the columns that both have."""
+    """Grant each role its rights on `source` on `target` too, also the rights on columns that both have."""
     values = {"table": source.as_string(connection), "target": target.as_string(connection)}
     for privilege, grantee, grantable in fetch_all(connection, LogQueries("segments", schema)("grants"), values):
         to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)

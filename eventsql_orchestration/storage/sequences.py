@@ -30,7 +30,7 @@ NEARLY: Final = 0.9
 """The share of a sequence's values after which it is reported as nearly used up."""
 
 LOCK_MILLISECONDS: Final = 250
-"""Seconds that publishers wait at most while the buffer's sequence is advanced."""
+"""Milliseconds that publishers wait at most while the buffer's sequence is advanced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +70,13 @@ class SequenceState:
         """The error for its settings; None if they are right."""
         if self.wrong is None:
             return None
-        finding = f"sequence {self} has {self.wrong}: ids would not grow in the order of commits, and events be lost"
+        finding = f"sequence {self} has {self.wrong}: ids would not grow in commit order, and events would be lost"
         return SequenceError(finding, sequence=str(self), remedy=f"ALTER SEQUENCE {self} {SETTINGS}")
 
     def behind(self, highest: int, *, relation: str | None = None, after: int = 0) -> SequenceError | None:
         """The error for a sequence that gives out ids below `highest`, the largest id in its table or in `relation`.
 
-        New ids have to be above `after`, too, where segments of another form end.
+        New ids also have to be above `after`, the last id of the segments in another form.
         """
         value = max(highest, after)
         if self.last is None or self.last >= value:
@@ -105,7 +105,7 @@ class Ids:
         self._last: dict[str, int] = {}
 
     def holds(self, connection: Connection, topic: str, last: int | None) -> bool:
-        """Whether a sequence was not set back since the last look; `last` is its last id.
+        """False if a sequence was set back since the last look; `last` is its last id.
 
         If others took ids since, looks whether the log has a larger one, in the caller's transaction that holds the
         topic: the sequence may have been set back to an id that this writer has not seen.
@@ -127,7 +127,7 @@ class Ids:
     def look(self, connection: Connection, topic: str) -> bool:
         """Check the sequence of a log in the caller's transaction, which holds the topic; advance one that is behind.
 
-        Gives whether the times of the log are points in time. Raises `SequenceError`.
+        Returns whether the times of the log have time zones. Raises `SequenceError`.
         """
         log = written(connection, self._schema, topic).as_string(connection)
         query = self._queries.on(connection, "log_state", topic)
@@ -142,7 +142,7 @@ class Ids:
                 # Nobody else gives out ids of this log meanwhile, so it cannot be set back by this.
                 connection.execute(self._queries("advance"), {"sequence": sequence, "value": least})
             except psycopg.errors.InsufficientPrivilege as error:
-                # A role that transfers draws ids and sets no sequence.
+                # A transfer role may draw ids, but may not set a sequence.
                 raise state.behind(highest, after=after) or error from error
             logger.warning("the ids of topic %r go on after %d: its sequence was set back to %d", topic, least, last)
         self._last[topic] = max(last, least)

@@ -54,8 +54,8 @@ FROM STDIN (FORMAT binary);
 
 -- batch_end -- A batch of at most `limit` rows of the buffer: its last id, its size, the topic's partitions and layout,
 -- whether there are blocks in it, the last id of the log, and its form.
--- Every read of a topic's part of the buffer compares rows: the buffer fills and empties faster than its statistics
--- change, and the server might step over all other topics otherwise.
+-- Every read of the buffer compares (topic, id): otherwise the server might walk over all other topics, because the
+-- buffer fills and empties faster than its statistics change.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
 FROM (
@@ -71,8 +71,8 @@ WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <
 ORDER BY eql_topic, eql_id
 LIMIT 1;
 
--- part before_blocks -- Events of the buffer up to an id. None of them is behind a block: a block may have been committed
--- since the batch was looked at, and an event behind it by the same publisher.
+-- part before_blocks -- Events of the buffer up to an id, and before the first block: since the batch was looked at, a
+-- publisher may have committed a block and an event after it.
 (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s)
     AND (eql_topic, eql_id) < (%(topic)s, coalesce((
         SELECT block.eql_id FROM {schema}.event_buffer block

@@ -21,8 +21,8 @@ WITH moved AS (
     RETURNING eql_id, eql_partition, eql_key, eql_value, eql_created_at, eql_metadata
 
 -- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
--- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. Without consecutive ids it
--- gets none and is refused.
+-- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. If the ids are not
+-- consecutive, the block gets no id, and the table refuses it.
 numbered AS (
     SELECT *, (row_number() OVER own - 1) / 10000 AS by_number,
            sum(octet_length(eql_value) + coalesce(octet_length(eql_key), 0) + octet_length(eql_metadata::text)) OVER own
@@ -66,9 +66,9 @@ RETURNING eql_events
     FROM moved
 ), {packed};
 
--- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. Without consecutive ids,
--- and where one says that it has more events than a block may have, they get none and are refused. `||` reads an array
--- from its place in the buffer once; otherwise each check of the log's table would read it.
+-- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. If the ids are not
+-- consecutive, or a block claims more events than a block may have, the blocks get no id, and the table refuses them.
+-- `||` reads an array from the buffer once; otherwise each check of the log's table would read it.
 {taken}, sound AS (SELECT FROM block WHERE at_home),
 wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {own}, {drawn},
 entered AS (

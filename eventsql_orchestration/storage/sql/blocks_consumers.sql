@@ -30,8 +30,8 @@ LEFT JOIN LATERAL (
     WHERE first.before < {until}
 ) waiting ON true
 
--- ready -- Partitions with at least `least` events after their offset (1 if none is asked), the seconds until each may
--- be consumed, and true; and with false, partitions that have consumed all of their layout. One step in the index for
+-- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
+-- be consumed, true. Also the partitions that have consumed all of their layout, with false. One step in the index for
 -- each block that is needed.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
@@ -51,7 +51,7 @@ LEFT JOIN LATERAL (
 ) waiting ON true
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
 
--- ready_topic -- The same of a consumer of the whole topic, which is in no layout.
+-- ready_topic -- The same of a consumer of the whole topic, which has no layout.
 SELECT c.eql_partition, {due}, true
 FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
 JOIN {schema}.consumer c

@@ -18,15 +18,15 @@ coalesce(eql_entered[({number})::int], eql_created_at)
 -- part held -- How many events of a block the range has.
 ({up_to of {upto}} - {up_to of {after}})
 
--- part near -- Excludes the blocks after the range by their ids, so that an index and the segments serve: a block has at
--- most 20,000 ids.
+-- part near -- Excludes the blocks after the range by their ids, so that the server can use an index and skip segments: a
+-- block has at most 20,000 ids.
 eql_id <= (least({upto}, 9223372036854755807) + 20000)
 
 -- part in_range -- The blocks that may have events of the range.
 eql_id > {after} AND {near} AND {base} < {upto} AND {after} < {upto}
 
--- part runs -- The events of blocks as runs of consecutive ids: the id before the first, the last one; and of runs of one
--- event, its times. A block with gaps has a run for each event. Only compacted logs have such blocks.
+-- part runs -- The events of blocks as runs of consecutive ids: the id before the first, and the last one. A block with
+-- gaps has a run for each event, with the times of the event. Only compacted logs have such blocks.
 CROSS JOIN LATERAL (
     SELECT {base} AS before, eql_id AS last, NULL::timestamptz AS entered, NULL::timestamptz AS published
     WHERE eql_span IS NULL
@@ -42,8 +42,8 @@ greatest(run.before, {after}) AS start, least(run.last, {upto}) - greatest(run.b
 coalesce(run.entered, eql_entered[(greatest({after} - run.before, 0))::int + 1], eql_created_at) AS entered,
 coalesce(run.published, eql_times[(greatest({after} - run.before, 0))::int + 1], eql_buffered_at) AS published
 
--- part next_runs of most -- The first runs of the range that have `most` events together, or all. The first blocks with as many
--- events are found by the index. Blocks with gaps that end later may have events before the end of these.
+-- part next_runs of most -- The first runs of the range that have `most` events together, or all. The index finds the first
+-- blocks with so many events. Blocks with gaps that end later may have events before the end of these.
 WITH reach AS MATERIALIZED (
     SELECT max(eql_id) AS upto
     FROM (

@@ -51,7 +51,7 @@ SELECT wanted.number
 FROM unnest(%(numbers)s::int[], %(after)s::bigint[], %(upto)s::bigint[]) AS wanted (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{block_table} WHERE {in_range} AND {held} > 0);
 
--- ends_of_events -- The last offset of each of the windows of so many events that a range of offsets is cut into.
+-- ends_of_events -- Cut a range of offsets into windows of `events` events: the last offset of each window.
 WITH numbered AS (
     SELECT runs.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
     FROM (
@@ -69,7 +69,7 @@ UNION
 SELECT max(start + held) FROM numbered HAVING count(*) > 0
 ORDER BY ending;
 
--- ends_of_periods -- The last offset of each period of so many seconds, counted from 1970, that a range has events of.
+-- ends_of_periods -- Cut a range of offsets into periods of `seconds` seconds, counted from 1970: the last offset of each.
 SELECT max(each.id)
 FROM {one}
 JOIN {schema}.{block_table} ON {in_range}
@@ -98,7 +98,7 @@ CROSS JOIN LATERAL unnest(array_fill(NULL::boolean, ARRAY[eql_events]), eql_meta
     WITH ORDINALITY AS own (nothing, metadata, published, place, number)
 
 -- publication -- The events of a publication in the log: number, first and last offset, run. They have the publication's
--- time, because they are of its transaction; the asset excludes others of the same time.
+-- time, because one transaction published them; the asset excludes events of other transactions at the same time.
 SELECT count(*), min(id), max(id), min(run)
 FROM (
     SELECT id,
@@ -115,7 +115,7 @@ FROM (
     LIMIT %(events)s
 ) found;
 
--- publishers -- Who published the events of a range: the number, the offsets and the times of each run's, and of the rest.
+-- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
 SELECT coalesce(metadata ->> 'dagster_run_id',
                 ('airflow ' || (metadata ->> 'airflow_dag_id')) || ('/' || (metadata ->> 'airflow_run_id'))) AS run,
        coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') AS asset,

@@ -37,9 +37,9 @@ WITH near AS (
 )
 {taken};
 
--- read_window -- The same of the blocks whose ids are in a window, whose ends are constants. So a plan for any values looks
--- into the segments of the window alone, and is kept. By the rows that it compares, no index serves but the one of
--- partitions. `more` is the last id of the log; NULL where the current role may not know it.
+-- read_window -- The same of the blocks with ids in a window. The ends of the window are constants, so a generic plan reads
+-- the segments of the window alone, and the server keeps the plan. The row comparison leaves only the index of partition
+-- and id. `more` is the last id of the log; NULL where the current role may not know it.
 WITH near AS (
     SELECT *, {up_to of {after}} AS nth, {held} AS held, (
         SELECT CASE WHEN has_sequence_privilege(sequence, 'SELECT, USAGE') THEN pg_sequence_last_value(sequence) END
@@ -54,8 +54,8 @@ WITH near AS (
 )
 {taken};
 
--- read -- The same of all partitions. `more` says that there are blocks with gaps: then it may not be in order. A block
--- whose gap has the whole range does not count: there may be one in each partition.
+-- read -- The same of all partitions. `more` says that there are blocks with gaps: then the events may be out of order. A
+-- block whose gap spans the whole range is left out: there may be one in each partition.
 WITH own AS MATERIALIZED (
     SELECT *, {up_to of {after}} AS nth, {held} AS held
     FROM {schema}.{block_table}
@@ -168,9 +168,8 @@ SELECT greatest(low - 1, (
 ))
 FROM wholly;
 
--- nth_before -- The offset of the n-th event from an offset backwards, if there are as many; `skip` is n - 1. The last
--- blocks with as many events are found by the index. Between the events of a block with gaps lie those of blocks that
--- end earlier.
+-- nth_before -- The offset of the n-th event from an offset backwards, if there are as many; `skip` is n - 1. The index
+-- finds the last blocks with so many events. Blocks that end earlier may have events between those of a block with gaps.
 WITH last AS MATERIALIZED (
     SELECT min(eql_id) AS first, bool_or(eql_span IS NOT NULL) AS gaps
     FROM (

@@ -7,8 +7,8 @@ CASE WHEN NOT c.eql_paused THEN greatest(
         THEN extract(epoch FROM c.eql_retry_at - clock_timestamp()) END
 )::float8 END
 
--- ready -- Partitions with at least `least` events after their offset (1 if none is asked), the seconds until each may
--- be consumed, and true; and with false, partitions that have consumed all of their layout. The row comparison leaves
+-- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
+-- be consumed, true. Also the partitions that have consumed all of their layout, with false. The row comparison leaves
 -- only the index of partition and id: one step in it for each partition under any plan, even if its events are rare.
 -- The condition on the id alone excludes the segments before the offset.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
@@ -25,7 +25,7 @@ LEFT JOIN LATERAL (
 ) waiting ON true
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
 
--- ready_topic -- The same of a consumer of the whole topic, which is in no layout.
+-- ready_topic -- The same of a consumer of the whole topic, which has no layout.
 SELECT c.eql_partition, {due}, true
 FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
 JOIN {schema}.consumer c

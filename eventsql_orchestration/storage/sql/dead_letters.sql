@@ -47,7 +47,7 @@ WHERE l.eql_metadata ->> 'dlt_backfill' IS NOT NULL
 GROUP BY 1
 ORDER BY 1;
 
--- unknown -- Of some ids, at most so many that no dead letter has.
+-- unknown -- At most `limit` of the given ids that no dead letter has.
 SELECT wanted.id
 FROM unnest(%(ids)s::bigint[]) AS wanted (id)
 WHERE NOT EXISTS (SELECT FROM {schema}.{event_table} l WHERE l.eql_id = wanted.id)

@@ -54,8 +54,8 @@ SELECT max(eql_id) FROM (
     LIMIT %(limit)s
 ) next;
 
--- try_change -- Keep other programs from changing stored events of a topic until the transaction ends, or find that one
--- is at it.
+-- try_change -- Keep other programs from changing stored events of a topic until the transaction ends; false if one does
+-- so now.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074603));
 
 -- copy_events -- Read and copy events of a topic, or of its dead letters, in this transaction. An erasure waits for its

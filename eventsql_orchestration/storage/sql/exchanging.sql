@@ -1,4 +1,4 @@
--- vacuum -- Free the space of rows that were deleted, and note which pages every transaction sees whole.
+-- vacuum -- Free the space of rows that were deleted, and mark the pages that are all-visible.
 VACUUM {schema}.{table};
 
 -- options -- What a copy made by LIKE lacks of a table, as actions of ALTER TABLE: its tablespace and its options.

@@ -11,7 +11,7 @@ CASE WHEN to_regclass('{schema}.{rows_of_both}') IS NOT NULL
     THEN pg_get_serial_sequence('{schema}.{rows_of_both}', 'eql_id') END
 
 -- part form -- The form of a log. The table that new events enter has the sequence of the ids, and a view has none. A log
--- in blocks that has lost its sequence is one in blocks still.
+-- in blocks that has lost its sequence is still a log in blocks.
 CASE WHEN (SELECT relkind = 'v' FROM pg_class WHERE oid = to_regclass('{schema}.{event_table}')) IS NOT TRUE THEN 'rows'
      WHEN {ids_of_blocks} IS NOT NULL THEN 'blocks'
      WHEN {ids_of_new_blocks} IS NOT NULL THEN 'both, new blocks'
@@ -91,7 +91,7 @@ CREATE TABLE {schema}.{table} (
     )
 ) PARTITION BY RANGE (eql_id);
 
--- store_apart -- Keep arrays out of the rows and as they are: most of their bytes would not get smaller.
+-- store_apart -- Store arrays out of line and uncompressed: few of their bytes would get smaller.
 ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_times SET STORAGE EXTERNAL, ALTER COLUMN eql_keys SET STORAGE EXTERNAL,
     ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,

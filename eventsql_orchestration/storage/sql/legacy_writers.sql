@@ -4,7 +4,7 @@ SELECT EXISTS (
     WHERE tgrelid = to_regclass(%(log)s) AND tgname = 'eql_place_in_layout' AND NOT tgisinternal
 );
 
--- has_partition_index -- Whether the events of a partition are found without reading a log: other programs' may have no index.
+-- has_partition_index -- Whether a log has the index of partition and id. A log that another program created may lack it.
 SELECT EXISTS (
     SELECT FROM pg_index WHERE indrelid = to_regclass(%(log)s) AND pg_get_indexdef(indexrelid) ~~ '%%(eql_partition, eql_id)'
 );

@@ -43,7 +43,7 @@ SELECT r.number
 FROM unnest(%(numbers)s::int[], %(after)s::bigint[], %(upto)s::bigint[]) AS r (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{event_table} e WHERE e.eql_id > r.after AND e.eql_id <= r.upto);
 
--- ends_of_events -- The last offset of each of the windows of so many events that a range of offsets is cut into.
+-- ends_of_events -- Cut a range of offsets into windows of `events` events: the last offset of each window.
 SELECT max(eql_id)
 FROM (
     SELECT eql_id, (row_number() OVER (ORDER BY eql_id) - 1) / %(events)s AS number
@@ -53,7 +53,7 @@ FROM (
 GROUP BY number
 ORDER BY 1;
 
--- ends_of_periods -- The last offset of each period of so many seconds, counted from 1970, that a range has events of.
+-- ends_of_periods -- Cut a range of offsets into periods of `seconds` seconds, counted from 1970: the last offset of each.
 SELECT max(eql_id)
 FROM {schema}.{event_table}
 WHERE eql_id > %(after)s AND eql_id <= %(upto)s
@@ -68,7 +68,7 @@ GROUP BY w.upto, e.eql_partition
 ORDER BY w.upto, e.eql_partition;
 
 -- publication -- The events of a publication in the log: number, first and last offset, run. They have the publication's
--- time, because they are of its transaction; the asset excludes others of the same time.
+-- time, because one transaction published them; the asset excludes events of other transactions at the same time.
 SELECT count(*), min(eql_id), max(eql_id), min(run)
 FROM (
     SELECT eql_id,
@@ -85,7 +85,7 @@ FROM (
     LIMIT %(events)s
 ) found;
 
--- publishers -- Who published the events of a range: the number, the offsets and the times of each run's, and of the rest.
+-- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
 SELECT coalesce(eql_metadata ->> 'dagster_run_id',
                 ('airflow ' || (eql_metadata ->> 'airflow_dag_id')) || ('/' || (eql_metadata ->> 'airflow_run_id'))) AS run,
        coalesce(eql_metadata ->> 'dagster_asset_key', eql_metadata ->> 'airflow_task_id') AS asset,

@@ -2,8 +2,8 @@
 CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, '{{"eventsql_erased":') THEN eql_value END
 
 -- read -- Events of a range of offsets, in order. The statements for one partition are planned for their values: a
--- generic plan would step over the events of all others, endlessly if the partition gets none. A topic that EventSQL's
--- Java library registered after our migrations has times without a time zone.
+-- generic plan would walk over the events of all other partitions, and reach no end if the partition gets no event. A
+-- topic that EventSQL's Java library registered after our migrations has times without a time zone.
 SELECT eql_id, eql_partition, eql_key, {value}, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
@@ -13,7 +13,7 @@ LIMIT %(limit)s;
 -- is_refused -- Whether there is a log that the current role may not read.
 SELECT has_table_privilege(to_regclass(%(log)s), 'SELECT') IS FALSE;
 
--- check_readable -- Nothing of a topic's log, which takes the right to read it.
+-- check_readable -- Read no row of a topic's log. The statement fails without the right to read the log.
 SELECT FROM {schema}.{log_table} LIMIT 0;
 
 -- end -- The newest offset of a topic, 0 when it is empty.

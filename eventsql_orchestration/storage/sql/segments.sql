@@ -67,7 +67,7 @@ WHERE c.eql_topic = %(topic)s
 ORDER BY c.eql_name, c.eql_partition
 LIMIT 1;
 
--- try_retain -- Keep other programs from retaining a topic until the transaction ends, or find that one is at it.
+-- try_retain -- Keep other programs from retaining a topic until the transaction ends; false if one does so now.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074602));
 
 -- makes_segments -- Whether the current role makes a log's segments itself: it owns the log, or is a member of an owner
@@ -163,5 +163,5 @@ WHERE n.nspname = %(schema)s AND c.relkind = ANY (ARRAY['r', 'p', 'v']) AND NOT 
   )
 ORDER BY c.relkind DESC;
 
--- vacuum -- Leave a table of a log as it is a while after it was written.
+-- vacuum -- Vacuum and analyze a table of a log, as autovacuum does a while after writes.
 VACUUM (ANALYZE) {schema}.{table};
