@@ -1,4 +1,4 @@
-"""Runs `eventsql dev --dags`: Airflow with a directory of DAGs, their setup, rounds, and the lag to look at."""
+"""Runs `eventsql dev --dags`: Airflow with a directory of DAGs, their setup and rounds, and a table of the lag."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ class _Running:
         self._keep_spark()
 
     def simulate(self, dag: str) -> str:
-        """Start a simulation; gives its run. Only one with a parameter `orders` takes their number."""
+        """Start a simulation and return its run. A DAG with a parameter `orders` gets the number of orders."""
         params = self._airflow.api.ask("GET", f"/dags/{dag}/details")["params"] or {}
         conf = {} if self._orders is None or "orders" not in params else {"orders": self._orders}
         return self._airflow.api.trigger(dag, conf)
@@ -260,6 +260,6 @@ class _Running:
                     down = False
                 except (DatabaseUnavailableError, LocalAirflowError) as error:
                     if not down:
-                        complain(f"waiting, for this does not answer: {error}")
+                        complain(f"no answer, trying again: {error}")
                     down = True
                 time.sleep(1.0)

@@ -85,8 +85,8 @@ class Application(click.Group):
     def main(
         self, args: Sequence[str] | None = None, prog_name: str | None = None, *more: Any, **settings: Any
     ) -> NoReturn:
-        # An interpreter ends with a collection, which takes two seconds on a busy machine where Dagster is loaded. The
-        # system takes the memory back anyway.
+        # The interpreter collects garbage at its end, which takes two seconds on a busy machine if Dagster is loaded.
+        # The system takes the memory back anyway.
         atexit.unregister(gc.freeze)
         atexit.register(gc.freeze)
         given = sys.argv[1:] if args is None else args
@@ -169,9 +169,9 @@ def _shown_log(*, debug: bool) -> Iterator[None]:
 
 
 _DATABASE: Final = (
-    "The database: postgresql://user@host:5432/database; repeat it for shards. A list of processes shows it with its "
-    "password. To hide it, give `-`, which asks for it, or EVENTSQL_DSN, or `dsn` in eventsql.toml. With none, the "
-    "embedded server of --home is used."
+    "The database: postgresql://user@host:5432/database; repeat it for shards. The list of processes shows this "
+    "option. To hide the password, give `-`, which asks for the URL, or set EVENTSQL_DSN, or `dsn` in eventsql.toml. "
+    "Without a URL, the embedded server of --home is used."
 )
 _SCHEMA: Final = "The schema of the platform's tables; or EVENTSQL_SCHEMA  [default: eventsql]."
 _HOME: Final = "The directory of the embedded server and its files; or EVENTSQL_HOME  [default: .eventsql]."
@@ -234,7 +234,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
     _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
     _LoadedWhenCalled(
-        "view", "List and drop views, and drop what is beyond their retention or left of rebuilds.", "views"
+        "view", "List and drop views, apply their retention, sort logs, and clean up killed rebuilds.", "views"
     ),
     _LoadedWhenCalled("timeline", "Show what happened to a resource.", "views"),
     _LoadedWhenCalled("rollup", "Show counts per bucket of time.", "views"),
@@ -243,7 +243,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("backfill", "Replay a range of a topic through a consumer."),
     _LoadedWhenCalled("store", "Look at the event store, append to it, and replay subscriptions."),
     _LoadedWhenCalled("shard", "List shards, and add one while events flow."),
-    _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each work."),
+    _LoadedWhenCalled("roles", "Create, list and drop roles with the least rights for each task."),
     _LoadedWhenCalled("server", "Look at the embedded server of this directory, print its URL, stop it."),
     _LoadedWhenCalled("completion", "Print the script that makes Tab complete names in a shell."),
     _LoadedWhenCalled("bench", "Measure events per second, latency and retention here."),

@@ -80,12 +80,11 @@ def backfill() -> None:
 
 
 _FROM: Final = (
-    "Beginning of the range: earliest, the offset of its first event, the earliest time at which it entered the log, "
-    "with its zone (2026-05-01T12:00:00Z), or its age (15m, 2h, 7d)."
+    "Beginning of the range: earliest, the offset of its first event, a time with its zone (2026-05-01T12:00:00Z), or "
+    "a duration before now (15m, 2h, 7d). Times are those when events entered the log."
 )
 _TO: Final = (
-    "End of the range: latest, the offset of its last event, or the time before which it entered the log  [default: "
-    "latest]."
+    "End of the range: latest, the offset of its last event, or a time, which is excluded  [default: latest]."
 )
 
 
@@ -100,7 +99,8 @@ class _Options(TypedDict):
     partition: Partition
     parallel: Annotated[int, option("At most N runs at once.", type=click.IntRange(1, 64), default=2)]
     into: Annotated[
-        str | None, option("Leave a new consumer NAME at its end, when done.", type=CONSUMER, metavar="NAME")
+        str | None,
+        option("When done, leave a new consumer NAME at the end of the range.", type=CONSUMER, metavar="NAME"),
     ]
     take_over: Annotated[bool, option("First move CONSUMER's own offset to the end of the range. By default it stays.")]
     max_failures: Annotated[int | None, option(_FAILURES, type=POSITIVE)]
@@ -109,7 +109,7 @@ class _Options(TypedDict):
     execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
     orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]
     airflow_url: AirflowUrl
-    dag: Annotated[str | None, option("DAG that consumes; by default the one that claims of CONSUMER schedule.")]
+    dag: Annotated[str | None, option("DAG to run; by default the one that CONSUMER's claims schedule.")]
     dagster_url: Annotated[
         str | None, option("Webserver of the Dagster to run it in: http://127.0.0.1:3000.", metavar="URL")
     ]
@@ -179,7 +179,7 @@ def _range(consumer: str, options: _Options) -> ReplayRange | None:
     """The range to replay, None for the rest of a backfill. Raises `click.UsageError` for contradicting options."""
     start, resume = options["start"], options["resume"]
     if (start is None) == (resume is None):
-        raise click.UsageError("give the beginning of the range by --from, or a backfill to go on with by --resume ID")
+        raise click.UsageError("give the beginning of the range with --from, or the backfill to resume with --resume")
     if options["backfill_id"] is not None:
         check_id(options["backfill_id"])
     if options["into"] == consumer:

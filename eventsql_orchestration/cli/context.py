@@ -60,9 +60,9 @@ def open_platform(
 ) -> EventSQL:
     """The platform on the databases of the settings, or on the database of `shard` alone. The caller closes it.
 
-    It keeps the tables of the embedded server up to date. A database that the user named gets its tables from the
-    commands that define topics and consumers, and newer ones from `eventsql migrate` alone: to look at a database of
-    another version, or at a mistyped one, changes nothing in it. `migrate` overrides both rules.
+    It keeps the tables of the embedded server up to date. In a database that the user named, the commands that define
+    topics and consumers create missing tables, and `eventsql migrate` alone upgrades them: other commands change
+    nothing in a database of another version, or in a mistyped one. `migrate` overrides both rules.
     """
     if migrate is None:
         migrate = settings.dsn is None

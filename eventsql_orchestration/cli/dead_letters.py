@@ -39,7 +39,7 @@ class _Filter(TypedDict):
 
     consumer: Annotated[str | None, option("Dead letters of this consumer.", type=CONSUMER, metavar="NAME")]
     backfill: Annotated[
-        str | None, option("Dead letters of this backfill; without it or --id, they are left out.", metavar="ID")
+        str | None, option("Dead letters of this backfill; by default, those of backfills are left out.", metavar="ID")
     ]
     exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
     key: Annotated[str | None, option("With this key.", metavar="KEY")]
@@ -161,7 +161,7 @@ def redrive(
     topic: TopicName,
     limit: Annotated[int | None, option("The oldest N that were not redriven yet.", type=POSITIVE)],
     again: Annotated[bool, option("Also dead letters that were redriven before.")],
-    dry_run: Annotated[bool, option("Only say how many it would be.")],
+    dry_run: Annotated[bool, option("Only print the number of dead letters.")],
     as_json: AsJson,
     **conditions: Unpack[_Filter],
 ) -> None:
@@ -171,7 +171,7 @@ def redrive(
     without --again.
 
     The dead letters of a backfill are left out too: every consumer of TOPIC gets the events that are published again,
-    and other consumers had handled these events. --backfill ID or --id publishes them all the same. To hand them to the
+    and other consumers had handled these events. --backfill ID or --id publishes them anyway. To hand them to the
     backfill's consumer alone, replay their offsets: `eventsql backfill TOPIC CONSUMER --from OFFSET --to OFFSET`.
     """
     wanted = _letters(**conditions)

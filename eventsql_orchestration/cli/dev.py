@@ -47,10 +47,11 @@ def dev(
 
     Without a database URL, it uses the embedded PostgreSQL of this directory, starts it again if it dies, and stops it
     when this command ends; its data stays. Dagster's own tables are in schema dagster_dev of the database. Give each
-    checkout its own database: two that share one end each other's runs. Ctrl-C ends everything within two seconds.
+    checkout a database of its own: on a shared one, they end each other's runs. Ctrl-C ends everything within two
+    seconds.
 
-    Where the packages of pyspark[connect] are installed, runs and tasks share one Spark, which stays warm: their
-    sessions are sessions of Spark Connect. EVENTSQL_SPARK_CONFIG names a file with other settings.
+    Where the packages of pyspark[connect] are installed, runs and tasks share one warm Spark, through Spark Connect.
+    EVENTSQL_SPARK_CONFIG names a file with other settings.
 
     With --once, it ends when every consumer that is not paused has consumed everything. A simulation of the location
     runs once before. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.

@@ -1,4 +1,4 @@
-"""Runs `eventsql dev`: a code location's setup, its rounds, and the lag of its consumers to look at."""
+"""Runs `eventsql dev`: a code location's setup, its rounds, and a table of its consumers' lag."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ class Development:
 
 @dataclass(slots=True)
 class Running:
-    """The running system. `keep_spark` starts Spark again if it has died; `config` is of the jobs that simulate."""
+    """The running system. `keep_spark` starts Spark again if it has died; `config` is the simulations' run config."""
 
     context: CliContext
     platform: EventSQL
@@ -227,7 +227,7 @@ class Running:
                     down = False
                 except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:
                     if not down:
-                        complain(f"waiting, for this does not answer: {_first_line(error)}")
+                        complain(f"no answer, trying again: {_first_line(error)}")
                     down = True
                 time.sleep(1.0)
 

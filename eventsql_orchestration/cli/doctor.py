@@ -90,7 +90,7 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
     except EventSQLError as error:
         remedy = None
         if isinstance(error, PermissionDeniedError):
-            remedy = "grant the role what it lacks, or use another role"
+            remedy = "grant the role the missing rights, or use another role"
         elif isinstance(error, DatabaseUnavailableError | ConfigurationError) and settings.dsn is not None:
             remedy = f"start the server, or correct {context.source('dsn')}"
         yield problem("database", redact(error.message), remedy)
@@ -226,7 +226,7 @@ def _blocks(platform: Shard) -> Iterator[Finding]:
 
 
 def _compressions(platform: Shard) -> Iterator[Finding]:
-    """Topics with a compression that the server does not have, since they were restored from one that has it."""
+    """Topics with a compression that this server lacks. They were restored from another server."""
     methods = platform.registry.compressions()
     for topic in platform.registry.topics():
         if topic.compression not in methods:

@@ -1,4 +1,4 @@
-"""What `eventsql doctor` finds about consumers: blocked and paused ones, dead letters, and rows of deleted ones."""
+"""Findings of `eventsql doctor` about consumers: blocked and paused ones, dead letters, and rows of deleted ones."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ __pycache__/
     "README.md": """\
 # {project}
 
-It needs Python 3.11 or newer. In this directory, install it with what it needs, into an environment of its own:
+It needs Python 3.11 or newer. In this directory, install it with its dependencies, into an environment of its own:
 
 ```
 python -m venv .venv
@@ -176,7 +176,7 @@ def init(
     root = directory or Path()
     project = name or root.resolve().name
     module = _module(project)
-    # A distribution may be called as its module: letters, digits and single dashes.
+    # The module's name is also a valid distribution name once its underscores are dashes.
     names = {"module": module, "project": module.replace("_", "-")}
     files = {root / path.format(**names): text.format(**names) for path, text in _FILES.items()}
     if existing := sorted(str(file) for file in files if file.exists() or file.is_symlink()):

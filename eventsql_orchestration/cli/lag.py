@@ -52,7 +52,7 @@ _SAMPLES: Final = 20
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
 _WIDE: Final = 110
-"""Columns of a terminal that has room for a whole table that refreshes."""
+"""The least width of a terminal that shows all columns of a refreshing table."""
 
 _ONLY_WIDE: Final = ("offset", "end", "buffered")
 """Columns of the lag that a narrower terminal leaves out, so that names stay whole."""
@@ -266,5 +266,5 @@ def lag_table(lags: list[ConsumerLag], *, width: int = _WIDE) -> Table:
 
 
 def live_lag(console: Console) -> Live:
-    """A screen for tables of the lag. A file gets none of them: it would get the last one, without the line's end."""
+    """A screen for tables of the lag. It writes nothing to a file: rich would write the last table, unterminated."""
     return lazy.Live(console=console, refresh_per_second=2, transient=not console.is_terminal)

@@ -40,7 +40,7 @@ def serve(
     ],
     partitions: Partitions,
 ) -> None:
-    """Serve them over HTTP until Ctrl-C or SIGTERM. While the database is down, eventsql_up is 0.
+    """Serve the figures over HTTP until Ctrl-C or SIGTERM. While the database is down, eventsql_up is 0.
 
     Anybody who reaches the port can read the names of topics and consumers. It listens on this machine alone by
     default.
@@ -71,7 +71,7 @@ def serve(
 
 @command(metrics, name="print")
 def print_(context: CliContext, partitions: Partitions) -> None:
-    """Print them once, for a look or for a file that another exporter serves."""
+    """Print the figures once, for a look or for a file that another exporter serves."""
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415 - an optional package
 
     from eventsql_orchestration.metrics import PlatformCollector  # noqa: PLC0415 - an optional package

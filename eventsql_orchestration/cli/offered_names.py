@@ -30,7 +30,7 @@ def topics(context: click.Context, begun: str) -> list[CompletionItem]:
 
 
 def consumers(context: click.Context, begun: str) -> list[CompletionItem]:
-    """The consumers of the topic before, as `topics`."""
+    """As `topics`, for the consumers of the topic that stands before them on the command line."""
     return _names(context, "consumers", {"begun": begun, "topic": context.params.get("topic")})
 
 
@@ -63,7 +63,7 @@ def _database(given: Mapping[str, Any]) -> str:
     urls = named if isinstance(named, list | tuple) else split_urls(named)
     if ASK in urls:
         raise ValueError("a URL that is asked for")
-    # Both belong to this package, not to libpq: the driver in the scheme, and the way past a pooler.
+    # Remove the parts that libpq does not know: the driver in the scheme, and `direct`, the way past a pooler.
     return re.sub(r"([?&])direct=[^&]*&?", r"\1", re.sub(r"^postgres(ql)?(\+\w+)?:", "postgresql:", urls[0]))
 
 

@@ -81,12 +81,12 @@ _quiet: Final[list[bool]] = [False]
 
 
 def be_quiet() -> None:
-    """From now on, say only what is wrong."""
+    """From now on, print only messages of `complain`."""
     _quiet[:] = [True]
 
 
 def is_quiet() -> bool:
-    """Whether this invocation says only what is wrong."""
+    """Whether this invocation prints only messages of `complain`."""
     return _quiet[0]
 
 
@@ -97,7 +97,7 @@ def say(message: str) -> None:
 
 
 def complain(message: str) -> None:
-    """One line about what is wrong, on standard error."""
+    """Write a warning or an error on standard error, as one line."""
     click.echo(f"eventsql: {' '.join(redact(message).split())}", err=True)
 
 
@@ -198,7 +198,7 @@ def write_lines(items: Iterable[Mapping[str, Any]]) -> None:
 def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> None:
     """Write the columns of objects as lines of CSV, after a line with the names of the columns."""
     text = io.StringIO()
-    # Texts are quoted: before Python 3.13, a carriage return alone is not, and then its line ends there.
+    # Quote all texts: before Python 3.13, the writer does not quote a lone carriage return, which would end the line.
     lines = csv.writer(text, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)
     if header:
         text.write(",".join(columns) + "\n")
@@ -293,10 +293,10 @@ def cell(value: object) -> str:
         case float():
             return f"{value:,.1f}"
         case datetime():
-            # In the zone of this machine, as an option of a time takes it.
+            # In this machine's time zone, in the form that options take.
             return value.astimezone().isoformat(" ", "seconds")
         case _:
-            # A row is one line: a text of several lines, such as an error, is written on. A terminal obeys the others.
+            # A row is one line, so line breaks become spaces. A terminal would obey other control characters.
             text = _json(value) if isinstance(value, dict) else str(value)
             return _CONTROLS.sub(_escaped, " ".join(text.splitlines()))
 

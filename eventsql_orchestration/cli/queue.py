@@ -88,7 +88,7 @@ def create(
             platform, name, ordered=ordered or None, visibility_timeout=visibility_timeout, max_receives=max_receives,
             dead_letters=dead_letters, retention=retention, deduplication_window=deduplication_window,
         ).definition()  # fmt: skip
-    say(f"queue {name!r} is there")
+    say(f"queue {name!r} is ready")
 
 
 @command(queue, "list")
@@ -127,7 +127,7 @@ def send(
     body: Annotated[str | None, argument(required=False)],
     key: Annotated[str | None, option("The key of the messages.", metavar="KEY")],
     metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the messages; repeat it.")],
-    delay: Annotated[timedelta | None, option("Nobody receives them before.")],
+    delay: Annotated[timedelta | None, option("Time until the messages can be received.")],
     priority: Annotated[int, option("0 to 9.", type=click.IntRange(0, 9), default=0)],
     deduplication_id: Annotated[str | None, option("Send it once within the queue's window.", metavar="ID")],
 ) -> None:
@@ -234,7 +234,7 @@ def redrive(
     limit: Annotated[int | None, option("The oldest N.", type=POSITIVE)],
     ids: Annotated[tuple[int, ...], option("The dead letter with this id; repeat it.", "--id", type=POSITIVE)],
 ) -> None:
-    """Move the dead letters of QUEUE back to it. NAME_dead shows them: `eventsql queue peek`."""
+    """Move the dead letters of QUEUE back to it. `eventsql queue peek QUEUE_dead` shows them."""
     with context.platform() as platform:
         redriven = _existing(platform, name).redrive(limit, ids=ids or None)
     say(f"{counted(redriven, 'dead letter')} moved back to queue {name!r}")
@@ -288,7 +288,7 @@ def work(
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
     if handler[0].startswith("-"):
-        raise click.UsageError(f"{handler[0]} stands behind QUEUE, where COMMAND begins: name options before QUEUE")
+        raise click.UsageError(f"{handler[0]} is after QUEUE, where COMMAND begins: put options before QUEUE")
     if shutil.which(handler[0]) is None:
         found = "cannot be executed" if Path(handler[0]).exists() else "is not there"
         raise click.UsageError(

@@ -21,7 +21,7 @@ _Topics: TypeAlias = Annotated[tuple[str, ...], option("Roles of this topic; rep
 
 @click.group()
 def roles() -> None:
-    """Create, list and drop roles with the least rights for each work."""
+    """Create, list and drop roles with the least rights for each task."""
 
 
 @command(roles, short_help="Create the roles, or give existing roles the rights that they lack.")

@@ -65,9 +65,9 @@ def spark_settings(directory: Path, settings: Mapping[str, str] = SPARK_SETTINGS
 
 
 class WarmSpark:
-    """A Spark Connect server for the runs of `eventsql dev`, with which a session takes a second instead of seconds.
+    """A Spark Connect server for the runs of `eventsql dev`. With it, a session starts in one second.
 
-    `environment` is added to this process's for the server.
+    The server gets the environment of this process and `environment`.
     """
 
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
@@ -124,7 +124,7 @@ def spark_environment(platform: EventSQL) -> dict[str, str]:
 def spark_for_runs(
     directory: Path, environment: Mapping[str, str], *, warm: bool
 ) -> Iterator[tuple[dict[str, str], Callable[[], None]]]:
-    """The environment that gives runs their Spark sessions, and what keeps Spark running in the block.
+    """The environment that gives runs their Spark sessions, and a function that starts Spark again if it has died.
 
     The file that EVENTSQL_SPARK_CONFIG names has precedence. Without `warm`, each run starts a Spark of its own.
     """
@@ -199,7 +199,7 @@ def _named(behind: list[ConsumerLag]) -> str:
 def report(failed: Sequence[str], topics: list[TopicRound], faults: list[str]) -> None:
     """Print a round. `failed` has the job or the DAG of each failed run. Raises `RoundError` if there are faults."""
     if failed:
-        say(f"{counted(len(failed), 'run')} failed, of {failed[0]} for example; later runs did their work")
+        say(f"{counted(len(failed), 'run')} failed, for example of {failed[0]}; later runs consumed their events")
     show_rounds(topics)
     faults += [f"topic {entry.topic}: {fault}" for entry in topics for fault in entry.faults]
     if faults:

@@ -88,8 +88,8 @@ def status(context: CliContext, as_json: AsJson) -> None:
     """Show shards that are not added yet, consumers that are held back, and publications that are not finished.
 
     A consumer gets the events of an added shard after it has consumed the older events of the other shards. This
-    command releases consumers, and finishes publications by Spark or an asset over several shards. So does each process
-    that consumes or transfers on all shards: this command is not needed. Rows that it shows wait, for example for a
+    command releases consumers, and finishes publications by Spark or an asset over several shards. Each process that
+    consumes or transfers on all shards does the same by itself. A row that this command shows waits, for example for a
     shard that is down.
     """
     with context.platform() as platform:
@@ -120,8 +120,8 @@ def status(context: CliContext, as_json: AsJson) -> None:
 
 
 _DSN: Final = (
-    "The database to add; it may have no topics of its own. A list of processes shows it with its password: `-` asks "
-    "for it, and EVENTSQL_NEW_DSN or --dsn-file name it too."
+    "The database to add; it may have no topics of its own. The list of processes shows this option. To hide the "
+    "password, give `-`, which asks for the URL, or set EVENTSQL_NEW_DSN, or use --dsn-file."
 )
 
 
@@ -132,7 +132,7 @@ def add(
     new: Annotated[str | None, option(_DSN, "--dsn", metavar="URL")],
     new_file: Annotated[Path | None, option("A file with the URL of the database to add.", "--dsn-file", type=FILE)],
     name: Annotated[str | None, option("Its name, for ever  [default: the next free shard-N].", metavar="NAME")],
-    prepare: Annotated[bool, option("Only make it ready: give its URL to every process, and --execute then.")],
+    prepare: Annotated[bool, option("Only prepare it. Then give its URL to every process, and run --execute.")],
     execute: Annotated[bool, option("Add it; without this, the plan is shown and nothing is changed.")],
     as_json: AsJson,
 ) -> None:

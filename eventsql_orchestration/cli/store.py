@@ -51,7 +51,7 @@ def list_aggregates(
     context: CliContext,
     *,
     aggregate_type: Annotated[str | None, argument(metavar="[TYPE]")],
-    after: Annotated[str | None, option("Only aggregates behind this id.", metavar="ID")],
+    after: Annotated[str | None, option("Only aggregates after this id.", metavar="ID")],
     limit: Annotated[int, option("At most N aggregates.", type=POSITIVE, default=100)],
     as_json: AsJson,
 ) -> None:
@@ -130,7 +130,7 @@ def append(
     expected: Annotated[
         str, option("The version it must have: a number, any, exists or none.", "--expected-version", default="any")
     ],
-    change_id: Annotated[UUID | None, option("The change's id: it is stored once.", "--id", type=click.UUID)],
+    change_id: Annotated[UUID | None, option("The change's id. An id is stored only once.", "--id", type=click.UUID)],
     metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the change; repeat it for several.")],
 ) -> None:
     """Append a change of KIND to an aggregate. DATA is a JSON object."""
@@ -166,7 +166,7 @@ def archive(
     aggregate_type: AggregateType,
     aggregate_id: Annotated[str | None, argument(metavar="[ID]")],
     closed_before: Annotated[
-        datetime | None, option("All that were closed before this time, or for so long (90d).", type=Moment())
+        datetime | None, option("All aggregates closed before this time, or this long ago (90d).", type=Moment())
     ],
     limit: Annotated[int, option("At most N aggregates.", type=POSITIVE, default=10_000)],
 ) -> None:
@@ -216,7 +216,7 @@ def replay(
     start: Annotated[str, option("Where to go on: beginning, now, or a checkpoint.", "--from", default="beginning")],
     execute: Annotated[bool, option("Move it; without this option, the command tells what it would do.")],
 ) -> None:
-    """Move SUBSCRIPTION to another place: its handler gets the changes behind that place again."""
+    """Move SUBSCRIPTION to another place: its handler gets the changes after that place again."""
     place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)
     with context.platform() as platform:
         found = next((each for each in platform.store.subscriptions() if each.name == subscription), None)

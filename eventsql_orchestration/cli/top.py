@@ -150,10 +150,10 @@ def top(
 
     Without TOPIC, it shows queues that have messages, too.
 
-    It refreshes until Ctrl-C. Rates are events per second since the refresh before. Behind is the number of partitions
-    with events to consume, by the cause; claims counts the ranges that runs have, and of these the expired ones. A
-    topic's busiest and a consumer's furthest behind come first; a screen that is too low says how many more there are,
-    and one of less than 110 columns leaves trends out.
+    It refreshes until Ctrl-C. Rates are events per second since the refresh before. Column behind counts the partitions
+    with events to consume, and why counts them by cause; claims counts the ranges that runs have, and the expired ones.
+    The busiest topics and the consumers furthest behind come first. A low screen says how many rows it leaves out, and
+    one of less than 110 columns leaves trends out.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.
@@ -293,7 +293,7 @@ class _Look:
 
 
 def _read(reader: FiguresReader) -> Figures:
-    """The figures of now. A topic that is deleted meanwhile fails the first reading."""
+    """Read the figures, and once more if that fails, because a topic was deleted meanwhile."""
     try:
         return reader.read()
     except DatabaseUnavailableError:

@@ -199,8 +199,8 @@ def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
     say(f"topic {topic.name!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
     if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
         say(
-            f"yet to finish the old partitions before the new ones: {', '.join(sorted(waiting))}; sensors and "
-            "deployments that name partitions need the new number"
+            f"consumers that finish the old partitions first: {', '.join(sorted(waiting))}; sensors and deployments "
+            "that name partitions need the new number"
         )
 
 
@@ -277,7 +277,7 @@ def _plain(each: Statistics) -> dict[str, Any]:
 def delete(
     context: CliContext, topic: TopicName, force: Annotated[bool, option("Delete its events and consumers with it.")]
 ) -> None:
-    """Delete TOPIC; one that has events or consumers only with --force."""
+    """Delete TOPIC. If it has events or consumers, this needs --force."""
     with context.definitions() as platform:
         platform.registry.unregister_topic(topic, force=force)
     say(f"topic {topic!r} deleted")

@@ -211,7 +211,7 @@ def description(platform: EventSQL, topic: str) -> Description:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Statistics:
-    """A topic's log on a shard. `rates` are events per second over the last so many seconds.
+    """A topic's log on a shard. `rates` are events per second, by the name of the window.
 
     `first` and `end` are the oldest and the newest offset, None and 0 for an empty log.
     """
@@ -270,7 +270,7 @@ def statistics(platform: EventSQL, topics: Sequence[str]) -> list[Statistics]:
                 except EventSQLError:
                     if each.topic in {topic.name for topic in shard.registry.topics()}:
                         raise
-    # Of topics that were deleted meanwhile there are none; of one that was asked for, that is an error.
+    # A topic that was deleted meanwhile has no statistics. If the caller named it, this raises.
     for name in wanted - {each.topic for each in found}:
         platform.registry.topic(name)
     return sorted(found, key=lambda each: (each.topic, each.shard or ""))
@@ -284,7 +284,7 @@ def _statistics(shard: Shard, figures: TopicFigures) -> Statistics:
 
     with shard.database.connection() as connection:
         before = offset(connection, Earliest())
-        # Retention may have dropped the events from before the oldest one, which counts for the window all the same.
+        # Retention may have dropped events of the window, which are not counted.
         rates = {
             window: max(0, end - max(before, offset(connection, Back(length)))) / length.total_seconds()
             for window, length in _WINDOWS.items()

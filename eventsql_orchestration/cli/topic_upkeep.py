@@ -37,9 +37,9 @@ def erase(
 ) -> None:
     """Erase the values and metadata of a key's events in TOPIC: a plan and, with --execute, the erasure.
 
-    They go from the log, the buffer and the dead letters. Keys, offsets and times stay: consumers get such an event
-    without a value. This cannot be undone. Copies elsewhere stay, such as views, queues, archives, backups and the
-    database's write-ahead log. If it is interrupted, run it again.
+    They are erased in the log, the buffer and the dead letters. Keys, offsets and times stay: consumers get such an
+    event without a value. This cannot be undone. Copies elsewhere stay, such as views, queues, archives, backups and
+    the database's write-ahead log. If it is interrupted, run it again.
     """
     wanted = sorted({*keys, *(() if key_file is None else _keys_of(key_file))})
     if not wanted:
@@ -144,7 +144,7 @@ def retain(
     if as_json:
         write_json([asdict(each) for each in dropped])
     elif not dropped:
-        say("nothing has a retention: give one with `eventsql topic alter`")
+        say("no topic has a retention: set one with `eventsql topic alter`")
     else:
         show_items(
             dropped,

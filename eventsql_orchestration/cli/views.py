@@ -66,7 +66,7 @@ Limit: TypeAlias = Annotated[int, option("At most N.", type=POSITIVE, default=10
 
 @click.group()
 def view() -> None:
-    """List and drop views, and drop what is beyond their retention or left of rebuilds."""
+    """List and drop views, apply their retention, sort logs, and clean up killed rebuilds."""
 
 
 @command(view, "list")
@@ -140,7 +140,7 @@ def drop(
 
 @command(view, "give-up")
 def give_up(context: CliContext, *, name: ViewName) -> None:
-    """Drop what a killed rebuild of the view NAME has left. A rebuild under way fails."""
+    """Clean up after a killed rebuild of the view NAME. A rebuild under way fails."""
     with _views(context) as views:
         views.give_up(name)
     say(f"view {name!r} has no rebuild any more")
@@ -169,7 +169,7 @@ def rollup(
     *,
     name: ViewName,
     every: Annotated[timedelta | None, option("The length of the buckets: 1h, 1d  [default: the rollup's grain].")],
-    by: Annotated[tuple[str, ...], option("Tell this dimension apart; repeat it for several.", metavar="DIMENSION")],
+    by: Annotated[tuple[str, ...], option("Group by this dimension; repeat it for several.", metavar="DIMENSION")],
     where: Annotated[tuple[tuple[str, str], ...], option("Only this value of a dimension.", metavar="DIMENSION=VALUE")],
     since: Since,
     until: Until,
@@ -283,7 +283,7 @@ def _follow(
     opened: LogsView, asked: Mapping[str, Any], since: datetime | None, limit: int, *, as_json: bool
 ) -> NoReturn:
     """Print the last lines and then new ones, until the program is interrupted."""
-    # First, so that no line falls between the two.
+    # The follower begins before the search, so that no line falls between the two.
     follower = opened.follow(**asked)
     last = opened.search(**asked, since=since, limit=limit)[::-1]
     seen = {line.id for line in last}
@@ -291,7 +291,7 @@ def _follow(
     while True:
         lines = follower.poll()
         _print([line for line in lines if line.id not in seen], as_json=as_json)
-        # A poll gives a line once, and the first one gives all that the search above has found too.
+        # The first poll repeats lines of the search above. Later polls repeat none.
         seen = set()
         time.sleep(_FOLLOW_DELAY)
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PlatformAccess:
-    """Methods that a resource or a hook has beside its `platform`, whose tables are in `db_schema`."""
+    """Methods that resources and hooks share. A subclass has the platform, and the schema of its tables."""
 
     if TYPE_CHECKING:
         # Not at run time: a subclass may be a pydantic model with a field of that name.
@@ -37,7 +37,7 @@ class PlatformAccess:
         return shards_of(self.platform)
 
     def shard(self, name: str | None) -> Shard:
-        """One shard by its name. An only database has no name: pass None.
+        """One shard by its name. A single database has no name: pass None.
 
         Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
         `ShardUnavailableError` if the shard cannot be found because shards are down.
@@ -50,7 +50,7 @@ class PlatformAccess:
                 return each
         known = ", ".join(each.name for each in shards if each.name is not None)
         if name is None:
-            raise ShardSetError(f"there are several shards ({known}), and this is done on one: name it")
+            raise ShardSetError(f"there are several shards ({known}): name the one to use")
         if len(shards) == 1:
             raise ShardSetError(f"there is no shard {name!r}: the URL names one database, {shards[0].database}")
         if down := ", ".join(str(each.database) for each in shards if each.name is None):

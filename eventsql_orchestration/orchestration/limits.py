@@ -1,6 +1,6 @@
 """Limits of runs that consume topics or work queues off."""
 
-# Dagster resolves components by annotations that are types, not texts.
+# No `from __future__ import annotations`: Dagster's components need annotations that are types.
 
 from collections.abc import Collection
 from dataclasses import dataclass, fields

@@ -104,9 +104,9 @@ def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10
     with lock_file(path) as lock:
         if try_lock(lock):
             return
-        # Processes of these groups inherited the lock, so they are alive, and no others have their numbers.
+        # A process that inherited the lock is alive, so no other process has the number of its group.
         groups = os.read(lock, 256).split()
-        # Unless a group has ended, and its number is that of the session in which this process runs.
+        # The number of a group that has ended may be that of this process's own session: leave that out.
         for group in {int(each) for each in groups} - {os.getsid(0), os.getpgrp()}:
             kill(group)
         deadline = time.monotonic() + timeout

@@ -39,7 +39,7 @@ _OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError, PermissionDenied
 """Errors that no message is to blame for. They end the run."""
 
 _ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
-"""SQLSTATEs of a session that the server ended because its transaction idled or took too long: the handler did that."""
+"""SQLSTATEs of a session that the server ended because its transaction idled or took too long: the handler's fault."""
 
 MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], Mapping[str, int]]
 """Takes messages, and the connection whose transaction acknowledges them. Gives the number of events that it published
@@ -78,8 +78,8 @@ class QueueRun:
 
     A batch that fails is rolled back, and its messages are handled one by one, so that a failing message delays no
     other. A message that fails alone is released for `backoff(receives)` seconds with its reason. Heartbeats extend
-    the messages that the run holds. When the run ends, however it ends short of a kill, it gives back the messages
-    that it has not handled; their receive does not count.
+    the messages that the run holds. Unless it is killed, the run gives back the messages that it has not handled, and
+    their receive does not count.
     """
 
     queue: Queue

@@ -68,10 +68,9 @@ class TopicRound:
 def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = True) -> list[TopicRound]:
     """Compare two moments, topic by topic, with the publications that the runs between them report.
 
-    A fault is an event that was published and is not in the log, an event in the log that no run published, and an
-    event that a consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are no
-    fault: a run can die between the commit of its publication and its report. Without `alone`, other programs may
-    publish too.
+    Faults are a published event that is not in the log, an event in the log that no run published, and an event that a
+    consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are no fault: a run
+    can die between the commit of its publication and its report. Without `alone`, other programs may publish too.
     """
     rounds = []
     for topic in sorted(after.logged):
@@ -81,7 +80,7 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
         if arrived < published:
             faults.append(f"{published - arrived} published events are missing")
         if arrived > published and alone and not runs.failed:
-            faults.append(f"{arrived - published} events are there that no run of this round published")
+            faults.append(f"no run of this round published {arrived - published} of the events")
         if after.buffered[topic]:
             faults.append(f"{after.buffered[topic]} events are left in the buffer")
 
@@ -93,9 +92,9 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
             due = before.lag[key] if key in before.lag else before.logged[topic] + before.buffered[topic]
             expected, had = due + arrived, after.consumed[key] - before.consumed[key]
             if had > expected:
-                faults.append(f"consumer {consumer} had {had - expected} events twice")
+                faults.append(f"consumer {consumer} consumed {had - expected} events twice")
             elif had < expected:
-                faults.append(f"consumer {consumer} has not had {expected - had} events")
+                faults.append(f"consumer {consumer} has not consumed {expected - had} events")
             consumed += had
             lag += after.lag[key]
 

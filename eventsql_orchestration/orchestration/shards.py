@@ -17,7 +17,7 @@ def shards_of(platform: EventSQL) -> tuple[Shard, ...]:
     The name of a shard that is down is known if no other shard is down. If there are several databases, raises
     `ShardSetError` if they are not the shards of one set, and `DatabaseUnavailableError` if none can be reached.
     """
-    # The first use of an only database connects to it.
+    # A single database is opened at its first use.
     return platform.shards if len(platform.shards) == 1 else platform.open().shards
 
 
@@ -32,7 +32,7 @@ def place(shard: str | None, partition: int) -> str:
 
 
 def where(shard: str | None, partition: int) -> str:
-    """The same for people, without an only shard or an only partition: empty, `3`, `shard-2` or `shard-2/3`."""
+    """The same for people. Leaves out the shard or the partition if there is only one: ``, `3`, `shard-2/3`."""
     parts = [*([] if shard is None else [shard]), *([] if partition == NOT_PARTITIONED else [str(partition)])]
     return "/".join(parts)
 

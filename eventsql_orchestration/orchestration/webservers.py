@@ -23,7 +23,7 @@ def without_credentials(url: str) -> str:
 
 
 def proxies_of(url: str) -> dict[str, str] | None:
-    """For requests: the proxy that an environment names does not reach this machine's loopback."""
+    """The `proxies` for requests: none for a loopback host, which a proxy of the environment cannot reach."""
     host = urlsplit(url).hostname or ""
     return {"no_proxy": host} if _is_loopback(host) else None
 

@@ -74,7 +74,7 @@ def test_an_option_behind_the_queue_is_not_taken_for_the_program(run: Run, datab
     Queue(database, "jobs").send(b"1")
     result = run("queue", "work", "jobs", "--drain", "cat")
     assert result.exit_code == 2
-    assert "--drain stands behind QUEUE" in result.stderr
+    assert "--drain is after QUEUE" in result.stderr
     assert Queue(database, "jobs").depth().visible == 1
 
 

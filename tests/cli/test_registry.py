@@ -158,7 +158,7 @@ def test_a_topic_is_repartitioned_while_its_consumers_go_on(run: Run, platform: 
     result = run("topic", "alter", topic, "--partitions", 5, "--retention-events", 9)
     assert result.exit_code == 0
     assert f"topic {topic!r} has 5 partitions after offset 6; it had 2" in result.stderr
-    assert "yet to finish the old partitions before the new ones: mailer; sensors" in result.stderr
+    assert "consumers that finish the old partitions first: mailer; sensors" in result.stderr
     assert platform.registry.topic(topic) == Topic(topic, 5)
     assert platform.registry.topic(topic).retention == Retention(events=9)
     described = run("topic", "describe", topic)

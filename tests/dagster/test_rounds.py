@@ -35,10 +35,10 @@ def test_an_exact_round_has_no_faults() -> None:
     ("after", "fault"),
     [
         (counts(logged=19, consumed=19), "1 published events are missing"),
-        (counts(logged=21, consumed=21), "1 events are there that no run of this round published"),
+        (counts(logged=21, consumed=21), "no run of this round published 1 of the events"),
         (counts(logged=18, buffered=2, consumed=18, lag=2), "2 events are left in the buffer"),
-        (counts(logged=20, consumed=21), "consumer ledger had 1 events twice"),
-        (counts(logged=20, consumed=17, lag=3), "consumer ledger has not had 3 events"),
+        (counts(logged=20, consumed=21), "consumer ledger consumed 1 events twice"),
+        (counts(logged=20, consumed=17, lag=3), "consumer ledger has not consumed 3 events"),
     ],
 )
 def test_each_fault_is_named(after: Counts, fault: str) -> None:

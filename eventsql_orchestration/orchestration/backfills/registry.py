@@ -1,11 +1,12 @@
 """Backfills: replaying a range of a topic through a consumer, in windows, without moving the consumer's own offset.
 
 Every window is a side consumer. Its name tells the window: `<consumer>__backfill_<id>_<after>_<upto>`, the offsets
-after `after` up to and with `upto`. So the guarantees of consuming hold for it: its offset moves in the transaction of
-the effects, claims and their epochs keep a second run out, events that fail are retried and become dead letters, and
-retention keeps the events that are left to replay. The windows of a backfill are registered in one statement and
-deleted together when all are done. Until then, their offsets are the only record of what is left. The transaction that
-deletes the windows of a finished backfill records that it is done: windows that were given up leave no record.
+from `after` (exclusive) to `upto` (inclusive). So the guarantees of consuming hold for it: its offset moves in the
+transaction of the effects, claims and their epochs keep a second run out, events that fail are retried and become dead
+letters, and retention keeps the events that are left to replay. The windows of a backfill are registered in one
+statement and deleted together when all are done. Until then, their offsets are the only record of the events that are
+left. The transaction that deletes the windows of a finished backfill records that it is done: windows that were given
+up leave no record.
 
 Offsets belong to one log, so a backfill has windows of its own on each shard, under one id.
 """

@@ -82,7 +82,7 @@ class ReplayRange:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Window:
-    """A part of a range: the offsets after `after` up to and with `upto`, of all partitions of one log.
+    """A part of a range: the offsets from `after` (exclusive) to `upto` (inclusive), of all partitions of one log.
 
     `shard` is the shard of the log, None where there is one database.
     """

@@ -43,7 +43,7 @@ DEPTH: Final = 10
 WIDTH: Final = 20
 
 COPIES: Final = 100
-"""Copies of copies that are followed: any publisher may claim that its event is a copy."""
+"""The most copies of copies that are followed, because any publisher may claim that its event is a copy."""
 
 OFFSET_DIGITS: Final = 18
 """Digits of an offset that an event's metadata names; more would not fit into a bigint."""
