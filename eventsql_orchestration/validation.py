@@ -95,8 +95,8 @@ def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
     if seconds < 0 or (seconds == 0 and not zero) or seconds > MAX_SECONDS:
         # An int may be too large for a float.
         given = f"{seconds:g}" if isinstance(seconds, float) else shown(seconds)
-        least = "0" if zero else "more than 0"
-        raise ValidationError(f"{what} of {given} seconds is not possible: take {least}, {MAX_SECONDS:.0f} at most")
+        least = "at least 0" if zero else "more than 0"
+        raise ValidationError(f"{what} of {given} seconds is not possible: take {least}, at most {MAX_SECONDS:.0f}")
     return float(seconds)
 
 

@@ -53,6 +53,7 @@ def sanitize_uri(uri: SplitResult) -> SplitResult:
     path = uri.path.strip("/")
     if not uri.netloc or not path or path.count("/") > 1:
         raise ValueError(
-            f"a topic is {SCHEME}://<connection>/<topic>, claims {SCHEME}://<connection>/<topic>/<consumer>"
+            f"the URI of a topic is {SCHEME}://<connection>/<topic>, the URI of a consumer's claims is "
+            f"{SCHEME}://<connection>/<topic>/<consumer>"
         )
     return uri._replace(path=f"/{path}")

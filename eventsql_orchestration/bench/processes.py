@@ -141,7 +141,7 @@ class Crew:
             case None if worker.outcome is None:
                 code, said = worker.process.wait(), worker.last_words()
                 ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
-                raise BenchmarkError(f"{worker.label} died {ending}, and the figure with it{said and f': {said}'}")
+                raise BenchmarkError(f"{worker.label} died {ending}, so there is no figure{said and f': {said}'}")
             case {"ready": True}:
                 worker.ready = True
             case {"events": int(events)}:

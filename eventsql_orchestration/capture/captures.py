@@ -260,7 +260,7 @@ class Captures:
         if ambiguous := [name for name in chosen.names if described[name][2]]:
             raise CaptureError(
                 f"column {ambiguous[0]!r} of table {str(table)!r} cannot be a key: its type is not one of "
-                "PostgreSQL's own, or its collation takes different texts for equal"
+                "PostgreSQL's own, or its collation treats different texts as equal"
             )
         return chosen, None if columns is None else numbered("columns", columns)
 
@@ -314,7 +314,7 @@ class Captures:
             except DatabaseBusyError as error:
                 if size == 1 and not retry.lasts():
                     raise DatabaseBusyError(
-                        f"another transaction holds a row of the captured table, and the snapshot stands after {rows} "
+                        f"another transaction holds a row of the captured table, and the snapshot stopped after {rows} "
                         "rows: create the capture again to go on"
                     ) from error
                 size = max(1, size // 8)

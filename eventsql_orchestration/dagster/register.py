@@ -34,7 +34,7 @@ def require_topic(platform: EventSQL, topic: str) -> None:
         platform.registry.topic(topic)
     except TopicNotFoundError as error:
         raise TopicNotFoundError(
-            f"{topic_missing(topic)}; it creates the topics of the consumers, and those of `publishes=` and `topics=`"
+            f"{topic_missing(topic)}; the job creates the topics of consumers, of `publishes=` and of `topics=`"
         ) from error
 
 

@@ -187,7 +187,7 @@ class TopicResource(dg.ConfigurableResource[Any]):
         if isinstance(event, bytes):
             event = Publication(self.topic, event, key=key, metadata=metadata or {}, partition=partition)
         elif key is not None or metadata is not None or partition is not None:
-            raise ValidationError("a publication has its own key, metadata and partition: give a value, or it alone")
+            raise ValidationError("a publication has its own key, metadata and partition: give them with a value only")
         self.platform.publisher.publish(self._mine(event, lineage(context)), connection=connection)
 
     def publish_all(

@@ -149,7 +149,8 @@ class Home:
                     info = connection.info
                     raise ValidationError(
                         f"the connection leads to {info.dbname!r} at {info.host}:{info.port}, not to the platform's "
-                        f"database {database}, and nothing was written: pass a connection to that, or omit `connection`"
+                        f"database {database}, and nothing was written: pass a connection to the platform's database, "
+                        "or omit `connection`"
                     )
         self._own.add(connection)
 

@@ -96,7 +96,7 @@ def _check_options_have_values(dsn: str) -> None:
     options = filter(None, dsn.partition("?")[2].split("&"))
     if not all(option.partition("=")[2] for option in options):
         raise ConfigurationError(
-            "the database URL has an option without a value behind the ?: give it a value; in a password, write & as "
+            "the database URL has an option without a value after the ?: give it a value; in a password, write & as "
             "%26, ? as %3F and @ as %40"
         )
 

@@ -387,7 +387,7 @@ def prune_records(connection: Connection, schema: str) -> None:
 def check_keys(keys: Collection[str]) -> frozenset[str]:
     """The keys of an erasure. Raises `ValidationError`."""
     if isinstance(keys, str) or not keys:
-        raise ValidationError("give the keys whose events are to be erased as a list of at least one")
+        raise ValidationError("there are no keys to erase: give a list of keys, one at least")
     if len(keys) > MOST_KEYS:
         raise ValidationError(f"{len(keys)} keys are too many for one erasure: give {MOST_KEYS} at most")
     return frozenset(check_text("key", key, most=MAX_KEY_BYTES) for key in keys)

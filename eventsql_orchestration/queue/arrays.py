@@ -118,7 +118,7 @@ def _numbers(oid: int, element: str, size: int, values: Sequence[float]) -> byte
     try:
         return _HEAD(1, 0, oid, len(values), 1) + struct.pack(f">{element * len(values)}", *flat)
     except struct.error:
-        raise ValidationError("a message has an id or a receipt that no queue gives") from None
+        raise ValidationError("a message has an id or a receipt that no queue has given out") from None
 
 
 def _encoded(oid: int, values: Iterable[bytes | None]) -> bytes:

@@ -169,8 +169,8 @@ class ShardStore:
             if state.generation >= generation:
                 if state.generations[generation - 1] != frozenset(names):
                     raise ShardSetError(
-                        f"{self._database} is being given other shards, {', '.join(sorted(state.generations[-1]))}: "
-                        "finish that addition first"
+                        f"an addition of other shards to {self._database} has begun "
+                        f"({', '.join(sorted(state.generations[-1]))}): finish that addition first"
                     )
                 return False
             topics = fetch_all(driver, self._queries("topics"))

@@ -129,7 +129,7 @@ class Publications:
         """
         if shard is None and self._sharded:
             raise ConfigurationError(
-                f"option claimShard is missing: each shard numbers its claims, name the shard of claim {claim_id}"
+                f"option claimShard is missing: name the shard of claim {claim_id}; each shard numbers its own claims"
             )
         if shard is not None and not self._sharded:
             raise ConfigurationError("option claimShard cannot be used here: there is one database")

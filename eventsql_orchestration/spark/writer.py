@@ -158,7 +158,7 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         elif stream is not None and stream.query is not None:
             self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
-            raise ConfigurationError("option writerId is missing: Spark does not name the streaming query")
+            raise ConfigurationError("option writerId is missing: give it, for Spark does not tell the query's id here")
 
 
 def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:

@@ -142,8 +142,8 @@ class Appender:
             return int(last)
         if stored:
             raise ValidationError(
-                f"{of} has {stored} of these {len(appending.changes)} changes already, by their ids: repeat an append "
-                "with the changes that it had, or give new changes new ids"
+                f"{of} already has {stored} changes with the ids of these {len(appending.changes)}: repeat an append "
+                "with exactly its changes, or give new changes new ids"
             )
         if ids and (other := fetch_first(connection, self._queries("stored_elsewhere"), values, prepare=False)):
             raise ValidationError(

@@ -62,8 +62,8 @@ class Archive:
             if other is None:
                 raise
             raise ValidationError(
-                f"{aggregate_type} {aggregate_id!r} stays in the archive, and is read there as before: {other[0]} "
-                f"{other[1]!r} has a change with the id of one of its changes, which two may have only in the archive"
+                f"{aggregate_type} {aggregate_id!r} stays in the archive, and is read there as before: one of its "
+                f"changes has the id of a change of {other[0]} {other[1]!r}, and ids are unique outside of the archive"
             ) from error
 
     def move_closed(self, aggregate_type: str, before: datetime, limit: int) -> Archived:

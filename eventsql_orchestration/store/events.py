@@ -105,7 +105,7 @@ class Events:
         of = self._by_form.get(type(event))
         if of is None:
             known = ", ".join(form.__name__ for form in self._by_form) or "none"
-            raise ValidationError(f"{shown(event)} is of none of the event types, which are {known}")
+            raise ValidationError(f"{shown(event)} is not of a known event type ({known})")
         return Change(of.kind, _encode(of, event), id=id, metadata=metadata, schema_version=of.schema_version)
 
     def read(self, change: RecordedChange) -> Any:
@@ -123,7 +123,7 @@ class Events:
         found = self._by_kind.get(kind)
         if found is None:
             known = ", ".join(self._by_kind) or "none"
-            raise ChangeSchemaError(f"{of} is of none of the event types, which are {known}: declare its type")
+            raise ChangeSchemaError(f"{of} is not of a known event type ({known}): declare its type")
         schema_version = stored_version or found.schema_version
         if schema_version > found.schema_version:
             raise ChangeSchemaError(

@@ -106,7 +106,7 @@ class Repository(Generic[A]):
         before, changes = aggregate.stored_version, aggregate.new_changes
         if not changes:
             if publications:
-                raise ValidationError(f"{self._type} {aggregate.id!r} has no new changes to publish events of")
+                raise ValidationError(f"{self._type} {aggregate.id!r} has no new changes, so it can publish no events")
             return before
         with self._transaction(connection) as joined:
             version = self._store.append(self._type, aggregate.id, changes, expected_version=before, connection=joined)

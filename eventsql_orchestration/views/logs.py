@@ -122,7 +122,7 @@ class LogsView:
             raise ValidationError("text to search for is empty: leave it out to find every line")
         if words is not None and (self.definition.language is None or not check_text("words", words).strip()):
             raise ValidationError(
-                f"words cannot be searched for: logs {self.definition.name!r} have no language, declare them with one"
+                f"logs {self.definition.name!r} have no language: declare them with one to search for words"
                 if self.definition.language is None
                 else "words to search for are empty: leave them out to find every line"
             )

@@ -42,7 +42,7 @@ def plot_rollup(buckets: Sequence[RollupBucket], path: Path, *, title: str) -> N
     lines = _lines(buckets)
     if len(lines) > MOST_LINES:
         raise ValidationError(
-            f"the plot would have {len(lines)} lines, and {MOST_LINES} are allowed: tell fewer dimensions apart"
+            f"the plot would have {len(lines)} lines, and {MOST_LINES} are allowed: group by fewer dimensions"
         )
     # Texts of an SVG stay texts, which can be searched and selected.
     with rc_context({"svg.fonttype": "none"}):

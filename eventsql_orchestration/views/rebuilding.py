@@ -197,7 +197,7 @@ class Rebuilding:
         if different := differences(held, self._feed.view):
             raise ViewConflictError(
                 f"view {held.name!r} exists with {', '.join(different)}: a rebuild computes its entries anew, and "
-                "changes no form"
+                "cannot change its form"
             )
         return held
 
