@@ -128,7 +128,7 @@ def send(
     key: Annotated[str | None, option("The key of the messages.", metavar="KEY")],
     metadata: Annotated[tuple[tuple[str, str], ...], option("Metadata of the messages; repeat it.")],
     delay: Annotated[timedelta | None, option("Time until the messages can be received.")],
-    priority: Annotated[int, option("0 to 9.", type=click.IntRange(0, 9), default=0)],
+    priority: Annotated[int, option("From 0 to 9; the highest comes first.", type=click.IntRange(0, 9), default=0)],
     deduplication_id: Annotated[str | None, option("Send it once within the queue's window.", metavar="ID")],
 ) -> None:
     """Send BODY to QUEUE, or each line of standard input."""

@@ -158,7 +158,7 @@ class BatchSource(Protocol):
         """Lock the partition and read at most `limit` events; None if nothing is to be handled now."""
 
     def close(self, connection: Connection, result: BatchResult) -> None:
-        """Write what else belongs to the batch. It may still be rolled back."""
+        """Write everything else that belongs to the batch. It may still be rolled back."""
 
 
 class _FailedEvent:
@@ -271,7 +271,7 @@ class BatchRunner:
             if single is not None:
                 return _Attempt(each=True, failed=_FailedEvent(0, single, error))
             if attempt.check or transient:
-                # One by one, no event was to blame.
+                # Handled one by one, no event failed.
                 retry.isolate()
             return _Attempt(each=True, check=True)
         return outcome
@@ -332,7 +332,7 @@ def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler)
     try:
         call_handler(connection, events, handler)
     except Exception as error:
-        # After an error of a statement, the transaction is there to be rolled back.
+        # A statement that failed leaves the transaction open, and only a rollback can follow.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
             raise
         return _FailedEvent(0, events[0].id, error)

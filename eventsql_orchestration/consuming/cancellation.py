@@ -20,7 +20,7 @@ from eventsql_orchestration.threads import join_all, start_thread
 logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS: Final = 3.0
-"""How long `Cancellation.cancel` waits for the server. If the server does not answer in time, it notices by itself."""
+"""Seconds that `Cancellation.cancel` waits for the server. A slower server finds the connection closed by itself."""
 
 
 class Cancellation:

@@ -71,7 +71,7 @@ class CommitRetry:
         """Count a transient rejection. Returns whether to try the same events again later.
 
         `event` is the id of the event if the batch had only one. Each single event gets the full time when it is
-        rejected first, because earlier rejections were not its doing.
+        rejected first, because it did not cause the earlier rejections.
         """
         if self._limits is None:
             return True

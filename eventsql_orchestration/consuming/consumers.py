@@ -274,7 +274,7 @@ class Consumers:
             while True:
                 outcome = self._poll(key, handler, options, Cancellation())
                 result = outcome.result
-                # A batch without a matching event is not the one that was asked for.
+                # Go on after a batch in which no event matches the filter.
                 if result is None or result.consumed or result.failure is not None:
                     break
             consumed += result.consumed if result is not None else 0

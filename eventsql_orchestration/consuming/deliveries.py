@@ -91,7 +91,7 @@ class Deliveries:
     # The process
 
     def register(self, name: str) -> int:
-        """Begin a lease; gives the number of this process. Raises `RedefinitionError` for the other order."""
+        """Begin a lease; gives the number of this process. Raises `RedefinitionError` for a changed `by_key`."""
         with self._database.connection() as connection:
             self._check_order(connection)
             values = {**self._own, "name": name, "lease": self._lease}
@@ -293,7 +293,8 @@ class Deliveries:
         Raises `ClaimLostError` if another process has the event now, and the handler's error.
         """
         with self._database.transaction() as connection, cancellation.connection(connection):
-            # First: nobody takes the event while the handler runs, and a handler that commits commits this too.
+            # Acknowledge first: nobody else takes the event while the handler runs, and a commit by the handler commits
+            # the acknowledgement too.
             self._acknowledge_in(connection, delivery)
             call_handler(connection, [delivery.event], handler)
 
@@ -369,7 +370,7 @@ class Deliveries:
         """Publish an event's dead letter and acknowledge the event; gives whether one was made."""
         key = ConsumerPartition(self._topic, self._consumer, delivery.partition)
         with self._database.transaction() as connection:
-            # First: whoever moves the consumer locks its row before its deliveries.
+            # Lock the consumer's row first, as a move of the consumer does.
             connection.execute(self._consumers("count_given_up"), key.parameters())
             self._acknowledge_in(connection, delivery)
             buried = self._dead_letters.bury(connection, delivery.event, cause)

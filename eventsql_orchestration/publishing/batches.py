@@ -24,7 +24,7 @@ LEAST_IN_BLOCK: Final = 10
 CHUNK_EVENTS: Final = 500
 _CHUNK_BYTES: Final = 256 * 1024
 _PART_EVENTS: Final = 5_000
-"""Events of a batch that are made blocks at a time: the server stores them while the next get their partitions."""
+"""Events of a batch that become blocks at a time: the server stores them while the next ones get their partitions."""
 
 
 def check_publication(publication: object) -> Publication:
@@ -72,8 +72,8 @@ def by_topic(publications: list[Publication]) -> Iterable[tuple[str, list[Public
 
 
 def for_buffer(topic: Topic, publications: list[Publication], partitions: list[int]) -> Iterator[bytes]:
-    """Publications of a topic as a COPY into the buffer takes them: as blocks if the topic's log is in blocks and they
-    are enough, as single events otherwise.
+    """Encode publications of a topic for a COPY into the buffer: as blocks if the topic's log is in blocks and if they
+    are enough, else as single events.
     """
     if topic.storage == BLOCKS and len(publications) >= LEAST_IN_BLOCK * len(set(partitions)):
         yield from (block.buffered_row(topic.name) for block in in_blocks(publications, partitions))
@@ -109,5 +109,5 @@ def in_blocks(publications: list[Publication], partitions: Iterable[int]) -> Ite
 
 
 def slices(publications: Sequence[_T], events: int) -> Iterator[Sequence[_T]]:
-    """The publications, so many at a time."""
+    """The publications in slices of `events`."""
     return (publications[start : start + events] for start in range(0, len(publications), events))

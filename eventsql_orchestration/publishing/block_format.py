@@ -157,7 +157,7 @@ def array_field(of_type: int, elements: int, body: bytes, *, nulls: bool) -> byt
 
 
 def _array_parts(of_type: int, elements: Sequence[bytes | None]) -> list[bytes]:
-    """The parts that an array is joined of."""
+    """The parts to join to an array."""
     if None in elements:
         body = b"".join(NULL if each is None else _length(len(each)) + each for each in elements)
         return [array_field(of_type, len(elements), body, nulls=True)]

@@ -25,7 +25,7 @@ def rendered(text: str, values: Mapping[str, object], paramstyle: ParamStyle) ->
         case "pyformat":
             return Statement(text, dict(values))
         case "named":
-            # SQLAlchemy takes a name directly before `::` for text.
+            # SQLAlchemy does not replace a name directly before `::`.
             return Statement(_PLACEHOLDER.sub(r":\1 ", text), dict(values))
         case "numeric_dollar":
             numbers = {name: number for number, name in enumerate(values, 1)}

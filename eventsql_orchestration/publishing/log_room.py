@@ -16,7 +16,7 @@ ROOM_CHECK: Final = 500_000
 class Room(NamedTuple):
     """The room for a log's next events.
 
-    `zoned`: the times of the log are points in time. `looked`: a look has made or found the room.
+    `zoned`: the times of the log have time zones. `looked`: a look has made or found the room.
     """
 
     zoned: bool
@@ -24,7 +24,7 @@ class Room(NamedTuple):
 
 
 class LogRoom:
-    """What a log writer knows of the segments and sequences of its topics."""
+    """A log writer's knowledge of the segments and sequences of its topics."""
 
     def __init__(self, schema: str) -> None:
         self._schema = schema
@@ -61,7 +61,7 @@ class LogRoom:
 
     @contextmanager
     def using(self, topic: str) -> Iterator[None]:
-        """Look for room again after the block failed: it may have lacked room, or have made segments."""
+        """Look for room again if the block fails: it may have lacked room, or its segments were rolled back."""
         try:
             yield
         except BaseException:

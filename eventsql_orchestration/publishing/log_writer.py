@@ -191,7 +191,7 @@ class LogWriter:
         try:
             return self._low_water.look(connection, wanted)
         except psycopg.Error:
-            # The server may have restarted since the last use; this use has asked nothing of it yet.
+            # The server may have restarted since the last use. Nothing was executed since: connect again.
             if not (reused and self.broken):
                 raise
         connection = self._open()
@@ -342,7 +342,7 @@ class LogWriter:
             self._move_before(connection, topic.name, state)
         time = copy_format.microseconds(state.now)
         if blocks:
-            # Where there was another look, the ids that were drawn before may be of older events.
+            # After another look, the ids that were drawn before it may be those of older events.
             first = (None if room.looked else state.drawn) or self._log.draw(connection, topic.name, events)
             if first is None:
                 raise _ForeignIdsError

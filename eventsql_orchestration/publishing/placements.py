@@ -35,12 +35,12 @@ class Placements:
         self._partitions.extend(partitions)
 
     def noted(self, partitions: Iterable[int]) -> list[int]:
-        """The partitions of all events, by a new attempt. Gives them back."""
+        """Note the partitions of all events, for a new attempt, and return them."""
         self._partitions = list(partitions)
         return self._partitions
 
     def appended(self, appended: Sequence[Appended]) -> None:
-        """Which ids the events of each partition got, in their order."""
+        """Note the ids that the events of each partition got, in their order."""
         self._appended = appended
 
     def __getitem__(self, number: int) -> Placement:

@@ -6,8 +6,8 @@ their blocks before they are published: such a block is in `spark_staged_event`,
 it. The row's buffer id gives the block its place in the order. At that place the transfer moves the arrays into the
 log, and deletes the row. The server takes the events of a log in rows out of the arrays.
 
-A transfer that knows no blocks, such as that of EventSQL's Java library, cannot pass a block by: a trigger refuses to
-delete the row before its block.
+A transfer that knows no blocks, such as that of EventSQL's Java library, cannot skip a block: a trigger refuses to
+delete the block's row.
 """
 
 from __future__ import annotations
@@ -107,8 +107,7 @@ class StagedBlocks:
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
         The blocks end at the first event. `partitions` are those of the topic, which the caller's transaction holds.
-        Raises `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic has
-        not.
+        Raises `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic lacks.
         """
         moved = self._appender.move_blocks(
             connection, topic, low_water=low_water, upto=upto, most=most, size=MOST_MOVED, partitions=partitions,

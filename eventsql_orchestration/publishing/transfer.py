@@ -167,7 +167,7 @@ class Transfer:
         known = self._database.meaning(error)
         # The error for a missing right names the role that has it.
         why = str(known) if isinstance(known, PermissionDeniedError) else describe(error)
-        # The transfer was given no value that could be invalid.
+        # A value of the events is at fault, and not a value that the transfer was given.
         kind = DatabaseError if isinstance(known, ValidationError) else type(known)
         fault = kind(f"the events of topic {topic!r} stay in the buffer of {self._database}: {why}")
         fault.__cause__ = error

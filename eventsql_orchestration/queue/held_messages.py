@@ -52,7 +52,7 @@ class HeldMessages:
     def extend(self, seconds: float) -> None:
         """Hold all messages for `seconds` from now on. Forgets the messages that are not held any more."""
         held = self.messages()
-        # Each shard by itself: one that is down costs no other its messages.
+        # Each shard by itself: a shard that is down must not cost the others their messages.
         for shard in {message.shard for message in held}:
             self._extend_on_shard([message for message in held if message.shard == shard], seconds)
 

@@ -42,7 +42,8 @@ FROM_START_SECONDS: Final = 0.2, 1.0
 """The least and the most seconds between two receives that look at all visible messages."""
 
 FROM_START_RATIO: Final = 20
-"""The time between two such receives, in times of what the first one took: at most 5 % of the work up to 50 ms each."""
+"""The time between two such receives, as a multiple of the first one's: they take 5 % of the time at most, up to 50 ms
+each."""
 
 _integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack

@@ -30,10 +30,10 @@ MAX_DEDUPLICATION_BYTES: Final = 1_024
 class NewMessage:
     """A message to send.
 
-    `body` is up to 64 MiB. In an ordered queue, messages with the same `key` are received in order; `key` and
-    `metadata` go with the message otherwise. It is received at the earliest after `delay` seconds, or at the time
-    `due`. Messages of a higher `priority` (0 to 9) are received first. A message whose `deduplication_id` (1,024 bytes)
-    was sent within the queue's deduplication window is not sent again.
+    `body` is up to 64 MiB. The receiver gets `key` and `metadata` with it. In an ordered queue, messages with the same
+    `key` are received in order. A message is received at the earliest after `delay` seconds, or at the time `due`.
+    Messages of a higher `priority` (0 to 9) are received first. A message whose `deduplication_id` (1,024 bytes) was
+    sent within the queue's deduplication window is not sent again.
 
     Raises `ValidationError` for values that cannot be stored.
     """

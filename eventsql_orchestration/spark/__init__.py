@@ -65,7 +65,7 @@ def spark_config(**overrides: str) -> dict[str, str]:
     """Settings for a Spark session, for its builder or for dagster-pyspark's resources. The default is this machine.
 
     `overrides` replaces or adds settings: `spark_config(**{"spark.master": "local[4]"})`. The file that
-    EVENTSQL_SPARK_CONFIG names has the last word, so that the same code runs on a deployment's cluster. The executors
+    EVENTSQL_SPARK_CONFIG names has precedence, so that the same code runs on a deployment's cluster. The executors
     of a cluster connect to this machine by its name, unless `spark.driver.host` gives another. With `spark.remote`, the
     session is one of Spark Connect, and `spark.master` is the server's.
 

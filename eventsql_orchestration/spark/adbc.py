@@ -75,7 +75,7 @@ WHERE n.nspname = ANY (current_schemas(false)) AND n.nspname <> 'pg_catalog' AND
     OR EXISTS (SELECT FROM pg_type t WHERE t.typnamespace = n.oid AND t.typname = 'text')
 )
 """)
-"""The schemas on the search_path whose names would capture names in the driver's own queries."""
+"""The schemas on the search_path whose objects would shadow those that the driver's own queries name."""
 
 
 def _confined(dsn: str) -> str:

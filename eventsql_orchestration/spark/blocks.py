@@ -34,7 +34,7 @@ def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str])
     bounds = pa.concat_arrays([pa.array([0], pa.int32()), ends])
     block = pc.list_parent_indices(pa.ListArray.from_arrays(bounds, pa.nulls(total)))
 
-    # The place of an event in the batch, and how much more its offset is.
+    # Each event's place in the batch, and the difference between its offset and its place.
     place = pc.cumulative_sum(pa.repeat(pa.scalar(1, pa.int64()), total))
     further = pc.subtract(pc.subtract(last, events), starts).take(block)
     offset = pc.add(place, further)

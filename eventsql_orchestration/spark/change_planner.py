@@ -80,7 +80,7 @@ class _Planner:
         if not count:
             return [after]
         wanted = self._options.tasks or max(self._options.least_tasks, -(-count // self._options.per_task))
-        # The places are those of all types and kinds, which an index has, so there are about as many tasks.
+        # An index has the places of all types and kinds, so these cut the tasks. Their number is about `wanted`.
         if self._only != {"types": None, "kinds": None}:
             every = {**values, "types": None, "kinds": None}
             count = int(fetch_one(connection, self._queries("count_adopted" if adopted else "count_changes"), every)[0])

@@ -39,7 +39,7 @@ TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class ChangeRange:
-    """The changes that one task reads: those behind `after` up to `upto`, two checkpoints of an era.
+    """The changes that one task reads, from `after` (exclusive) to `upto` (inclusive), two checkpoints of an era.
 
     `query` gives the columns, `era_query` the era that the store has now.
     """

@@ -90,7 +90,7 @@ class ConnectServer:
             **self.client_environment,
             "SPARK_HOME": str(home),
             "PYSPARK_PYTHON": self._environment.get("PYSPARK_PYTHON", sys.executable),
-            # Left to itself, it announces this machine's address.
+            # By default, it announces this machine's address.
             "SPARK_LOCAL_IP": "127.0.0.1",
         }
         confs = [word for name, value in self._settings.items() for word in ("--conf", f"{name}={value}")]

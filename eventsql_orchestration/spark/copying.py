@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _FORMLESS: Final = ("struct", "map", "variant", "array<timestamp")
-"""The beginnings of types of columns without a form in COPY, or with one that depends on a process's time zone."""
+"""Prefixes of the types that COPY cannot take, or whose text depends on a process's time zone."""
 
 
 @dataclass(frozen=True, slots=True)

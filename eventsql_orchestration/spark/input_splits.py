@@ -46,7 +46,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
         for index, all_bounds in parts.items()
         for bounds, first in zip(all_bounds, wanted[index].logs.firsts(wanted[index].offsets, all_bounds), strict=True)
     }
-    # Only now: from here on, tasks find out by their first events what retention drops.
+    # Check only now: tasks notice by their first events if retention drops anything from here on.
     _check_complete(wanted)
     tasks = [
         tuple(

@@ -41,7 +41,7 @@ class SparkProjection(Projection):
 
 
 class SparkFill:
-    """Fills the tables of a rebuild with what `SparkProjection.frames` gives: `rebuild(name, fill=SparkFill(spark))`.
+    """Fills the tables of a rebuild with the frames of a `SparkProjection`: `rebuild(name, fill=SparkFill(spark))`.
 
     The tasks connect to the database of the projection's store by the URL that this process has for it.
     """

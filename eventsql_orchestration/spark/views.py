@@ -61,7 +61,7 @@ class SparkViewFeed(ViewFeed):
 
 
 class SparkViewFill:
-    """Fills the new table of a view with what `SparkViewFeed.frame` gives: `rebuild(feed, fill=SparkViewFill(spark))`.
+    """Fills the new table of a view with the frame of a `SparkViewFeed`: `rebuild(feed, fill=SparkViewFill(spark))`.
 
     The tasks connect to the database of the views by the URL that this process has for it.
     """
@@ -173,7 +173,7 @@ def _buckets(view: Rollup, entries: DataFrame) -> DataFrame:
     """The rows of a rollup's table."""
     measures = [f.count("*").alias("eql_count")]
     for name in view.values:
-        # A sum of decimals has 10 digits more, and one of bigints would have none.
+        # Spark's sum of decimals has 10 more digits than they have. A sum of bigints is a bigint, and would overflow.
         whole = entries.schema[name].dataType.simpleString() in _WHOLE
         exact = f.col(name).cast("decimal(38,0)") if whole else f.col(name)
         total = f.when(f.sum(exact).isNull(), f.raise_error(f.lit(f"value {name} is null, or its sum is too large")))

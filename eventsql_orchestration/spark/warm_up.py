@@ -37,7 +37,7 @@ def main() -> None:
         builder = builder.config(name, value)
     session = builder.getOrCreate()
     session.range(2, numPartitions=1).groupBy("id").count().collect()
-    # The topic does not exist. The source and what plans its reads are loaded when that is found out.
+    # The topic does not exist. To find that out, Spark loads the source and the planner of its reads.
     with suppress(PySparkException):
         session.read.format(FORMAT).option("subscribe", _NO_TOPIC).load().count()
     session.stop()

@@ -89,7 +89,7 @@ class Archive:
         return row[0], row[1]
 
     def _see_commits(self, connection: Connection) -> None:
-        # The changes are read behind the lock, with those of an append that the lock has waited for.
+        # The changes are read after the lock, with those of an append that the lock has waited for.
         connection.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL READ COMMITTED"))
 
     def _moved(self, connection: Connection, statement: str, aggregate_type: str, ids: list[str]) -> int:

@@ -60,7 +60,7 @@ class Compared:
 def compare(store: Store, queries: Queries, compared: Compared, sample: int) -> Comparison:
     """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live ones.
 
-    All of it is one snapshot, and nothing of it stays. If the projection follows by a subscription, changes behind the
+    All of it is one snapshot, and nothing of it stays. If the projection follows by a subscription, changes after the
     subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a table
     without rows to compare.
     """

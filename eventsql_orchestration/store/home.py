@@ -27,7 +27,7 @@ class Home:
     """Knows whether the changes of a store are ordered by the transactions of this server.
 
     Each server counts its own transactions, so neither the order nor a checkpoint of a restored dump means anything
-    here. A physical copy, such as a promoted standby, counts on.
+    here. A physical copy, such as a promoted standby, continues the count.
     """
 
     def __init__(self, database: Database) -> None:

@@ -39,7 +39,7 @@ class Loader:
 def checked_values(
     aggregate_type: str, aggregate_id: str, upto_version: int | None, schema_version: int | None = None
 ) -> dict[str, str | int | None]:
-    """What all of the statements are given. Raises `ValidationError`."""
+    """The values that every statement takes. Raises `ValidationError`."""
     check_aggregate(aggregate_type, aggregate_id)
     return {
         "type": aggregate_type, "id": aggregate_id,

@@ -110,8 +110,8 @@ class Projections:
         because the new tables hold their changes. A rebuild that was interrupted goes on where it was.
         `on_progress` gets the number of changes applied. Gives that number.
 
-        With `fill`, the new tables get what follows from the changes so far in bulk, and `apply` gets only later ones.
-        An interrupted fill begins anew. If another process still fills the tables, its fill fails.
+        With `fill`, the rows of all earlier changes are written in bulk, and `apply` gets only later changes. An
+        interrupted fill begins anew. If another process still fills the tables, its fill fails.
 
         Raises `ProjectionError` if another process is rebuilding the projection, and the projection's errors.
         """

@@ -1,4 +1,4 @@
-"""What a projection is: its tables, its changes, and the task of filling new tables in bulk."""
+"""The definition of a projection: its tables, its changes, and the task of filling new tables in bulk."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Projection(ABC):
 
     @abstractmethod
     def apply(self, change: RecordedChange, connection: Connection) -> None:
-        """Write what follows from one change."""
+        """Write the rows that follow from one change."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ _DEFAULT_OPTIONS: Final = SubscriptionOptions()
 
 @dataclass(frozen=True, slots=True)
 class AggregateInfo:
-    """An aggregate's id and version, and when its first change was stored, it was closed, and it was archived."""
+    """An aggregate's id and version, and the times of its first change, of its closing, and of its archiving."""
 
     id: str
     version: int
@@ -249,7 +249,7 @@ class Store:
     ) -> Subscription:  # fmt: skip
         """Hand each change of these types and kinds to `handler(change, connection)` once, in the global order.
 
-        What the handler writes through `connection` is committed together with the subscription's place. A new
+        The handler's writes through `connection` are committed together with the subscription's place. A new
         subscription begins at `start`; one that exists goes on where it stands. It runs in a thread until
         `subscription.stop()`, the end of its `with` block, or `close`. Without `background`, call its `run` or
         `run_once`.
@@ -289,9 +289,9 @@ class Store:
     def replay(self, name: str, start: Start = "beginning") -> StoreCheckpoint:
         """Move a subscription to another place, after its current transaction; gives the place.
 
-        Its handler gets the changes behind that place again, or is not given those before it. Dead letters of changes
-        behind that place are dropped. Raises `SubscriptionNotFoundError`, and `DatabaseError` for a checkpoint of
-        another server.
+        Backwards, its handler gets the changes after that place again; forwards, it does not get the changes before it.
+        Dead letters of changes after that place are dropped. Raises `SubscriptionNotFoundError`, and `DatabaseError`
+        for a checkpoint of another server.
         """
         return move(self.database, name, start)
 

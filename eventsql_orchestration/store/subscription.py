@@ -341,7 +341,7 @@ def _check_transaction(connection: Connection) -> None:
 
 
 def _rejects(error: BaseException) -> bool:
-    """Whether the server refused a commit for what the transaction has written, as by a deferred constraint."""
+    """Whether the server refused a commit because of written rows, for example by a deferred constraint."""
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
     return isinstance(cause, psycopg.IntegrityError | psycopg.errors.RaiseException | psycopg.DataError)
 
@@ -358,7 +358,7 @@ def _place(order: GlobalOrder, connection: Connection, start: Start) -> StoreChe
 
 
 def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
-    """Move a subscription to another place, and drop the dead letters of the changes behind it.
+    """Move a subscription to another place, and drop the dead letters of the changes after it.
 
     Raises `SubscriptionNotFoundError`, `DatabaseError`.
     """
