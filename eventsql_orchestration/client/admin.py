@@ -91,7 +91,7 @@ class ClusterSeeker:
 
 @checked
 class ClusterEraser:
-    """Erases the values and metadata of the events of keys, where a person may demand it."""
+    """Erases the values and metadata of the events of keys, for example because a person demands it."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

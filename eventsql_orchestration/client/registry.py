@@ -47,7 +47,7 @@ class ClusterRegistry:
         return self
 
     def declare_topic(self, topic: Topic) -> Registration:
-        """Create `topic`, or find it as it is, and tell the changes.
+        """Create `topic` if it does not exist; returns the changes.
 
         Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
         Its retention can always change; a topic that names none keeps the retention that it has. Raises
@@ -199,7 +199,7 @@ class ClusterRegistry:
         return self
 
     def declare_consumer(self, consumer: Consumer, **settings: Unpack[ConsumerSettings]) -> Registration:
-        """Create `consumer`, or find it as it is, and tell the changes.
+        """Create `consumer` if it does not exist; returns the changes.
 
         The offsets of a consumer that exists never move: only a seek moves them. It takes the `max_attempts` and the
         `filter` that are given, from its next batch on, and keeps a setting that is None. `EVERY_EVENT` ends a filter;

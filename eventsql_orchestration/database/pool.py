@@ -38,7 +38,8 @@ _OF_PARENTS: Final[list[object]] = []
 """Spare connections of processes that this one was forked from."""
 
 LEAST_BESIDE_SPARE: Final = 4
-"""Connections that others may have beside a spare one. A user of the engine waits for a connection, and not for it."""
+"""A spare connection is kept only if the pool may have more connections than these: a user of the engine, who waits for
+a free connection, does not get the spare one."""
 
 
 class Pool:
@@ -191,7 +192,7 @@ class Pool:
 
 @contextmanager
 def plain(connection: Connection) -> Iterator[Connection]:
-    """The platform's own settings of a connection, before and after whoever uses it in the block."""
+    """Give a connection the platform's own settings, before and after its use in the block."""
     try:
         # SQLAlchemy's own transactions change these settings of the connection.
         if not connection.autocommit:

@@ -10,7 +10,7 @@ from eventsql_orchestration.database.rows import fetch_all
 
 
 def lost(connection: Connection, live: tuple[str, str], new: tuple[str, str]) -> list[str]:
-    """What belongs to a live table and not to the new one, such as triggers. Tables are a schema and a name."""
+    """The objects of a live table that the new one lacks, such as triggers. Tables are a schema and a name."""
     values = {"in_schema": live[0], "table": live[1], "shadow": new[0], "shadow_table": new[1]}
     return [what for (what,) in fetch_all(connection, Queries("replaced_tables", live[0])("lost"), values)]
 

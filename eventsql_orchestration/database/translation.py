@@ -89,7 +89,7 @@ _QUESTIONS: Final = {
     "does not exist": "are the user and the database in the URL right?",
     "pg_hba.conf": "does the server let this user in from this machine?",
 }
-"""What to ask by a word of the server's refusal. A server of another language refuses without a question."""
+"""The question to the user, by a word of the server's refusal. A refusal in another language gets no question."""
 
 
 def _unreachable(detail: str) -> str:

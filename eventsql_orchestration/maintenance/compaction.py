@@ -56,13 +56,13 @@ VACUUMED_BLOCKS: Final = 10_000
 """The number of merged blocks of a segment after which their space is freed for new blocks."""
 
 SPARE_BYTES: Final = 16 << 20
-"""A segment may take so many bytes, and a fifth of all its bytes, more than its blocks need. Beyond that, it is
+"""A segment may take this many bytes plus a fifth of its own size more than its blocks need. Beyond that, it is
 rewritten: a fresh segment takes about 4 % more than its blocks need."""
 
 SPARE_SHARE: Final = 0.2
 
 _DAMAGED: Final = (psycopg.IntegrityError, psycopg.DataError, psycopg.errors.DataCorrupted)
-"""What the server says of a block that is not whole."""
+"""Errors of the server for a block that is not whole."""
 
 
 class Unmerged(NamedTuple):
@@ -242,7 +242,7 @@ class _Log:
         return True
 
     def roll(self, connection: Connection, segment: Segment) -> bool:
-        """Close the newest segment if it is worth to be rewritten: new events get ids of the next one."""
+        """Close the newest segment if it is worth rewriting: new events get ids of the next one."""
         if not self._is_spacious(connection, segment):
             return False
         with connection.transaction():

@@ -1,4 +1,4 @@
-"""Erasure: the values and metadata of a key's events go, for people who may demand it; their offsets stay.
+"""Erasure: the values and metadata of a key's events are removed, as a person may demand; their offsets stay.
 
 An erasure changes stored events a range at a time, each in a transaction of its own, while publishers, transfers and
 consumers go on. It looks where events are stored, in the order in which events move: the staged blocks, the buffer, the
@@ -326,7 +326,7 @@ class _Run:
 
     def _clear_failures(self, connection: Connection, name: str) -> None:
         eraser, log = self._erasers[name], LogReader(self._schema)
-        # First: a consumer's row gets its text from a delivery.
+        # Deliveries first: a consumer's row gets its text from a delivery.
         failed = eraser.failed_deliveries(connection)
         for start in range(0, len(failed), FAILURES):
             found = log.read_ids(connection, name, failed[start : start + FAILURES])

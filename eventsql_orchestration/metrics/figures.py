@@ -71,7 +71,7 @@ class PartitionFigures:
 
 @dataclass(frozen=True, slots=True)
 class ClaimFigures:
-    """The live claims of a consumer, how many of them nobody holds a lease for, and the age of the oldest."""
+    """The live claims of a consumer, how many of them have no valid lease, and the age of the oldest."""
 
     topic: str
     consumer: str

@@ -28,7 +28,7 @@ PROGRAMS_VARIABLE: Final = "EVENTSQL_POSTGRES"
 OLDEST_VERSION: Final = 14
 
 RELOCATION_ROOT: Final = Path("/var/lib/eventsql")
-"""Root keeps data and programs here that the server's account cannot reach where they are."""
+"""If root starts the server, data and programs that the server's account cannot reach elsewhere lie here."""
 
 _ACCOUNTS: Final = ("pgserver", "postgres", "nobody")
 """Accounts for the server under root: PostgreSQL does not run as root. `useradd`, if it exists, creates the first."""

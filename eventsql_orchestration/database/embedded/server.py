@@ -264,7 +264,7 @@ class EmbeddedPostgres:
     def _launch(self, programs: Path, account: Account | None, deadline: float) -> None:
         data = self._data
         for leftover in data.parent.glob(".eventsql-initdb-*"):
-            # A process was killed. Its initdb may still be at work there; the next start removes the rest then.
+            # A killed process left it. If its initdb still writes there, the next start removes the rest.
             shutil.rmtree(leftover, ignore_errors=True)
         if account is not None and data.stat().st_uid != account.uid:
             account.take(data)

@@ -49,9 +49,8 @@ def known(revision: str) -> bool:
 def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEAD) -> None:
     """Bring `schema` up to a revision, the newest by default, in one transaction.
 
-    Processes that come at the same time wait for the first and find nothing left to do. `times_in` is the time zone
-    that the times are readings of which EventSQL's Java library wrote before, if it made the tables: any other than UTC
-    rewrites its tables.
+    Processes that come at the same time wait for the first and find nothing left to do. `times_in` is the time zone of
+    the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
     with engine.begin() as connection:
         connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_ADVISORY_LOCK,))

@@ -17,12 +17,12 @@ schema = context.config.attributes["schema"]
 has_schema = Queries("sessions", schema)("has_schema")
 if driver_connection(connection).execute(has_schema, {"schema": f'"{schema}"'}).fetchone() != (True,):
     connection.execute(CreateSchema(schema))
-# Where there are roles, what a migration makes is the admin role's, and the others get their rights on it.
+# If roles exist, the admin role owns new objects, and the other roles get their rights on them.
 has_roles = role_statements.act_as_owner(driver_connection(connection), schema)
 connection.exec_driver_sql(SYSTEM_PATH)
 # Only in UTC does a column of `timestamp` become `timestamptz` without a rewrite of its table.
 connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
-# A table that is altered keeps everybody waiting who comes after; an open transaction must not make that long.
+# While ALTER TABLE waits for an open transaction, later statements wait behind it. So it does not wait for long.
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
 if context.get_context().get_current_revision() != context.get_revision_argument():

@@ -47,6 +47,6 @@ WHERE position(%(mark)s IN eql_name) > 0
   AND (%(topic)s::text IS NULL OR eql_topic = %(topic)s)
 ORDER BY eql_topic, eql_name, eql_partition;
 
--- count_anew -- Count from 0 what the side consumers of these names give up.
+-- count_anew -- Set the numbers of events that these side consumers have given up to 0.
 UPDATE {schema}.consumer SET eql_given_up = 0
 WHERE eql_topic = %(topic)s AND eql_name = ANY (%(names)s) AND eql_given_up > 0;

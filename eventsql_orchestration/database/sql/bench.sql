@@ -1,4 +1,4 @@
--- take_database -- Keep other benchmarks out of this database until the session ends, or find that one is under way.
+-- take_database -- Keep other benchmarks out of this database until the session ends; false if one is under way.
 SELECT pg_try_advisory_lock(%(lock)s);
 
 -- leftover_tables -- The tables of benchmarks that were killed, beside the logs of their topics.
@@ -7,12 +7,12 @@ FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND starts_with(c.relname, %(prefix)s);
 
--- end_sessions -- End what processes of a benchmark left running on the server.
+-- end_sessions -- End the sessions that processes of a benchmark have left on the server.
 SELECT count(pg_terminate_backend(pid))
 FROM pg_stat_activity
 WHERE application_name = %(application)s AND pid <> pg_backend_pid();
 
--- vacuum_buffer -- Remove what earlier figures have left of their rows.
+-- vacuum_buffer -- Remove the dead rows of earlier figures.
 VACUUM {schema}.event_buffer;
 
 -- create_raw -- A table like the buffer.
@@ -50,10 +50,10 @@ UPDATE {schema}.topic SET eql_retention_events = %(events)s WHERE eql_name = %(t
 -- hold_snapshot -- Keep every row that is deleted from now on, as any transaction that stays open does.
 SELECT pg_current_xact_id();
 
--- server_settings -- What the server is set to, where it bears on speed or durability.
+-- server_settings -- The server's settings that matter for speed or durability.
 SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%(names)s) ORDER BY name;
 
--- drop_raw -- Make way for a table of another shape.
+-- drop_raw -- Drop the raw table, before one of another shape is made.
 DROP TABLE {schema}.{table};
 
 -- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
@@ -68,7 +68,7 @@ DELETE FROM {schema}.aggregate_snapshot WHERE eql_type = %(type)s;
 -- delete_aggregates -- The aggregates of a benchmark of the event store.
 DELETE FROM {schema}.aggregate WHERE eql_type = %(type)s;
 
--- fill_timeline -- The events that resources have at a time, those of neighbouring numbers far apart: as they come.
+-- fill_timeline -- An event of each resource at a time, in no order of the resources, as a service would append them.
 INSERT INTO {schema}.{table} (eql_tenant, eql_resource, eql_data, eql_occurred_at)
 SELECT 'tenant-' || mod(placed.place, %(tenants)s::bigint), 'resource-' || (placed.place / %(tenants)s::bigint),
        jsonb_build_object('state', 'moved', 'number', placed.place, 'price', 12345, 'by', 'driver-17'),
@@ -86,5 +86,5 @@ SELECT 'tenant-' || mod(number, %(tenants)s::bigint),
        %(start)s::timestamptz + (number * %(step)s::interval)
 FROM generate_series(%(first)s::bigint, %(upto)s::bigint) AS number;
 
--- vacuum_view -- What autovacuum does soon after a view was filled.
+-- vacuum_view -- Vacuum a view, as autovacuum does soon after the view was filled.
 VACUUM (ANALYZE) {schema}.{table};

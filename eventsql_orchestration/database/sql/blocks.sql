@@ -63,7 +63,7 @@ WHERE eql_topic = %(topic)s AND (
     )
 );
 
--- empty_buffer -- Delete what the buffer has of a topic. The setting tells the buffer's trigger that blocks may go.
+-- empty_buffer -- Delete a topic's rows in the buffer. The setting tells the buffer's trigger that blocks may be deleted.
 DELETE FROM {schema}.event_buffer
 WHERE eql_topic = %(topic)s AND set_config('eventsql.takes_blocks', 'on', true) = 'on';
 

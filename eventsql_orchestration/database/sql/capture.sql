@@ -22,8 +22,8 @@ JOIN pg_proc f ON f.proname = 'capture_changes'
 JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
 WHERE c.oid = to_regclass(%(table)s);
 
--- columns -- The columns of a table: name, number, whether its values come from other columns at each reading, and
--- whether two values that are not the same text can be equal, or its type is not the system's.
+-- columns -- The columns of a table: name, number, whether it is a virtual generated column, and whether it cannot be part
+-- of a key: equal values may have different texts, or the type is not the system's.
 SELECT a.attname, a.attnum, a.attgenerated = 'v',
        base.oid >= 16384 OR coalesce(NOT k.collisdeterministic, false)
 FROM pg_attribute a
@@ -33,7 +33,7 @@ LEFT JOIN pg_collation k ON k.oid = a.attcollation
 WHERE a.attrelid = %(relation)s::oid AND a.attnum > 0 AND NOT a.attisdropped
 ORDER BY a.attnum;
 
--- start_snapshot -- Have the rows of a capture's table published that was made without a snapshot.
+-- start_snapshot -- Begin the snapshot of a capture that was made without one.
 UPDATE {schema}.capture SET eql_snapshot = 'running' WHERE eql_id = %(capture)s AND eql_snapshot = 'none';
 
 -- insert_capture -- Note a capture; gives its id and the number of this transaction.

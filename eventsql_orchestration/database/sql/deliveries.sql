@@ -8,7 +8,7 @@ UPDATE {schema}.consumer_worker SET eql_expires_at = clock_timestamp() + make_in
 WHERE eql_id = %(worker)s
 RETURNING eql_id;
 
--- leave -- End a process's lease: what it holds is free at once.
+-- leave -- End a process's lease: its events are free at once.
 DELETE FROM {schema}.consumer_worker WHERE eql_id = %(worker)s;
 
 -- expire -- End the leases that were not renewed in time. One that is being renewed now is left alone.
@@ -29,8 +29,8 @@ SELECT eql_id, eql_offset, eql_claimed_upto, eql_unacknowledged, eql_by_key
 FROM {schema}.consumer_cursor
 WHERE eql_topic = %(topic)s AND eql_consumer = %(consumer)s AND eql_partition = %(partition)s;
 
--- standing -- What is not acknowledged of a partition: the number, the lowest id, how many no live process holds and how
--- many this one does not hold; and the first that failed, with its attempts, failure and due time.
+-- standing -- The unacknowledged events of a partition: their number, the lowest id, how many no live process holds, how
+-- many this process does not hold, and the first that failed.
 SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
        count(*) FILTER (WHERE d.eql_worker = %(worker)s IS NOT TRUE), min(d.eql_id) FILTER (WHERE d.eql_attempts > 0)
 FROM {schema}.consumer_delivery d LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
@@ -88,8 +88,8 @@ SET eql_offset = %(upto)s, eql_claimed_upto = %(claimed_upto)s, eql_unacknowledg
     eql_by_key = %(by_key)s
 WHERE eql_id = %(cursor)s;
 
--- settle -- Move the offset of a locked consumer partition to the last id before which everything is acknowledged. While
--- something after it is not, a lease without end keeps other ways of consuming away.
+-- settle -- Move the offset of a locked consumer partition to the last id up to which every event is acknowledged. While an
+-- event after it is not acknowledged, a lease without end keeps other ways of consuming away.
 UPDATE {schema}.consumer
 SET eql_last_event_id = %(upto)s,
     eql_first_event_id = coalesce(eql_first_event_id, %(first)s),
@@ -123,7 +123,7 @@ SET eql_worker = NULL
 FROM unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS held (cursor, id, worker)
 WHERE d.eql_cursor = held.cursor AND d.eql_id = held.id AND d.eql_worker = held.worker;
 
--- give_back_others -- Give back what a process has of a partition, except the known deliveries.
+-- give_back_others -- Give back the events of a partition that a process holds, except the known deliveries.
 UPDATE {schema}.consumer_delivery d
 SET eql_worker = NULL
 FROM {schema}.consumer_cursor k
@@ -138,7 +138,7 @@ WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partit
 DELETE FROM {schema}.consumer_delivery
 WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[]) AND eql_worker = %(worker)s;
 
--- other_order -- Whether something of a consumer is not acknowledged that was handed out in the other order.
+-- other_order -- Whether a consumer has unacknowledged events that were handed out in the other order.
 SELECT EXISTS (
     SELECT FROM {schema}.consumer_cursor k
     WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_by_key <> %(by_key)s

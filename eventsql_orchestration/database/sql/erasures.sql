@@ -4,7 +4,7 @@ SELECT %(topic)s, digest, session_user, %(requested_by)s
 FROM unnest(%(digests)s::text[]) AS digest
 ON CONFLICT (eql_topic, eql_key_digest) WHERE eql_finished_at IS NULL DO NOTHING;
 
--- count -- Add to what unfinished erasures have erased: events of the log, of the buffer, and dead letters.
+-- count -- Add to the numbers of erased events of unfinished erasures: in the log, in the buffer, and dead letters.
 UPDATE {schema}.erasure e
 SET eql_events = e.eql_events + added.events, eql_buffered = e.eql_buffered + added.buffered,
     eql_dead_letters = e.eql_dead_letters + added.letters
@@ -16,7 +16,7 @@ WHERE e.eql_topic = %(topic)s AND e.eql_key_digest = added.digest AND e.eql_fini
 UPDATE {schema}.erasure SET eql_finished_at = clock_timestamp()
 WHERE eql_topic = %(topic)s AND eql_key_digest = ANY (%(digests)s::text[]) AND eql_finished_at IS NULL;
 
--- limit_waits -- Let the transaction wait at most so many milliseconds for a lock, and half of what a statement may take.
+-- limit_waits -- Let the transaction wait for a lock at most `most` milliseconds, and at most half of `statement_timeout`.
 SELECT set_config('lock_timeout', CASE
     WHEN setting::bigint > 0 THEN greatest(1, least(%(most)s::bigint, setting::bigint / 2)) ELSE %(most)s::bigint
 END::text, true)
@@ -30,6 +30,6 @@ WHERE (%(topic)s::text IS NULL OR eql_topic = %(topic)s) AND (%(digest)s::text I
 ORDER BY eql_started_at DESC, eql_topic, eql_key_digest
 LIMIT %(limit)s;
 
--- prune -- Delete finished records that began before than this.
+-- prune -- Delete finished records that began before this time.
 DELETE FROM {schema}.erasure
 WHERE eql_started_at < (now() - make_interval(days => %(days)s)) AND eql_finished_at IS NOT NULL;

@@ -65,7 +65,7 @@ INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_af
 VALUES (%(topic)s, %(layout)s, %(partitions)s, %(after)s)
 ON CONFLICT DO NOTHING;
 
--- lay_out -- Make it the definition of the topic.
+-- lay_out -- Make a layout the definition of the topic.
 UPDATE {schema}.topic SET eql_partitions = %(partitions)s, eql_layout = %(layout)s WHERE eql_name = %(topic)s;
 
 -- count_buffered -- The number of events in at most `limit` rows of a topic in the buffer. A staged block counts as the

@@ -60,7 +60,7 @@ WHERE eql_id = ANY (ARRAY(
 -- delete_layouts -- Delete the layouts of a topic.
 DELETE FROM {schema}.topic_layout WHERE eql_topic = %(topic)s;
 
--- let_on -- Have no consumer of a topic wait for a layout that does not exist.
+-- let_on -- Release the consumers of a topic that wait for a layout that does not exist.
 UPDATE {schema}.consumer c SET eql_until = NULL
 WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until >= 0 AND NOT EXISTS (
     SELECT FROM {schema}.topic_layout l WHERE l.eql_topic = c.eql_topic AND l.eql_after = c.eql_until

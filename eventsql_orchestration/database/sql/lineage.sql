@@ -1,4 +1,4 @@
--- publication -- What a writer published with one batch: how many events, and when.
+-- publication -- A writer's batch: the number of its events, and the time of its publication.
 SELECT eql_events, eql_created_at FROM {schema}.spark_publication WHERE eql_writer = %(writer)s AND eql_batch = %(batch)s;
 
 -- claims_of_run -- The claims that an owner had within a span of time, in the order in which it made them.
@@ -9,5 +9,5 @@ WHERE eql_owner = %(owner)s
   AND (eql_finished_at IS NULL OR eql_finished_at >= %(first)s)
 ORDER BY eql_id;
 
--- writers_between -- Who published within a span of time.
+-- writers_between -- The writers that published within a span of time.
 SELECT eql_writer FROM {schema}.spark_publication WHERE eql_created_at >= %(first)s AND eql_created_at <= %(last)s;

@@ -17,8 +17,8 @@ FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s
   AND NOT EXISTS (SELECT FROM held WHERE partitions <> %(partitions)s OR layout <> %(layout)s);
 
--- publish_statement -- The same for a driver that is not ours: the statement fails unless it inserts the event. PostgreSQL
--- raises errors with a text of one's own only in functions, so the text is one that is no number.
+-- publish_statement -- The same for a driver that is not ours: the statement fails unless it inserts the event. Only a
+-- function can raise an error with a chosen text, so the statement casts such a text to a number.
 -- The metadata is text: a driver may have an encoder of its own for json.
 WITH held AS MATERIALIZED (
     SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
@@ -92,10 +92,10 @@ WHERE l.locktype = 'relation'
   AND l.granted
   AND l.pid = pg_backend_pid() IS NOT TRUE;
 
--- lock_topic -- Become the topic's one writer, or find that another transaction is.
+-- lock_topic -- Become the topic's only writer; no row if another transaction is.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE SKIP LOCKED;
 
--- await_topic -- Become the topic's one writer, after whoever is now.
+-- await_topic -- Become the topic's only writer; waits for the present one.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
 -- buffered_size -- The size of an event in the buffer in bytes; or that of a block, and how many events it has.
@@ -134,10 +134,10 @@ SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_c
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 
--- lock_consumer -- Take a consumer partition for this transaction, or find that another one has it.
+-- lock_consumer -- Lock a consumer partition for this transaction; no row if another one has it.
 {consumer_state} FOR UPDATE SKIP LOCKED;
 
--- await_consumer -- Take a consumer partition for this transaction, after whoever has it now.
+-- await_consumer -- Lock a consumer partition for this transaction; waits for another one that has it.
 {consumer_state} FOR UPDATE;
 
 -- consumer_exists -- Whether a consumer has this partition, locked or not.

@@ -1,7 +1,7 @@
 -- path -- The session's search_path.
 SELECT current_setting('search_path');
 
--- set_path -- Where the transaction finds tables from here on.
+-- set_path -- Set the transaction's search_path.
 SELECT set_config('search_path', %(path)s, true);
 
 -- hold_install -- Let one process at a time make tables of projections in a schema.
@@ -47,13 +47,13 @@ SELECT eql_projection, eql_applied, eql_started_at FROM {schema}.store_rebuild O
 -- hold_subscription -- Let the subscription of a projection finish its transaction, and wait.
 SELECT FROM {schema}.store_subscription WHERE eql_name = %(subscription)s FOR UPDATE;
 
--- place_subscription -- The subscription of a projection goes on behind what the rebuilt tables hold.
+-- place_subscription -- Let the subscription of a projection go on after the changes that the rebuilt tables hold.
 UPDATE {schema}.store_subscription
 SET eql_transaction = %(transaction)s::xid8, eql_position = %(position)s,
     eql_attempts = 0, eql_failure = NULL, eql_retry_at = NULL
 WHERE eql_name = %(subscription)s;
 
--- drop_letters -- What the subscription of a projection gave up is in the rebuilt tables.
+-- drop_letters -- Drop the dead letters of a projection's subscription: the rebuilt tables hold their changes.
 DELETE FROM {schema}.store_dead_letter WHERE eql_subscription = %(subscription)s;
 
 -- tables -- Which of some tables a schema has.

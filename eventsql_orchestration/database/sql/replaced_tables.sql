@@ -14,8 +14,8 @@ CROSS JOIN LATERAL (
 CROSS JOIN aclexplode(held.acl) granted
 WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;
 
--- lost -- What belongs to a table and would not be on the table that replaces it: row security, policies, triggers, rules and
--- publications, each by its name.
+-- lost -- The row security, policies, triggers, rules and publications of a table that its replacement lacks, each by its
+-- name.
 WITH belongings AS (
     SELECT c.oid, 'row security' AS what FROM pg_class c WHERE c.relrowsecurity OR c.relforcerowsecurity
     UNION ALL SELECT p.polrelid, 'policy ' || p.polname FROM pg_policy p

@@ -1,4 +1,4 @@
--- identity -- What tells this database from all others, whatever its URL: its server's cluster, and its number in there.
+-- identity -- The identity of this database, whatever its URL: the identifier of its cluster, and its oid.
 SELECT (SELECT system_identifier FROM pg_control_system()) || ':' || oid
 FROM pg_database WHERE datname = current_database();
 
@@ -36,10 +36,11 @@ INSERT INTO {schema}.shard_fence (eql_generation, eql_topic, eql_fence) VALUES (
 -- redefine_all -- Have every publisher look its topics up again before it commits another event.
 UPDATE {schema}.topic SET eql_layout = eql_layout + 1;
 
--- try_gate -- Be the one that holds consumers of this shard back, or lets them go, unless another transaction is.
+-- try_gate -- Take the lock for holding consumers of this shard back and releasing them; false if another transaction has
+-- it.
 SELECT pg_try_advisory_xact_lock(%(lock)s);
 
--- gate -- The same, after whoever is now.
+-- gate -- The same; waits for another transaction that has it.
 SELECT pg_advisory_xact_lock(%(lock)s);
 
 -- held -- The consumers that get no events here yet.

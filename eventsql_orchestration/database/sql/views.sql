@@ -20,7 +20,7 @@ ORDER BY eql_created_at;
 INSERT INTO {schema}.view_definition (eql_name, eql_kind, eql_definition, eql_retention_seconds, eql_period_seconds)
 VALUES (%(name)s, %(kind)s, %(definition)s, %(retention)s, %(period)s);
 
--- change_view -- What a declaration may change.
+-- change_view -- Change a view's definition and retention.
 UPDATE {schema}.view_definition SET eql_definition = %(definition)s, eql_retention_seconds = %(retention)s
 WHERE eql_name = %(name)s;
 
@@ -58,7 +58,7 @@ WHERE i.indrelid = to_regclass(%(table)s)
       ORDER BY own.place
   ) = ARRAY['eql_tenant', 'eql_resource', 'eql_written_at', 'eql_id'];
 
--- try_sort -- Keep other programs from sorting a partition until the transaction ends, or find that one is at it.
+-- try_sort -- Keep other programs from sorting a partition until the transaction ends; false if one does so now.
 SELECT pg_try_advisory_xact_lock(hashtextextended(%(table)s, 6074606));
 
 -- clock -- The server's time.
@@ -71,7 +71,7 @@ FROM unnest(%(resources)s::text[], %(data)s::text[], %(occurred_at)s::timestampt
     WITH ORDINALITY AS entry (resource, data, occurred_at, position)
 ORDER BY entry.position;
 
--- read_timeline -- What happened to one resource, in the order in which it was appended.
+-- read_timeline -- The entries of one resource, in the order in which they were appended.
 SELECT eql_id AS id, eql_resource AS resource, eql_data AS data, eql_occurred_at AS occurred_at
 FROM {schema}.{table}
 WHERE eql_tenant = %(tenant)s AND eql_resource = %(resource)s AND eql_id > %(after)s
@@ -99,7 +99,7 @@ WHERE l.locktype = 'relation'
   AND l.granted;
 
 -- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter,
--- whether events behind the offset were handed out, and the topic's layout.
+-- whether events after the offset were handed out, and the topic's layout.
 SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
     SELECT FROM {schema}.consumer_cursor k
     WHERE k.eql_topic = c.eql_topic AND k.eql_consumer = c.eql_name AND k.eql_partition = c.eql_partition
@@ -113,7 +113,7 @@ ORDER BY c.eql_partition;
 -- last_id -- The last id that a view's sequence gave; 0 if it gave none.
 SELECT coalesce(pg_sequence_last_value(%(sequence)s::regclass), 0);
 
--- go_on_behind -- Have a view's sequence give ids behind one id and behind all of its table.
+-- go_on_behind -- Let a view's sequence go on above one id and above all ids of its table.
 SELECT setval(%(sequence)s::regclass, greatest((SELECT coalesce(max(eql_id), 1) FROM {schema}.{table}), %(after)s::bigint));
 
 -- lost_indexes -- The indexes, constraints and statistics of a view's table that a new table lacks, each by its name.
