@@ -1,4 +1,5 @@
 -- parts of blocks_parts
+-- parts of ranges
 
 -- part after -- Where the range begins.
 wanted.after
@@ -101,25 +102,15 @@ CROSS JOIN LATERAL unnest(array_fill(NULL::boolean, ARRAY[eql_events]), eql_meta
 -- time, because one transaction published them; the asset excludes events of other transactions at the same time.
 SELECT count(*), min(id), max(id), min(run)
 FROM (
-    SELECT id,
-           coalesce(metadata ->> 'dagster_run_id',
-                    ('airflow ' || (metadata ->> 'airflow_dag_id')) || ('/' || (metadata ->> 'airflow_run_id'))) AS run
+    SELECT id, {run of metadata} AS run
     FROM ({described} WHERE eql_id > %(after)s) logged
-    WHERE id > %(after)s
-      AND published = %(at)s::timestamptz
-      AND coalesce(coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') = %(asset)s::text,
-                   metadata ->> 'dagster_asset_key' IS NULL AND metadata ->> 'airflow_task_id' IS NULL AND %(asset)s::text IS NULL)
-      AND coalesce(coalesce(metadata ->> 'dagster_partition', metadata ->> 'airflow_map_index') = %(partition)s::text,
-                   metadata ->> 'dagster_partition' IS NULL AND metadata ->> 'airflow_map_index' IS NULL AND %(partition)s::text IS NULL)
+    WHERE id > %(after)s AND published = %(at)s::timestamptz AND {published_by of metadata}
     ORDER BY id
     LIMIT %(events)s
 ) found;
 
 -- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
-SELECT coalesce(metadata ->> 'dagster_run_id',
-                ('airflow ' || (metadata ->> 'airflow_dag_id')) || ('/' || (metadata ->> 'airflow_run_id'))) AS run,
-       coalesce(metadata ->> 'dagster_asset_key', metadata ->> 'airflow_task_id') AS asset,
-       coalesce(metadata ->> 'dagster_partition', metadata ->> 'airflow_map_index') AS run_partition,
+SELECT {run of metadata} AS run, {asset of metadata} AS asset, {run_partition of metadata} AS run_partition,
        count(*), min(id), max(id), min(published), max(published)
 FROM {one}
 CROSS JOIN LATERAL ({described} WHERE {in_partition} {in_range}) logged

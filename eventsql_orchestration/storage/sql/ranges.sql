@@ -67,29 +67,34 @@ JOIN {schema}.{event_table} e ON e.eql_id > w.after AND e.eql_id <= w.upto
 GROUP BY w.upto, e.eql_partition
 ORDER BY w.upto, e.eql_partition;
 
+-- part run of metadata -- The run of Dagster or Airflow that published an event.
+coalesce({metadata} ->> 'dagster_run_id',
+         ('airflow ' || ({metadata} ->> 'airflow_dag_id')) || ('/' || ({metadata} ->> 'airflow_run_id')))
+
+-- part asset of metadata -- The asset or task that published an event.
+coalesce({metadata} ->> 'dagster_asset_key', {metadata} ->> 'airflow_task_id')
+
+-- part run_partition of metadata -- The partition or map index of that asset or task.
+coalesce({metadata} ->> 'dagster_partition', {metadata} ->> 'airflow_map_index')
+
+-- part published_by of metadata -- Whether the given asset and partition published an event; either may be NULL.
+coalesce({asset of {metadata}} = %(asset)s::text, {asset of {metadata}} IS NULL AND %(asset)s::text IS NULL)
+      AND coalesce({run_partition of {metadata}} = %(partition)s::text,
+                   {run_partition of {metadata}} IS NULL AND %(partition)s::text IS NULL)
+
 -- publication -- The events of a publication in the log: number, first and last offset, run. They have the publication's
 -- time, because one transaction published them; the asset excludes events of other transactions at the same time.
 SELECT count(*), min(eql_id), max(eql_id), min(run)
 FROM (
-    SELECT eql_id,
-           coalesce(eql_metadata ->> 'dagster_run_id',
-                    ('airflow ' || (eql_metadata ->> 'airflow_dag_id')) || ('/' || (eql_metadata ->> 'airflow_run_id'))) AS run
+    SELECT eql_id, {run of eql_metadata} AS run
     FROM {schema}.{event_table}
-    WHERE eql_id > %(after)s
-      AND eql_buffered_at::timestamptz = %(at)s::timestamptz
-      AND coalesce(coalesce(eql_metadata ->> 'dagster_asset_key', eql_metadata ->> 'airflow_task_id') = %(asset)s::text,
-                   eql_metadata ->> 'dagster_asset_key' IS NULL AND eql_metadata ->> 'airflow_task_id' IS NULL AND %(asset)s::text IS NULL)
-      AND coalesce(coalesce(eql_metadata ->> 'dagster_partition', eql_metadata ->> 'airflow_map_index') = %(partition)s::text,
-                   eql_metadata ->> 'dagster_partition' IS NULL AND eql_metadata ->> 'airflow_map_index' IS NULL AND %(partition)s::text IS NULL)
+    WHERE eql_id > %(after)s AND eql_buffered_at::timestamptz = %(at)s::timestamptz AND {published_by of eql_metadata}
     ORDER BY eql_id
     LIMIT %(events)s
 ) found;
 
 -- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
-SELECT coalesce(eql_metadata ->> 'dagster_run_id',
-                ('airflow ' || (eql_metadata ->> 'airflow_dag_id')) || ('/' || (eql_metadata ->> 'airflow_run_id'))) AS run,
-       coalesce(eql_metadata ->> 'dagster_asset_key', eql_metadata ->> 'airflow_task_id') AS asset,
-       coalesce(eql_metadata ->> 'dagster_partition', eql_metadata ->> 'airflow_map_index') AS run_partition,
+SELECT {run of eql_metadata} AS run, {asset of eql_metadata} AS asset, {run_partition of eql_metadata} AS run_partition,
        count(*), min(eql_id), max(eql_id),
        min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
 FROM {schema}.{event_table}
