@@ -140,6 +140,12 @@ def check_whole(
     return whole
 
 
+def check_batch(min_events: int, max_events: int) -> None:
+    """Raise `ValidationError` unless a batch may have from `min_events` to `max_events` events."""
+    if not 1 <= min_events <= max_events:
+        raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+
+
 def check_kind(what: str, value: object, kind: type | UnionType) -> None:
     """Raise `ValidationError` unless `value` is of a class, or of one of several."""
     if not isinstance(value, kind):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from airflow.sdk import BaseHook, Connection
 from sqlalchemy import URL
@@ -14,9 +14,6 @@ from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.orchestration.access import PlatformAccess
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
-
-FIELDS: Final = ("db_schema", "parameters", "shards")
-"""The extra fields of a connection."""
 
 
 class EventSQLHook(BaseHook, PlatformAccess):

@@ -226,14 +226,14 @@ class LocalAirflow:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def wait_until_ready(self, timeout: float = START_TIMEOUT) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until the API server answers and every other part has reported. Raises `LocalAirflowError`."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + START_TIMEOUT
         while (waiting_for := self._not_ready()) is not None:
             self.check()
             if time.monotonic() >= deadline:
                 raise LocalAirflowError(
-                    f"Airflow did not start within {timeout:.0f} s ({waiting_for}): see the logs in {self.home}"
+                    f"Airflow did not start within {START_TIMEOUT:.0f} s ({waiting_for}): see the logs in {self.home}"
                 )
             time.sleep(0.5)
 

@@ -31,11 +31,11 @@ class Meter:
         return {name: _seconds(pids, stats) for name, pids in self._groups.items()} if stats else {}
 
 
-def parent(pid: int, *, program: str) -> int | None:
-    """The parent of a process of this machine; None if there is no such process, or if it runs another program."""
+def parent(pid: int) -> int | None:
+    """The parent of a PostgreSQL process of this machine; None if there is no such process here."""
     with suppress(OSError):
         name, _, fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
-        if name.partition("(")[2] == program:
+        if name.partition("(")[2] == "postgres":
             return int(fields.split()[_PARENT])
     return None
 

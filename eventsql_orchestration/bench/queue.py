@@ -25,7 +25,6 @@ from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import NewMessage, Queue
 
 _NAME: Final = "eventsql_bench_queue"
-_PGMQ: Final = "pgmq"
 _UNIT: Final = "messages/s"
 _MICROSECONDS: Final = 1e6
 _HELD: Final = 600
@@ -145,7 +144,7 @@ class QueueBenchmark(Benchmark):
                 for step in steps
                 for number in range(self.connections)
             ]  # fmt: skip
-            server = parent(session.connection.info.backend_pid, program="postgres")
+            server = parent(session.connection.info.backend_pid)
             crew.ready()
             meter = Meter(
                 {"clients": [each.process.pid for each in started], "server": [] if server is None else [server]}

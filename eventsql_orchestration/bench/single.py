@@ -43,7 +43,7 @@ class Single(Benchmark):
                 roles.publish_singly, "the publisher", topic=topic, events=self.events, threads=self.threads
             )
             handler = crew.start(roles.consume, "the consumer", topic=topic, consumer=consumer, max_events=1_000)
-            server = parent(session.connection.info.backend_pid, program="postgres")
+            server = parent(session.connection.info.backend_pid)
             crew.ready()
             meter = Meter(
                 {

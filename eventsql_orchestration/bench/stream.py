@@ -174,7 +174,7 @@ class Stream(Benchmark):
             crew.ready()
             pids = {kind: [each.process.pid for each in members] for kind, members in processes.items()}
             if not servers:
-                server = parent(session.connection.info.backend_pid, program="postgres")
+                server = parent(session.connection.info.backend_pid)
                 servers = [] if server is None else [server]
             meter = Meter({kind: each for kind, each in {**pids, "servers": servers}.items() if each})
 

@@ -83,9 +83,7 @@ _FROM: Final = (
     "Beginning of the range: earliest, the offset of its first event, a time with its zone (2026-05-01T12:00:00Z), or "
     "a duration before now (15m, 2h, 7d). Times are those when events entered the log."
 )
-_TO: Final = (
-    "End of the range: latest, the offset of its last event, or a time, which is excluded  [default: latest]."
-)
+_TO: Final = "End of the range: latest, the offset of its last event, or a time, which is excluded  [default: latest]."
 
 
 _FAILURES: Final = f"Stop after N dead letters and failed runs together  [default: {DEFAULT_MAX_FAILURES}]."

@@ -30,6 +30,7 @@ from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
 from eventsql_orchestration.queue import (
+    ArchivedMessage,
     Message,
     NewMessage,
     PeekedMessage,
@@ -196,7 +197,7 @@ def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> Non
     show_items(messages, columns)
 
 
-def _object(message: Message | PeekedMessage) -> dict[str, Any]:
+def _object(message: Message | PeekedMessage | ArchivedMessage) -> dict[str, Any]:
     return {**asdict(message), "metadata": dict(message.metadata), "body": _text(message.body)}
 
 
@@ -259,7 +260,7 @@ def archive(
             return
         archived = _existing(platform, name).archived(limit)
     if as_json:
-        write_json([{**asdict(each), "metadata": dict(each.metadata), "body": _text(each.body)} for each in archived])
+        write_json([_object(message) for message in archived])
         return
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("receives"),

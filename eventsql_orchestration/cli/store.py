@@ -29,7 +29,6 @@ from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Follow, Mome
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.store.appending import ExpectedVersion
     from eventsql_orchestration.store.change import RecordedChange
 
 _BATCH: Final = 1_000
@@ -140,15 +139,9 @@ def append(
         raise click.UsageError(f"DATA is no JSON: {error}") from None
     version: Any = int(expected) if expected.isdecimal() else expected
     with context.platform() as platform:
-        new = _append(
-            platform.store, aggregate_type, aggregate_id,
-            lazy.Change(kind, decoded, id=change_id, metadata=dict(metadata)), version,
-        )  # fmt: skip
+        change = lazy.Change(kind, decoded, id=change_id, metadata=dict(metadata))
+        new = platform.store.append(aggregate_type, aggregate_id, [change], expected_version=version)
     say(f"{aggregate_type} {aggregate_id!r} is at version {new}")
-
-
-def _append(opened: Any, aggregate_type: str, aggregate_id: str, change: Any, expected: ExpectedVersion) -> int:
-    return int(opened.append(aggregate_type, aggregate_id, [change], expected_version=expected))
 
 
 @command(store)

@@ -47,13 +47,12 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
     EventSQLError,
-    ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import check_seconds
+from eventsql_orchestration.validation import check_batch, check_seconds
 
 __all__ = ["Claim", "Claims", "LastClaim", "NoClaim", "PartitionClaims"]
 
@@ -91,8 +90,7 @@ class Claims:
         Returns a `NoClaim` when another transaction has locked the partition, another owner leases it, it is paused or
         blocked, it waits for a retry or for other partitions, or too few events wait. Raises `ConsumerNotFoundError`.
         """
-        if min_events > max_events:
-            raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+        check_batch(min_events, max_events)
         check_seconds("timeout", timeout, zero=False)
         wanted = ClaimRequest(
             ConsumerPartition(topic, consumer, partition), owner=owner, min_events=min_events, max_events=max_events,

@@ -17,9 +17,9 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
-from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.threads import join_all, start_thread
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import Duration, check_batch, check_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +66,7 @@ class PollOptions:
         max_polling_delay: Duration = 10.0,
     ) -> PollOptions:  # fmt: skip
         """Raises `ValidationError`."""
-        if min_events > max_events:
-            raise ValidationError(f"1 <= min_events <= max_events is needed, not {min_events} and {max_events}")
+        check_batch(min_events, max_events)
         return cls(
             min_events, max_events,
             check_seconds("polling_delay", polling_delay, zero=False),

@@ -8,7 +8,7 @@ from typing import Any
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue.message_queue import MAX_MESSAGES
-from eventsql_orchestration.validation import check_whole
+from eventsql_orchestration.validation import check_batch, check_whole
 
 
 def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
@@ -46,10 +46,7 @@ class RunLimits:
     lease: float = 60.0
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_events <= self.max_events:
-            raise ValidationError(
-                f"1 <= min_events <= max_events is needed, not {self.min_events} and {self.max_events}"
-            )
+        check_batch(self.min_events, self.max_events)
         if self.lease <= 0:
             raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
         check_not_negative(self)

@@ -26,6 +26,9 @@ SPARK_LOCK: Final = "spark.lock"
 
 _OWNER_LOCK: Final = "dev.lock"
 
+_KILL_TIMEOUT: Final = 10.0
+"""Seconds in which killed processes must be gone."""
+
 
 def free_port(preferred: int) -> int:
     """`preferred` if nobody listens there, else one that the system chooses."""
@@ -100,7 +103,7 @@ def try_lock(descriptor: int) -> bool:
     return False
 
 
-def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10.0) -> None:
+def _end_orphans(path: Path, kill: Callable[[int], None]) -> None:
     with lock_file(path) as lock:
         if try_lock(lock):
             return
@@ -109,7 +112,7 @@ def _end_orphans(path: Path, kill: Callable[[int], None], *, timeout: float = 10
         # The number of a group that has ended may be that of this process's own session: leave that out.
         for group in {int(each) for each in groups} - {os.getsid(0), os.getpgrp()}:
             kill(group)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + _KILL_TIMEOUT
         while not try_lock(lock):
             if time.monotonic() >= deadline:
                 named = b", ".join(groups).decode() or "unknown"

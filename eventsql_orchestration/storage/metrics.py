@@ -51,7 +51,7 @@ class LogMetrics:
 
     def readable(self, connection: Connection, topics: Sequence[str]) -> list[str]:
         """Those of `topics` whose logs exist and may be read by the current role."""
-        logs = [self._log(connection, topic) for topic in topics]
+        logs = [stored(connection, self._schema, topic).as_string(connection) for topic in topics]
         rows = fetch_all(connection, self._queries("readable"), {"topics": list(topics), "logs": logs})
         return [topic for (topic,) in rows]
 
@@ -73,6 +73,3 @@ class LogMetrics:
         values = {"topic": topic, "most": COUNTED}
         row = fetch_one(connection, self._queries("open_letters", topic=topic), values, prepare=False)
         return int(row[0])
-
-    def _log(self, connection: Connection, topic: str) -> str:
-        return stored(connection, self._schema, topic).as_string(connection)

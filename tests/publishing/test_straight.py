@@ -160,23 +160,6 @@ def test_while_another_holds_the_topic_a_batch_goes_to_the_buffer_and_order_is_k
     assert platform.buffered() == {}
 
 
-def test_a_publisher_waits_a_little_for_the_topic(
-    platform: EventSQL,
-    hold: Callable[[], Connection],
-    until_blocked: UntilBlocked,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(platform.shards[0].publisher._writer, "_lock_timeout", 100.0)
-    holder = hold()
-    with ThreadPoolExecutor() as executor:
-        publishing = executor.submit(platform.publisher.publish_all, batch("a"))
-        until_blocked()
-        assert not publishing.done()
-        holder.rollback()
-        publishing.result()
-    check_names(platform, "a")
-
-
 def test_what_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
     platform: EventSQL,
     hold: Callable[[], Connection],
