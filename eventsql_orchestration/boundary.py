@@ -284,4 +284,4 @@ _RULES: Final[dict[Any, Callable[[str, tuple[Any, ...]], Rule]]] = {
     threading.Event: lambda name, _: _event(name),
     type: lambda name, of: _class(name, of[0]),
 }
-"""The rules of types that are more than a class."""
+"""The rules of types for which `isinstance` is not enough."""

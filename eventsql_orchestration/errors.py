@@ -252,8 +252,8 @@ class PartlyPublishedError(ShardError):
 class PublicationUnfinishedError(ShardError):
     """A publication over several shards is decided, but some of its events are not in the buffer of their shard yet.
 
-    Any transfer over all shards finishes the publication once the shard can be reached; so does the same batch of the
-    same writer, written again. Do not publish the events anew: they would be published twice.
+    Any transfer over all shards finishes the publication once the shard can be reached. The same writer finishes it
+    too, if it writes the same batch again. Do not publish the events anew: they would be published twice.
     """
 
 

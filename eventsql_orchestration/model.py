@@ -46,10 +46,10 @@ MAX_TOPIC_NAME_LENGTH: Final = 57
 MAX_KEY_BYTES: Final = 64 * 1024
 
 MAX_AGE: Final = timedelta(days=36_525)
-"""A hundred years: the longest time back, far within PostgreSQL's range."""
+"""A hundred years: the longest age, far within PostgreSQL's range."""
 
 ERASED: Final = '{"eventsql_erased":'
-"""How the metadata of an erased event begin, as JSON. The time of the erasure follows. Its value is empty."""
+"""The beginning of an erased event's metadata, as JSON. The time of the erasure follows. The event's value is empty."""
 
 DEAD_LETTER_SUFFIX: Final = "_dlt"
 
@@ -159,16 +159,18 @@ class Topic:
     `partitions` is -1 for a topic that is not partitioned, else 1 to 32,767.
 
     `storage` is the form of its log: "blocks", or "rows" for a topic that a service on EventSQL's Java library shares.
-    In a topic to register, None leaves it as it is, and takes blocks for a new topic, but rows for one of dead letters.
+    When a topic is registered, None keeps the form that it has; a new topic gets blocks, or rows if it is for dead
+    letters.
 
-    `compression` is that of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are in small
-    blocks, which are compressed when they are merged. In a topic to register, None leaves it as it is, and takes "lz4"
-    for a new topic where the server has it, else "none". A topic in rows has a compression too, for the time when its
-    new events are in blocks.
+    `compression` is the compression of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are
+    in small blocks, which are compressed when they are merged. When a topic is registered, None keeps the compression
+    that it has; a new topic gets "lz4" where the server has it, else "none". A topic in rows has a compression too, for
+    the time when its new events are in blocks.
 
     Equality looks at `name` and `partitions` alone. In a topic from the registry, the retention None means that
-    everything is kept. In a topic to register, None leaves the retention as it is, and `Retention()` ends it. `layout`
-    counts the changes of the places of its keys. `shards` are the databases that share the topic, if there are several.
+    everything is kept. When a topic is registered, None keeps the retention that it has, and `Retention()` ends it.
+    `layout` counts how often the partitions of its keys have changed. `shards` are the databases that share the topic,
+    if there are several.
     """
 
     name: str

@@ -26,7 +26,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="EVENTSQL_",
-        # Without it an alias is looked up in the environment as it stands: `SCHEMA` would name ours.
+        # Without it pydantic looks aliases up without the prefix: the variable `SCHEMA` would set our schema.
         env_prefix_target="all",
         toml_file=SETTINGS_FILE,
         extra="forbid",

@@ -89,9 +89,8 @@ class Tracing:
 
         The handler takes an event or a batch as its first argument or as `events`, in a process or as the function of a
         `consumer_asset`. The function of a `range_asset` has its claim as `claim`. A span names Dagster's run if the
-        function takes `context`. If all events come from one
-        publication, the span belongs to its trace. Otherwise it is linked to the publications, 128 at most; a claim has
-        no links, for its events are not read here.
+        function takes `context`. If all events come from one publication, the span belongs to its trace. Otherwise it
+        is linked to the publications, 128 at most; a claim has no links, for its events are not read here.
 
         Raises `ValidationError` for a function that would not run, and `InvalidNameError`.
         """
@@ -119,7 +118,7 @@ class Tracing:
             **_messaging(topic, "process", "process"), "messaging.consumer.group.name": consumer
         }  # fmt: skip
         if run_id := getattr(getattr(context, "run", None), "run_id", None):
-            # Of Dagster, whose page of the run is the next place to look at.
+            # The context is Dagster's: a reader of the trace goes on to the page of the run.
             attributes["dagster.run.id"] = str(run_id)
         contexts: list[trace.SpanContext] = []
         if isinstance(work, Sequence):

@@ -24,8 +24,8 @@ TEMPLATE: Final = "{{"
 def topic_asset(topic: str, conn_id: str = DEFAULT_CONNECTION, **options: Any) -> Asset:
     """The asset of a topic that is reached by a connection, for inlets, outlets and schedules. `options` are Airflow's.
 
-    Raises `ValidationError` for a name that no topic can have, and for `watchers`: Airflow keeps those of the asset's
-    last mention only, and each task that publishes or consumes mentions its topic.
+    Raises `ValidationError` for a name that no topic can have, and for `watchers`: Airflow keeps only the watchers of
+    the asset's last mention, and each task that publishes or consumes mentions its topic.
     """
     check_topic_name(topic)
     if "watchers" in options:

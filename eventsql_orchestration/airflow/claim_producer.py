@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STORE_LEASE: Final = 60.0
-"""Seconds until a claim is made again whose asset event Airflow does not store. It takes Airflow a second or two."""
+"""A claim ends after so many seconds if Airflow does not store its asset event. It takes Airflow a second or two."""
 
 RUN_LEASE: Final = 60.0
-"""Seconds until a claim is made again that no task has taken over. Airflow does not make a run for each asset event."""
+"""A claim ends after so many seconds if no task takes it over. Airflow does not make a run for each asset event."""
 
 ADVANCE_TIMEOUT: Final = 1.0
 """Seconds to wait until a claim is handed over; it is handed over later if its shard is slow."""
@@ -136,7 +136,7 @@ class _Lane:
 
 
 class ClaimProducer(SharedStreamProducer):
-    """Claims for a trigger. A claim is one lane's event: a partition has one claim at a time."""
+    """Makes the claims of a trigger, one at a time for each partition."""
 
     def __init__(
         self, watched: Watched, open_hook: Callable[[], Any], *, start_timeout: float, poll_interval: float

@@ -125,7 +125,7 @@ class EventSQLConsumeOperator(BaseOperator):
             "dead_letters": [letter.event_id for letter in drained.dead_letters],
             **({} if request is None else {"backfill": read_key(request.window)[0]}),
         }
-        # Of this task's link.
+        # `TraceLink` reads it.
         self.published = next((each for each in reversed(drained.said) if each.get("ranges")), None)
         for outlet in self.outlets:
             if isinstance(outlet, Asset):
@@ -180,9 +180,10 @@ class EventSQLConsumeOperator(BaseOperator):
     ) -> list[tuple[Shard, int, Claim | None]]:
         """Claims that may have no run of their own: by partition, the trigger's claim that no task has taken over yet.
 
-        Airflow makes no run for an asset event that it stores between another event of the asset and the run for
-        that one. Such a claim is older than the run of the other event, so this leaves later claims out. In a retry,
-        the result includes partitions without a claim that this run had last: an event of them may have failed.
+        If Airflow stores an asset event, and then a second one before it has made the run for the first, it makes no
+        run for the second. The claim of the second is then older than the run of the first, so one look at the
+        beginning finds it. In a retry, the result also has the partitions that this run had last and that have no claim
+        now: an event of them may have failed.
         """
         own = TaskOrigin.of(context).run_id if context["ti"].try_number > 1 else None
         named = {(event.shard, event.partition) for event in requested}

@@ -1,4 +1,4 @@
-"""The connection type `eventsql`, and the hook that opens a platform by it."""
+"""The connection type `eventsql`, and the hook that opens the platform of such a connection."""
 
 from __future__ import annotations
 

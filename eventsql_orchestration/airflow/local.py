@@ -91,9 +91,9 @@ class LocalAirflow:
     """Airflow's API server, scheduler, DAG processor and triggerer, as processes of this one.
 
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
-    as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to that
-    of the parts. It takes another `port` if that is not free, and any for 0. Processes inherit `lock`, an open file
-    with a lock, and it gets the numbers of their groups. `api` is its REST API.
+    as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to the
+    environment of the parts. If `port` is 0 or not free, the system chooses one. `lock` is an open file with a lock,
+    which the processes inherit; the numbers of their groups are written into it. `api` is its REST API.
     """
 
     home: Path

@@ -47,7 +47,7 @@ LINE: Final = 200
 
 DEPTHS: Final = 100
 WIDTHS: Final = 1_000
-"""The most runs behind one another that a page follows, and the most publishers of a range that it shows."""
+"""The longest chain of runs that a page follows, and the most publishers of a range that it shows."""
 
 SHOW_MORE: Final = "Show more"
 """The text of the link to a page that follows twice as many runs and shows twice as many publishers."""
@@ -146,7 +146,7 @@ def _seen_inputs(inputs: Iterable[TracedInput], may_see: Rights) -> tuple[Traced
 
 
 def _page(shown: Tree | Text, *, status: int = 200, more: str = "") -> HTMLResponse:
-    """A page; where it says that something is left out, with a link to the page with the query `more`."""
+    """A page. Where it says that something is left out, it links to the page with the query `more`."""
     console = Console(file=io.StringIO(), record=True, width=LINE, highlight=False, force_terminal=True)
     console.print(shown)
     text = console.export_html(theme=THEME, code_format=PAGE)

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class EventSQLSensor(BaseSensorOperator):
-    """Waits for one of these: `events` of them wait for a consumer, its lag is at most `max_lag`, or an `offset`.
+    """Waits until so many `events` wait for a consumer, until its lag is at most `max_lag`, or for an `offset`.
 
     An `offset` is reached when the topic's log has it and, with a `consumer`, no event up to there waits for it. Over
-    several shards it is that of `shard`. The result is the number that the sensor waited for. A deferred sensor takes
-    no worker slot; it looks every `poke_interval` seconds.
+    several shards, name the `shard` of the offset. The result is the number that the sensor waited for. A deferred
+    sensor takes no worker slot; it looks every `poke_interval` seconds.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer", "events", "max_lag", "offset", "shard")

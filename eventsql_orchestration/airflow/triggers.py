@@ -34,8 +34,8 @@ class EventSQLTrigger(BaseEventTrigger):
 
     - `min_events`, `max_wait`: claim when so many events wait, or when the first has waited so many seconds.
     - `max_events`: the most events of a claim.
-    - `start_timeout`: the most seconds until events are claimed again that no task has begun to consume. It is a minute
-      at first, and doubles each time. A task that starts later takes over the newer claim.
+    - `start_timeout`: the most seconds that a claim waits for a task to start; then its events are claimed again. The
+      first claim of events waits for a minute, each further claim twice as long. A late task takes over the newest one.
     - `poll_interval`: seconds between two looks without a notification of the database.
 
     Watchers with the same arguments share one claimer. Raises `ValidationError`.
@@ -98,7 +98,7 @@ class EventSQLTrigger(BaseEventTrigger):
             yield TriggerEvent(payload)
 
     async def run(self) -> AsyncIterator[TriggerEvent]:
-        """Claim without a shared stream: each claim keeps its first lease, because nothing says what is stored."""
+        """Claim without a shared stream: each claim keeps its first lease, as nothing reports that it is stored."""
         producer = self.producer()
         async for payload, _ in producer.open_stream():
             yield TriggerEvent(payload)

@@ -31,7 +31,7 @@ CONSUMER: Final = "bench"
 PUBLISHED: Final = "published"
 LINES: Final = "least"
 MESSAGES: Final = "redis"
-"""The DAGs, each after `bench_`, and the files with the times of their tasks."""
+"""The names of the files with the times of tasks; the DAG of each has the prefix `bench_`."""
 
 DAGS: Final = (
     "# An Airflow DAG file.\nfrom eventsql_orchestration.bench.airflow_dags import lines, messages, published\n"
@@ -41,7 +41,7 @@ LIMIT: Final = 180.0
 """Seconds that a step may take on a busy machine."""
 
 REST: Final = 3.0
-"""Seconds at most between the end of a run and the next event, besides a second: any moment of Airflow's loops."""
+"""The next event comes 1 s and up to so many seconds after the end of a run: at a random moment of Airflow's loops."""
 
 
 @dataclass(frozen=True, slots=True)

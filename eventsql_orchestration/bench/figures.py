@@ -238,8 +238,8 @@ class Idle(Benchmark):
 class Buffered(Benchmark):
     """Publish single events through the buffered publisher, each acknowledged after its commit.
 
-    Beside it, it commits rows one by one over several connections and counts rows per second. The figure is the fastest
-    run with a 99th percentile of at most --most-p99. If no run keeps that, it is the run with the least percentile.
+    It also commits rows one by one over several connections, and counts rows per second. The figure is the fastest run
+    with a 99th percentile of at most --most-p99, or else the run with the smallest percentile.
     """
 
     name = "buffered"

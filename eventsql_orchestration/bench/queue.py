@@ -103,7 +103,7 @@ class QueueBenchmark(Benchmark):
         return [rate("queue_end_to_end", middle.rate, rounds=rates, **details)]
 
     def _consume_topic(self, session: Session) -> list[Figure]:
-        """Work off a filled topic with a handler of each kind, which does nothing."""
+        """Consume a filled topic as a queue, with a handler of each kind that does nothing."""
         found: list[Figure] = []
         with session.topic("queue", partitions=self.partitions) as topic:
             session.fill_log(topic, events=self.messages)

@@ -1,4 +1,4 @@
-"""One run of benchmarks on a database, or on shards. Its own topics are gone at every end of the run.
+"""One run of benchmarks on a database, or on shards. However the run ends, its topics are deleted.
 
 Topics and tables of a benchmark have names that begin with `eventsql_bench_`. A database takes one run at a time. The
 next run deletes the topics and tables of a killed run.
@@ -300,7 +300,7 @@ class Session:
         self._try(self.queries("vacuum_buffer"))
 
     def _try(self, statement: sql.SQL, parameters: dict[str, object] | None = None) -> None:
-        """Execute a statement on every shard, and go on if it fails. If a server is gone, another statement tells."""
+        """Execute a statement on every shard, and go on if it fails. If a server is gone, a later statement fails."""
         for connection in self.connections:
             with suppress(psycopg.Error):
                 connection.execute(statement, parameters)
