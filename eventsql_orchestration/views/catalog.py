@@ -56,8 +56,8 @@ class Retained:
 class Views:
     """The views of one database. A view is a table, partitioned by time, that handlers of events write to.
 
-    `declare` each view once, for example where topics are registered; then `timeline`, `rollup` and `logs` give what
-    writes and reads it. A view stays until `drop`.
+    `declare` each view once, for example where topics are registered; then `timeline`, `rollup` and `logs` give an
+    object that writes and reads it. A view stays until `drop`.
     """
 
     def __init__(self, database: Database) -> None:
@@ -151,7 +151,7 @@ class Views:
         `on_progress` gets the number of events applied, without those of the fill. Gives that number.
 
         Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not be what the events say: see
-        docs/views.md. `partial` allows a topic with a retention: what follows from dropped events is lost then.
+        docs/views.md. `partial` allows a topic with a retention: the entries of dropped events are lost then.
         Raises `DatabaseBusyError` if the view was in use at each try.
         """
         check_whole("tries", tries, least=1)
@@ -192,9 +192,9 @@ class Views:
     def retain(self, *, now: datetime | None = None) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
-        `now` is the time to go by, the server's by default, and at most 100 years from it. Where a transaction uses the
-        view for longer than a second, the rest stays for the next run. Also makes the partition after the current one,
-        so that no handler has to.
+        `now` replaces the server's time, and is at most 100 years from it. Where a transaction uses the view for longer
+        than a second, the rest stays for the next run. Also makes the partition after the current one, so that no
+        handler has to.
         """
         time = self._time(now)
         results = [self._retain(each, time) for each in self.definitions()]
@@ -203,9 +203,9 @@ class Views:
     def sort(self, *, now: datetime | None = None) -> list[Sorted]:
         """Rewrite the closed partitions of logs in the order of resources, each once: see `Logs.sort_after`.
 
-        `now` is the time to go by, as for `retain`. Readers go on. The writer of a line that comes late goes first, and
-        its partition is left to the next run. So is one that a long transaction reads. One run sorts the partitions of
-        a view for up to five minutes.
+        `now` replaces the server's time, as in `retain`. Readers go on. The writer of a line that comes late goes
+        first, and its partition is left to the next run. So is a partition that a long transaction reads. One run sorts
+        the partitions of a view for up to five minutes.
         """
         time = self._time(now)
         return [LogSorting(self._database, each).run(time) for each in self.definitions() if isinstance(each, Logs)]

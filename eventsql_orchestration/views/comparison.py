@@ -15,7 +15,7 @@ from eventsql_orchestration.views.sketches import same_distinct, same_quantiles
 
 @dataclass(frozen=True, slots=True)
 class ViewComparison:
-    """A view compared with a rebuild: entries that it lacks, and entries that it has beside those of the rebuild.
+    """A view compared with a rebuild: entries that the view lacks, and entries that the rebuild does not have.
 
     An entry of a rollup that differs counts as both; quantiles differ if the error of estimates does not explain it.
     `examples` are some entries, as JSON.
@@ -48,8 +48,8 @@ def comparison(view: Definition, schema: str, rebuilt: str) -> bytes:
 
 
 def sketch_comparison(view: Rollup, schema: str, rebuilt: str) -> bytes:
-    """The statement that gives the sketches of buckets that two tables have alike otherwise: key as JSON, then each
-    table's sketches.
+    """The statement that gives the sketches of each bucket that is otherwise equal in two tables: key as JSON, then
+    each table's sketches.
     """
     keys = ["eql_tenant", "eql_bucket", *view.dimensions]
     plain = [*keys, "eql_count", *(f"{kind}_{name}" for name in view.values for kind in ("sum", "min", "max"))]
@@ -76,14 +76,14 @@ def sketch_comparison(view: Rollup, schema: str, rebuilt: str) -> bytes:
 
 
 def sketches_differ(view: Rollup, row: Sequence[Sequence[bytes] | None]) -> bool:
-    """Whether the sketches of one bucket, those of both tables, cannot be of the same entries."""
+    """Whether the two tables' sketches of one bucket cannot come from the same entries."""
     count = len(view.sketches)
     checks = [*([same_distinct] * len(view.distinct)), *([same_quantiles] * len(view.quantiles))]
     return not all(same(one, other) for same, one, other in zip(checks, row[:count], row[count:], strict=True))
 
 
 def _entries(view: Definition, table: sql.Identifier, *, sketches: bool = False) -> sql.Composed:
-    """The entries of a view's table without what depends on how they were written."""
+    """A view's entries, without ids and slots, which differ between two tables with the same entries."""
     match view:
         case Rollup():
             time_of = "eql_bucket"

@@ -19,7 +19,7 @@ from eventsql_orchestration.views.feeds import ViewFeed
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """How far the partitions of a topic are consumed; the default of no offset is the beginning."""
+    """How far the partitions of a topic are consumed; without any offset, nothing is."""
 
     by_partition: Mapping[int, int] = field(default_factory=dict)
 

@@ -143,8 +143,8 @@ class Logs(_Definition):
     `language` names a text search configuration of PostgreSQL, such as "english" or "simple": an index of words then
     makes `words` of a search fast, and each line takes more time and room to store.
 
-    `Views.sort` rewrites each partition once in the order of resources, `sort_after` the end of its time. `sort_after`
-    is in whole minutes; with None, lines stay in the order in which they came.
+    `Views.sort` rewrites each partition once in the order of resources, when its time has ended for as long as
+    `sort_after` says, in whole minutes. With None, lines stay in the order in which they came.
     """
 
     kind: ClassVar[str] = "logs"

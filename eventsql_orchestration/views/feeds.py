@@ -36,7 +36,7 @@ class ViewFeed(ABC):
 
     @abstractmethod
     def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> None:
-        """Write what follows from events to `view`, a `TimelineView`, `RollupView` or `LogsView`.
+        """Write the entries of events to `view`, a `TimelineView`, `RollupView` or `LogsView`.
 
         The events are in order, and of one partition if the consumer is partitioned. Write with `connection`, and
         nothing but the view: a rebuild applies all events again, to another table.
@@ -45,12 +45,12 @@ class ViewFeed(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ViewFilling:
-    """The task of a fill: write to a view what follows from a topic's events up to the consumer's offsets.
+    """The task of a fill: write the entries of a topic's events, up to the consumer's offsets, to a view.
 
     The view is `definition`, empty and in the schema of `database`. Entries at `oldest` or before are left out, and ids
-    are larger than `after_id`. A partition without an offset in `offsets` is read up to the largest of them; the offset
-    of the partition -1 is that of all. Events that `filter` does not take are left out, and so are those that were
-    redriven for the feed's consumer.
+    are larger than `after_id`. `offsets` has the offset of each partition, or of -1 for a consumer without partitions.
+    A partition that is missing there is read up to the largest offset. Events that `filter` does not take are left out,
+    and so are events that were redriven for the feed's consumer.
 
     Each transaction that writes to the view first adds a row to the table `ledger`: the name of the view's table, and a
     number of its own. If the row is there, it writes nothing.
@@ -72,4 +72,4 @@ class ViewFilling:
 
 
 ViewFill: TypeAlias = Callable[[ViewFilling], object]
-"""Writes what follows from events in bulk. `spark.views.SparkViewFill` is one."""
+"""Writes the entries of events in bulk. `spark.views.SparkViewFill` is one."""

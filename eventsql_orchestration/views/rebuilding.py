@@ -48,7 +48,7 @@ _MAKE_LEDGER: Final = sql.SQL(
 
 
 def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
-    """Drop what rebuilds of a view have made. The caller's transaction has locked the views, as their owner."""
+    """Drop the tables of a view's rebuilds. The caller's transaction has locked the views, as their owner."""
     queries = Queries("views", schema)
     for (shadow,) in fetch_all(connection, queries("rebuilds"), {"name": name}):
         # In the order in which parts of a fill take them.
@@ -202,7 +202,7 @@ class Rebuilding:
         return held
 
     def _fill(self, shadow: Shadow, fill: ViewFill | None) -> Consumed | None:
-        """Write what follows from the events so far, and give the consumer's state; nothing without a fill."""
+        """Write the entries of the events so far, and give the consumer's state; do nothing without a fill."""
         done = None
         if fill is not None:
             with self._database.connection() as connection:
@@ -226,7 +226,7 @@ class Rebuilding:
         return done
 
     def _go_on_behind(self, connection: Connection, shadow: Shadow) -> None:
-        """Have the new table's ids go on behind all of the live one, and behind its own."""
+        """Let the new table's ids go on after all ids of the live one, and after its own."""
         if isinstance(shadow.held, Rollup):
             return
         table = shadow.definition.table

@@ -73,7 +73,7 @@ class RollupEntry:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """Sum, minimum and maximum of a value in a bucket; None for the latter two if the rollup got the value later."""
+    """A value's sum, minimum and maximum in a bucket; the latter two are None if the bucket is older than the value."""
 
     sum: Decimal
     min: Decimal | None
@@ -84,7 +84,7 @@ class Measure:
 class RollupBucket:
     """The entries of the bucket of time that begins at `bucket`, for one combination of dimensions.
 
-    `distinct` and `quantiles` are None for a bucket from before the rollup got them.
+    `distinct` and `quantiles` are None in a bucket that is older than they are.
     """
 
     bucket: datetime

@@ -34,7 +34,7 @@ _DEVIATIONS: Final = 2
 _COMPARED_RANKS: Final = tuple(number / 20 for number in range(1, 20))
 
 _TOLERATED: Final = 3
-"""How many times the error of a rank the ranks of two sketches of the same numbers may differ."""
+"""The ranks in two sketches of the same numbers may differ by so many times the error of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +159,7 @@ def _read(kind: Any, stored: bytes) -> Any:
 def _check_quantiles(stored: bytes) -> None:
     """Raise `DatabaseError` for bytes that are no KLL sketch of ours.
 
-    The library takes much as it is: damaged sketches can end the process, or never be merged.
+    The library checks little: some damaged sketches end the process, others can never be merged.
     """
     try:
         ints, version, family, _, size, least, _ = struct.unpack_from("<4BHBB", stored)

@@ -89,7 +89,7 @@ class LogSorting:
         return [name for name, start in starts.items() if start <= closed and (kept is None or start > kept)]
 
     def _sort(self, connection: Connection, source: Connection, watch: Connection, partition: str) -> bool:
-        """Sort a partition. False if others use it, or would lose something."""
+        """Sort a partition. False if others use it, or if it has something that the exchange would lose."""
         exchange = Exchange(self._schema, self._logs.table, partition)
         try:
             with connection.transaction():
