@@ -94,7 +94,7 @@ class RunningAirflow:
         return self._start(f"bench_{name}", began, self._times(name)[before])
 
     def _start(self, dag: str, began: float, first: float) -> Start:
-        """What Airflow did for the latest run of a DAG. Times are of its tables, on the clock of this machine."""
+        """What Airflow did for the latest run of a DAG, by the times in its tables; the clock is this machine's."""
         run = self.local.api.ask("GET", f"/dags/{dag}/dagRuns?order_by=-id&limit=1")["dag_runs"][0]
         path = f"/dags/{dag}/dagRuns/{quote(run['dag_run_id'], safe='')}"
         task = self.local.api.ask("GET", f"{path}/taskInstances")["task_instances"][0]

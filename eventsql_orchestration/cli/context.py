@@ -188,7 +188,7 @@ class CliContext:
 
 
 def _make_tables(database: Database) -> None:
-    # Older tables are left to `eventsql migrate`. For those of EventSQL's Java library, its options matter.
+    # `eventsql migrate` changes older tables: those of EventSQL's Java library need its options.
     if database.revision() is None and not database.has_tables():
         database.migrate()
         say(f"made the platform's tables in schema {database.schema!r} of {database}")

@@ -141,7 +141,7 @@ class Compactor:
         return found
 
     def _compact(self, topic: Topic, *, after: int, seconds: float | None = None) -> Compaction:
-        """Merge small blocks after an offset, for some seconds, or all of them: then the log may be rolled for it."""
+        """Merge small blocks after an offset, for some seconds. Without `seconds`, merge all; that may roll the log."""
         log, done = _Log(self._database, topic), _Done(None if seconds is None else time.monotonic() + seconds)
         with self._database.errors(), self._database.dedicated() as connection:
             existing, newest = log.segments(connection), log.newest(connection)

@@ -175,7 +175,7 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         backfill_id = new_id()
         keys = [run.key(backfill_id) for run in planned.runs]
         assert partitions.name is not None, "given above"
-        # The partitions first: without a backfill, housekeeping deletes them, but windows would hold retention.
+        # The partitions first: if this fails between the two, housekeeping deletes them. Windows would hold retention.
         context.instance.add_dynamic_partitions(partitions.name, keys)
         try:
             backfills.register(planned, backfill_id, into=config.into)

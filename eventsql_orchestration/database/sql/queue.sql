@@ -1,4 +1,4 @@
--- definition -- A queue with its options; of all queues, one after another, without a name.
+-- definition -- A queue with its options, or each queue if no name is given.
 SELECT
     q.eql_id, q.eql_name, q.eql_ordered, q.eql_visibility_timeout, q.eql_max_receives, d.eql_name,
     q.eql_retention_seconds, q.eql_deduplication_seconds, q.eql_created_at

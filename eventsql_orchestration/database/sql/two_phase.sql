@@ -49,8 +49,8 @@ DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND NOT eql_decided;
 -- finish -- Delete a decided announcement whose parts are all published.
 DELETE FROM {schema}.spark_decision WHERE eql_id = %(id)s AND eql_decided;
 
--- publish_part -- Take a part for this transaction, which publishes its attempts, at this time; no row if it was
--- published or given up.
+-- publish_part -- Mark a part as published now: this transaction publishes its attempts. No row if it was published or
+-- given up before.
 UPDATE {schema}.spark_part SET eql_published_at = now()
 WHERE eql_id = %(id)s AND eql_published_at IS NULL
 RETURNING eql_attempts, eql_events;

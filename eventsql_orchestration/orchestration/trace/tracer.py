@@ -89,7 +89,7 @@ class Tracer:
     """Follows events back. One object makes one tree: events that were shown are not followed again.
 
     `platform` is on one database or on all shards. `runs` has an orchestrator by its name if it can be asked. `depth`
-    bounds the runs behind one another, `width` the publishers of one range. `deeper` says how to get more of the runs.
+    bounds the length of a chain of runs, `width` the publishers of one range. `deeper` says how to get longer chains.
     """
 
     platform: EventSQL

@@ -62,7 +62,7 @@ found AS MATERIALIZED (
     GROUP BY eql_id, eql_key
 )
 
--- count_buffered -- How many events of each key the blocks in a range of the buffer have that are not erased.
+-- count_buffered -- The number of events of each key that are not erased, in the blocks of a range of the buffer.
 WITH {found_buffered}
 {sums};
 
