@@ -126,13 +126,16 @@ def own_server() -> Iterator[EmbeddedPostgres]:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def hash_password_once(connection: psycopg.Connection[Any]) -> None:
-    """Let a new session hash its password once instead of 4,096 times, which takes 5 ms, on PostgreSQL 16 or later."""
-    if connection.info.server_version >= 160000:
-        connection.execute("SET scram_iterations TO 1")
-        statement = sql.SQL("ALTER ROLE {} PASSWORD {}")
-        role, password = connection.info.user, connection.info.password
-        connection.execute(statement.format(sql.Identifier(role), sql.Literal(password)))
+def hash_password(connection: psycopg.Connection[Any], *, times: int) -> None:
+    """Let sessions of the connection's role hash its password so many times, on PostgreSQL 16 or later.
+
+    The default of 4,096 times takes 5 ms of a new session.
+    """
+    if connection.info.server_version < 160000:
+        return
+    role, password = sql.Identifier(connection.info.user), sql.Literal(connection.info.password)
+    connection.execute(sql.SQL("SET scram_iterations TO {}").format(times))
+    connection.execute(sql.SQL("ALTER ROLE {} PASSWORD {}").format(role, password))
 
 
 @pytest.fixture(scope="session")
@@ -145,12 +148,19 @@ def server() -> Iterator[EmbeddedPostgres]:
             connection.execute("ALTER SYSTEM SET full_page_writes TO off")
             # The copy of a database looks at all of them twice.
             connection.execute("ALTER SYSTEM SET shared_buffers TO '128MB'")
-            hash_password_once(connection)
+            hash_password(connection, times=1)
         embedded.stop()
         database = Database(embedded.create_database(TEMPLATE))
         database.migrate()
         database.close()
         yield embedded
+
+
+@pytest.fixture(scope="session")
+def password_for_java(server: EmbeddedPostgres) -> None:
+    """Java's driver refuses to hash a password fewer times than by default."""
+    with server.start().connect() as connection:
+        hash_password(connection, times=4096)
 
 
 class Administrator:

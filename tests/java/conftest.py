@@ -24,7 +24,7 @@ Open = Callable[..., Side]
 
 
 @pytest.fixture(scope="session")
-def java_command(tmp_path_factory: pytest.TempPathFactory) -> list[str | Path]:
+def java_command(tmp_path_factory: pytest.TempPathFactory, password_for_java: None) -> list[str | Path]:
     """The command that starts `Service.java`, compiled."""
     jars = sorted(LIBRARY.glob("*.jar"))
     if not any(jar.name.startswith("eventsql-") for jar in jars):

@@ -58,7 +58,7 @@ def java() -> Iterator[Any]:
 
 
 @pytest.fixture
-def jdbc(java: Any, direct_dsn: str) -> Iterator[Any]:
+def jdbc(java: Any, direct_dsn: str, password_for_java: None) -> Iterator[Any]:
     """A connection of Java's driver, in transactions."""
     url = make_url(direct_dsn)
     properties = java.java.util.Properties()

@@ -13,7 +13,7 @@ from selenium import webdriver
 from selenium.common.exceptions import TimeoutException, WebDriverException
 from selenium.webdriver.support.wait import WebDriverWait
 
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from tests.conftest import Administrator
 
 if TYPE_CHECKING:
     from tests.system.operated_system import System
@@ -31,11 +31,11 @@ HEADLESS = (
 
 
 @pytest.fixture(scope="module")
-def system(server: EmbeddedPostgres) -> Iterator[System]:
+def system(administrator: Administrator) -> Iterator[System]:
     # Airflow's tests use this file too, where Dagster is not installed.
     from tests.system.operated_system import operating
 
-    with operating(server) as started:
+    with operating(administrator) as started:
         yield started
 
 

@@ -25,9 +25,9 @@ from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_directory
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import Topic
 from eventsql_orchestration.orchestration.local_processes import only_one
+from tests.conftest import Administrator
 from tests.fixtures import memory_disk
 from tests.system import operated_location as location
 
@@ -213,20 +213,19 @@ def backfilling(dagster: LocalDagster, dsn: str, directory: Path) -> Iterator[su
 
 
 @contextlib.contextmanager
-def operating(server: EmbeddedPostgres) -> Iterator[System]:
+def operating(administrator: Administrator) -> Iterator[System]:
     """A running system with the location of this room; both end with the block."""
     root = Path(tempfile.mkdtemp(prefix="eventsql-operating-", dir=memory_disk()))
-    dsn = server.create_database("operating")
     alerts, gate, session, card, spoilt = (root / name for name in ("alerts", "gate", "session", "card", "spoilt"))
     values = {BROKEN_WINDOW: location.BROKEN, **dict.fromkeys(SLOW_WINDOWS, location.GATE)}
     history = [[values.get(window, b"paid"), *[b"paid"] * (WINDOW - 1)] for window in range(1, WINDOWS + 1)]
     with (
         pytest.MonkeyPatch.context() as patch,
         only_one(instance_directory(root)),
+        administrator.copied() as dsn,
         EventSQL(dsn, transfer=False) as platform,
     ):
         patch.setenv(STORAGE_VARIABLE, "of another instance")
-        platform.database.ensure_schema()
         location.order_status.register(platform)
         platform.registry.register_topic(Topic(location.ORDERS.dead_letter_topic))
         publish(platform, "ride_orders", [b"accepted", location.BROKEN, b"delivered"])
@@ -261,5 +260,4 @@ def operating(server: EmbeddedPostgres) -> Iterator[System]:
                 yield System(dagster, platform, alerts, gate, backfill, session, card, spoilt)
             gate.touch()
             session.touch()
-    server.drop_database("operating")
     shutil.rmtree(root, ignore_errors=True)
