@@ -168,7 +168,7 @@ def twins(store: Store, sessions: Sessions) -> Store:
 
 
 def test_a_stream_whose_id_was_used_again_stays_in_the_archive(twins: Store) -> None:
-    with pytest.raises(ValidationError, match="order '2' has a change with the id"):
+    with pytest.raises(ValidationError, match="the id of a change of order '2'"):
         twins.unarchive_stream("order", "1")
     assert counts(twins) == (1, 1)
     assert numbers(twins.read_all()) == [1, 1]
@@ -179,7 +179,7 @@ def test_both_streams_of_one_id_are_archived_and_either_comes_back(twins: Store)
     assert twins.archive_stream("order", "2") == 1
     assert counts(twins) == (0, 2)
     assert twins.unarchive_stream("order", "1") == 1
-    with pytest.raises(ValidationError, match="order '1' has a change with the id"):
+    with pytest.raises(ValidationError, match="the id of a change of order '1'"):
         twins.unarchive_stream("order", "2")
     assert counts(twins) == (1, 1)
 
