@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import queue
@@ -121,7 +122,10 @@ def driver(home: Path, settings: Mapping[str, str] | None = None, *, config: Pat
 
 
 class Cluster:
-    """A standalone master and a worker, which has an executor for each of its cores."""
+    """A standalone master, and two workers with an executor each.
+
+    The workers are two hosts, because Spark never runs two attempts of a task on one host.
+    """
 
     def __init__(self, home: Path) -> None:
         self._home = home
@@ -138,11 +142,14 @@ class Cluster:
         }
         try:
             self._run("master.Master", "--host", "127.0.0.1", "--port", self._port, "--webui-port", self._web_port)
-            self._worker = self._run(
-                "worker.Worker", "--host", "127.0.0.2", "--cores", 2, "--memory", "1g",
-                "--webui-port", free_port(), "--work-dir", home / "work", self.url,
-            )  # fmt: skip
-            wait_until(lambda: self._alive() == 1, "the worker is registered")
+            self._workers = [
+                self._run(
+                    "worker.Worker", "--host", host, "--cores", 1, "--memory", "512m",
+                    "--webui-port", free_port(), "--work-dir", home / host, self.url,
+                )
+                for host in ("127.0.0.2", "127.0.0.3")
+            ]  # fmt: skip
+            wait_until(lambda: self._alive() == 2, "the workers are registered")
         except BaseException:
             self.close()
             raise
@@ -173,7 +180,7 @@ class Cluster:
     def executors(self) -> list[psutil.Process]:
         """The executors that run."""
         found = []
-        for child in self._worker.children(recursive=True):
+        for child in itertools.chain.from_iterable(worker.children(recursive=True) for worker in self._workers):
             with suppress(psutil.NoSuchProcess):
                 if any("CoarseGrainedExecutorBackend" in word for word in child.cmdline()):
                     found.append(child)
