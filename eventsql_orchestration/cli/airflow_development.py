@@ -38,7 +38,13 @@ from eventsql_orchestration.cli.rounds import (
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalAirflowError, RoundError
-from eventsql_orchestration.orchestration.local_processes import PROCESSES_LOCK, lock_file, only_one, take_lock
+from eventsql_orchestration.orchestration.local_processes import (
+    PROCESSES_LOCK,
+    lock_file,
+    only_one,
+    take_lock,
+    temporary_directory,
+)
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
 from eventsql_orchestration.topics.side_consumers import without_backfills
@@ -71,6 +77,7 @@ class AirflowDevelopment:
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
             only_one(home, kill=kill_session),
+            temporary_directory(home) as temporary,
             self._context.whole_system() as platform,
             lock_file(home / PROCESSES_LOCK) as lock,
             Progress(*columns, console=console) as progress,
@@ -79,6 +86,7 @@ class AirflowDevelopment:
             warm = find_java(self._context.settings.home) and not self._cold_spark
             environment = {
                 **spark_environment(platform),
+                "TMPDIR": str(temporary),
                 # DAGs import the code beside which this command runs, as with `airflow standalone` in this directory.
                 "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")])),
             }

@@ -46,7 +46,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
-from eventsql_orchestration.orchestration.local_processes import only_one
+from eventsql_orchestration.orchestration.local_processes import only_one, temporary_directory
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
@@ -88,7 +88,8 @@ class Development:
             ExitStack() as stack,
         ):
             warm = find_java(home) and not self._cold_spark
-            environment = spark_environment(platform)
+            temporary = stack.enter_context(temporary_directory(instance_directory(home)))
+            environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
             spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
             dagster = LocalDagster(
                 self._location, instance_home=write_instance(home, platform.database.dsn), port=self._port,

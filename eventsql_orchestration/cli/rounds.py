@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -57,6 +58,14 @@ def interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def settings_for(environment: Mapping[str, str]) -> dict[str, str]:
+    """The settings of a Spark with an environment: Java does not look at TMPDIR."""
+    options = "spark.driver.extraJavaOptions"
+    directory = environment.get("TMPDIR")
+    java = "" if directory is None else f" -Djava.io.tmpdir={shlex.quote(directory)}"
+    return {**SPARK_SETTINGS, options: SPARK_SETTINGS[options] + java}
+
+
 def spark_settings(directory: Path, settings: Mapping[str, str] = SPARK_SETTINGS) -> Path:
     """Write a file of settings for the sessions of runs."""
     file = directory / "spark.conf"
@@ -73,9 +82,10 @@ class WarmSpark:
     def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
         self._lock = directory / SPARK_LOCK
         self._port = free_port(0)
+        self._inherited = {**os.environ, **environment}
         self._server = ConnectServer(
-            directory, port=self._port, ui_port=free_port(0), environment={**os.environ, **environment},
-            settings=SPARK_SETTINGS,
+            directory, port=self._port, ui_port=free_port(0), environment=self._inherited,
+            settings=settings_for(environment),
         )  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         self._warming: subprocess.Popen[bytes] | None = None
@@ -94,7 +104,7 @@ class WarmSpark:
         self._process = start_group(self._lock, lambda lock: self._server.start(pass_fds=(lock,)))
         self._end_warming()
         self._warming = subprocess.Popen(
-            [sys.executable, "-m", WARM_UP, str(self._port)], env={**os.environ, **self.environment},
+            [sys.executable, "-m", WARM_UP, str(self._port)], env={**self._inherited, **self.environment},
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
 
@@ -132,7 +142,8 @@ def spark_for_runs(
         yield {SPARK_CONFIG_VARIABLE: chosen}, lambda: None
         return
     if not warm or not connect_is_installed():
-        yield {SPARK_CONFIG_VARIABLE: str(spark_settings(directory))}, lambda: None
+        settings = spark_settings(directory, settings_for(environment))
+        yield {SPARK_CONFIG_VARIABLE: str(settings)}, lambda: None
         return
 
     spark = WarmSpark(directory, environment)

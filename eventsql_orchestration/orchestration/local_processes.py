@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -83,6 +85,23 @@ def only_one(directory: Path, *, kill: Callable[[int], None] = kill_group) -> It
         for name in (PROCESSES_LOCK, SPARK_LOCK):
             _end_orphans(directory / name, kill)
         yield
+
+
+@contextlib.contextmanager
+def temporary_directory(directory: Path) -> Iterator[Path]:
+    """A directory for temporary files of the processes of a directory that `only_one` holds: they are killed, so they
+    leave files.
+
+    It goes with the block, or at the next start after a kill. Its path is short, because it holds sockets.
+    """
+    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+    made = Path(tempfile.gettempdir()) / f"eventsql-dev-{name}"
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(mode=0o700)
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
@@ -27,6 +28,7 @@ from eventsql_orchestration.orchestration.local_processes import (
     free_port,
     only_one,
     start_group,
+    temporary_directory,
 )
 from tests.conftest import is_setting
 from tests.waiting import PATIENCE
@@ -37,6 +39,22 @@ def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
         pass
     with only_one(tmp_path):
         pass
+
+
+def test_temporary_files_go_with_the_processes_also_where_an_owner_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    with temporary_directory(tmp_path / "home") as made:
+        (made / "left").mkdir()
+    assert not made.exists()
+    # As a killed owner leaves it.
+    (made / "left").mkdir(parents=True)
+    with temporary_directory(tmp_path / "home") as again, temporary_directory(tmp_path / "other") as other:
+        assert (again, list(again.iterdir())) == (made, [])
+        assert other != again
+    assert list((tmp_path / "tmp").iterdir()) == []
 
 
 @pytest.mark.parametrize("name", [PROCESSES_LOCK, SPARK_LOCK])

@@ -183,6 +183,13 @@ def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> No
 def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     children = psutil.Process(dev.process.pid).children(recursive=True)
     assert EmbeddedPostgres(dev.home / "postgres").status() is not None
+    temporary = set()
+    for child in children:
+        # Some end in the meantime.
+        with contextlib.suppress(psutil.Error):
+            if child.cmdline()[1:4] == ["-m", "dagster", "dev"]:
+                temporary.add(Path(child.environ()["TMPDIR"]))
+    assert [any(each.iterdir()) for each in temporary] == [True]
     dev.process.send_signal(signal.SIGTERM)
     assert dev.process.wait(120) == 130
     assert EmbeddedPostgres(dev.home / "postgres").status() is None
@@ -191,3 +198,4 @@ def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
         return [child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
 
     wait_until(lambda: not left(), "the end of all its processes")
+    assert not any(each.exists() for each in temporary)
