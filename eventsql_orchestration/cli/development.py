@@ -77,7 +77,11 @@ class Development:
         self._cold_spark = cold_spark
 
     def run(self, *, once: bool) -> None:
-        """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
+        """Run until Ctrl-C, or with `once` until a round is done.
+
+        Raises `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with faults.
+        """
+        self._location.check()
         console = Console(stderr=True, quiet=is_quiet())
         home = self._context.settings.home
         # Take the lock first: a second `dev` must not stop the server of the first one.

@@ -243,6 +243,16 @@ def test_a_project_file_that_cannot_be_read_is_named(invoke: Callable[..., Resul
     assert refused.stderr.startswith("eventsql: pyproject.toml cannot be read: ")
 
 
+def test_a_broken_location_is_an_error_before_anything_is_started(
+    invoke: Callable[..., Result], directory: Path
+) -> None:
+    (directory / "definitions.py").write_text("import no_such_module\n")
+    refused = invoke("dev")
+    assert refused.exit_code == 1
+    assert "definitions.py, line 1: ModuleNotFoundError: No module named 'no_such_module'" in refused.stderr
+    assert not (directory / ".eventsql").exists()
+
+
 class Lacking(Launching):
     """A location without any job for `eventsql dev`."""
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +14,7 @@ from types import ModuleType
 import dagster as dg
 from dagster.components.definitions import LazyDefinitions
 
+from eventsql_orchestration.dagster.local.sources import Import, Sources
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
 
 
@@ -43,21 +46,62 @@ class CodeLocation:
     def _directory(self) -> str:
         return str(self.directory if self.imports is None else self.imports.resolve())
 
+    @property
+    def _directories(self) -> list[Path]:
+        """The directories from which its processes import, the first one first."""
+        return list(dict.fromkeys([Path(self._directory), self.directory]))
+
     def load(self) -> tuple[str, dg.Definitions]:
         """Its definitions, loaded into this process, and their name there.
 
         As in Dagster, a function with `@dg.definitions` goes before other definitions. Raises `LocalDagsterError` if
         there are none or several, and if they cannot be loaded.
         """
-        if self._directory not in sys.path:
-            sys.path.insert(0, self._directory)
+        for directory in map(str, reversed(self._directories)):
+            if directory not in sys.path:
+                sys.path.insert(0, directory)
         try:
             name, found = self._found(self._import())
             return name, found if isinstance(found, dg.Definitions) else found()
         except LocalDagsterError:
             raise
         except Exception as error:
-            raise LocalDagsterError(f"{self} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise LocalDagsterError(f"{self} cannot be loaded: {self._described(error)}") from error
+
+    def check(self) -> None:
+        """Raise `LocalDagsterError`, as `load`, for wrong syntax and for a missing module, before anything is started.
+
+        Sources that look well are not loaded here: that would take seconds, and Dagster loads them. An error that they
+        raise when they run is seen then.
+        """
+        if not self._look_broken():
+            return
+        try:
+            self.load()
+        except LocalDagsterError as error:
+            # Its processes have other variables than this one, so other errors may be of here alone.
+            if isinstance(error.__cause__, ImportError | SyntaxError):
+                raise
+
+    def _look_broken(self) -> bool:
+        if self.file is not None:
+            return Sources(self._directories).look_broken(self.file.resolve())
+        module = str(self.module)
+        return Sources(self._directories, module.partition(".")[0]).look_broken(Import(module))
+
+    def _described(self, error: Exception) -> str:
+        """An error of the location in one line, with its place in the location's sources."""
+        kind = type(error).__name__
+        if isinstance(error, SyntaxError) and error.filename is not None:
+            return f"{os.path.relpath(error.filename)}, line {error.lineno}: {kind}: {error.msg}"
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self._has(Path(frame.filename))]
+        place = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
+        advice = "; install it, or mend the import" if isinstance(error, ModuleNotFoundError) else ""
+        return f"{place}{kind}: {error}{advice}"
+
+    def _has(self, file: Path) -> bool:
+        """Whether a file is of this location. The environment may be in one of its directories."""
+        return any(map(file.is_relative_to, self._directories)) and not file.is_relative_to(sys.prefix)
 
     def _found(self, module: ModuleType) -> tuple[str, dg.Definitions | LazyDefinitions[dg.Definitions]]:
         for kind in (LazyDefinitions, dg.Definitions):
