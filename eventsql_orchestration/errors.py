@@ -326,6 +326,10 @@ class QueueNotFoundError(EventSQLError):
     """There is no such queue: create it with `eventsql queue create`, or send a message to it."""
 
 
+class QueueInUseError(EventSQLError):
+    """A queue is kept, because its messages would be lost, or because another queue needs it."""
+
+
 # Files of events
 
 

@@ -232,7 +232,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("metrics", "Serve or print the platform's figures in the text format of Prometheus."),
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
-    _LoadedWhenCalled("queue", "Create, look at, fill, empty and work off queues."),
+    _LoadedWhenCalled("queue", "Create, look at, fill, empty, work off and delete queues."),
     _LoadedWhenCalled(
         "view", "List and drop views, apply their retention, sort logs, and clean up killed rebuilds.", "views"
     ),

@@ -1,16 +1,12 @@
-"""`eventsql queue`: create, look at, fill, empty and work off queues."""
+"""`eventsql queue`: create, look at, fill, empty, work off and delete queues."""
 
 from __future__ import annotations
 
-import shutil
-import signal
-import subprocess
+import shlex
 import sys
-import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import Annotated, Any, Final
 
 import click
@@ -26,9 +22,9 @@ from eventsql_orchestration.cli.output import (
     write_json,
 )
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, argument, command, option
+from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
+from eventsql_orchestration.errors import QueueNotFoundError
 from eventsql_orchestration.queue import (
     ArchivedMessage,
     Message,
@@ -40,7 +36,6 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
-from eventsql_orchestration.signals import setting
 
 _SENT_AT_ONCE: Final = 1_000
 
@@ -48,19 +43,19 @@ QueueName = Annotated[str, argument(metavar="QUEUE")]
 Limit = Annotated[int, option("The most messages.", type=POSITIVE, default=10)]
 
 
-class HandlerFailedError(EventSQLError):
-    """The command that handles messages ended with another exit code than 0."""
-
-
 @click.group()
 def queue() -> None:
-    """Create, look at, fill, empty and work off queues."""
+    """Create, look at, fill, empty, work off and delete queues."""
 
 
 def _existing(platform: EventSQL, name: str) -> Queue:
-    if name not in {each.name for each in _definitions(platform)}:
+    if not _is_there(platform, name):
         raise QueueNotFoundError(f"there is no queue {name!r}: create it with `eventsql queue create`")
     return Queue(platform, name)
+
+
+def _is_there(platform: EventSQL, name: str) -> bool:
+    return name in {each.name for each in _definitions(platform)}
 
 
 def _definitions(platform: EventSQL) -> list[QueueDefinition]:
@@ -140,6 +135,9 @@ def send(
     sent = 0
     with context.platform() as platform:
         target = Queue(platform, name)
+        if not _is_there(platform, name):
+            target.definition()
+            say(f"made queue {name!r}: there was none of this name")
         if body is not None:
             target.send_all([message(body.encode())])
             sent = 1
@@ -229,6 +227,26 @@ def purge(
 
 
 @command(queue)
+def delete(
+    context: CliContext,
+    name: QueueName,
+    force: Annotated[bool, option("Delete its messages and its archive with it.")],
+) -> None:
+    """Delete QUEUE; one that has messages, dead letters or an archive only with --force.
+
+    Its dead letters stay in their own queue, and cannot be redriven any more. A queue that takes the dead letters of
+    another one is kept. Programs that use the queue get an error until they are restarted.
+    """
+    with context.platform() as platform:
+        target = _existing(platform, name)
+        dead_letters = target.definition().dead_letters
+        target.delete(force=force)
+    say(f"queue {name!r} deleted")
+    if dead_letters is not None:
+        say(f"its queue of dead letters stays: `eventsql queue delete {shlex.quote(dead_letters)}` deletes it")
+
+
+@command(queue)
 def redrive(
     context: CliContext,
     name: QueueName,
@@ -283,29 +301,12 @@ def work(
     """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.
 
     Exit code 0 acknowledges the message. With another one, it is received again after a pause, and becomes a dead
-    letter after the queue's max receives.
+    letter after the queue's max receives. Messages under way are finished before the command ends; a second Ctrl-C
+    kills their programs and ends it at once.
     """
-    stop = threading.Event()
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler
-    if handler[0].startswith("-"):
-        raise click.UsageError(f"{handler[0]} is after QUEUE, where COMMAND begins: put options before QUEUE")
-    if shutil.which(handler[0]) is None:
-        found = "cannot be executed" if Path(handler[0]).exists() else "is not there"
-        raise click.UsageError(
-            f"the program {handler[0]!r} {found}: name one of PATH, or the path of an executable file"
-        )
-
-    def run(message: Message, _connection: Connection) -> None:
-        ended = subprocess.run(handler, input=message.body, check=False)
-        if ended.returncode:
-            raise HandlerFailedError(f"{handler[0]} ended with exit code {ended.returncode}")
-
-    with context.platform() as platform, setting([stop], signal.SIGTERM, signal.SIGINT):
-        source = _existing(platform, name)
-        with source.work(run, workers=workers, max_messages=1) as working:
-            while not stop.wait(0.2):
-                if drain and source.statistics().depth == 0:
-                    break
-            working.stop()
+    check_command(handler)
+    with context.platform() as platform:
+        working = work_off(_existing(platform, name), handler, workers=workers, drain=drain)
         say(f"{counted(working.handled, 'message')} of queue {name!r} handled, {working.failed} failed")

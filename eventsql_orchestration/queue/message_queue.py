@@ -12,7 +12,13 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection
-from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError, ShardError, ValidationError
+from eventsql_orchestration.errors import (
+    DatabaseError,
+    DatabaseUnavailableError,
+    QueueNotFoundError,
+    ShardError,
+    ValidationError,
+)
 from eventsql_orchestration.queue.options import QueueOptions, checked_options
 from eventsql_orchestration.queue.queue_shards import QueueShards, Source
 from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
@@ -289,6 +295,26 @@ class MessageQueue:
         Messages that are sent, received or acknowledged at that moment may stay. Dead letters stay.
         """
         return sum(QueueUpkeep(table).purge() for table in self._shards.all())
+
+    def delete(self, *, force: bool = False) -> None:
+        """Delete the queue; `force` also deletes its messages, those in flight too, and its archive.
+
+        Its dead letters stay where they are, and cannot be redriven any more. Programs that go on using the queue get
+        `QueueNotFoundError`, and its workers end; a new `Queue` of this name makes another one. Over several shards,
+        all of them are needed; if this call stops in between, call it again to complete it.
+
+        Raises `QueueNotFoundError`, and `QueueInUseError` if another queue moves its dead letters to it, or, without
+        `force`, if it has messages, dead letters or an archive. Raises `DatabaseBusyError` while transactions that have
+        used queues do not end. A transaction above READ COMMITTED that began before may still send to the queue: that
+        message is lost.
+        """
+        queues = [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
+        if not queues:
+            raise QueueNotFoundError(f"there is no queue {self.name!r}: `eventsql queue list` shows the queues")
+        for each in queues:
+            each.check_deletable(force=force)
+        for each in queues:
+            each.delete(force=force)
 
     def redrive(self, limit: int | None = None, *, ids: Iterable[int] | None = None) -> int:
         """Move dead letters of this queue back to it, the oldest first, and give their number.

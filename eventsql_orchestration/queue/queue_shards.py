@@ -77,6 +77,16 @@ class QueueShards:
             raise self._source.shards[0].unavailable()
         return [self._table(shard) for shard in up]
 
+    def every(self) -> list[QueueTable]:
+        """The queue in each database. Raises `DatabaseUnavailableError` if one of them cannot be reached."""
+        if not self.lone():
+            assert not isinstance(self._source, Database | Shard)
+            self._source.open()
+            for shard in self._source.shards:
+                if shard.down is not None:
+                    raise shard.unavailable()
+        return [self._table(None)] if isinstance(self._source, Database) else list(map(self._table, self._shards()))
+
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
         """The queue as another shard has it, so that a queue gets the same options on every shard."""
         others = (table.existing() for table in self.all() if table is not created)

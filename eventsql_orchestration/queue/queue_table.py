@@ -158,7 +158,8 @@ class QueueTable:
             values = {name: getattr(options, name) for name in options.__slots__}
             connection.execute(self._queries("configure"), {**values, "name": self.name})
         defined = self._read(connection)
-        assert defined is not None, "it was just created, and queues are not deleted"
+        if defined is None:
+            raise self._gone()
         if options.ordered not in (None, defined.ordered):
             # Another process was first.
             return self._define(connection, defined)
@@ -178,7 +179,7 @@ class QueueTable:
                 row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
             ids = None if row is None else row[0]
         if not ids:
-            raise QueueNotFoundError(f"queue {self.name!r} is not in {self.database} any more")
+            raise self._gone()
         if connection is None:
             self.notify()
         return ids
@@ -220,10 +221,16 @@ class QueueTable:
         return rows
 
     def due(self) -> float | None:
-        """Seconds until the next hidden message becomes visible by time alone; None if there is none."""
+        """Seconds until the next hidden message becomes visible by time alone; None if there is none.
+
+        Raises `QueueNotFoundError` if the queue was deleted: a receiver would wait for ever.
+        """
         with self.database.connection() as connection:
             row = connection.execute(self._queries("due"), {"queue": self.id()}, prepare=False).fetchone()
-        return None if row is None else row[0]
+        if row is None:
+            raise self._gone()
+        seconds: float | None = row[0]
+        return seconds
 
     # Settling
 
@@ -287,6 +294,11 @@ class QueueTable:
         """Tell receivers in all processes that the queue may have visible messages."""
         if self._notifier is not None:
             self._notifier.notify(QUEUE, self.name, look=True)
+
+    def _gone(self) -> QueueNotFoundError:
+        return QueueNotFoundError(
+            f"queue {self.name!r} is not in {self.database} any more, or was made anew: restart programs that use it"
+        )
 
     def not_found(self, ids: Sequence[int]) -> MessageNotFoundError:
         many = f"messages {', '.join(map(str, ids))}" if len(ids) > 1 else f"message {ids[0]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -9,13 +10,21 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.errors import DatabaseBusyError
+from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.rows import archived, peeked
 from eventsql_orchestration.queue.values import ArchivedMessage, PeekedMessage, QueueDefinition, QueueStatistics
+from eventsql_orchestration.retry import while_busy
 
 PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
+
+WAIT_SECONDS: Final = 0.5
+"""Seconds that one attempt to delete a queue makes all queues wait at most, for each lock. Shorter than the server's
+`deadlock_timeout`, so that the deletion gives way, and not a sender or receiver that waits for it."""
+
+RETRY_SECONDS: Final = 10.0
+"""Seconds for which the deletion of a queue is tried."""
 
 
 class QueueUpkeep:
@@ -39,6 +48,9 @@ class QueueUpkeep:
 
     def purge(self) -> int:
         """Delete the messages that are there, in transactions of 10,000. Gives their number."""
+        return self._purge(promote=self._table.known().ordered)
+
+    def _purge(self, *, promote: bool) -> int:
         queue, purged = self._table.id(), 0
         with self._database.connection() as connection:
             row = connection.execute(self._queries("newest"), {"queue": queue}, prepare=False).fetchone()
@@ -46,13 +58,63 @@ class QueueUpkeep:
             while True:
                 with connection.transaction():
                     counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
-                    if self._table.known().ordered:
+                    if promote:
                         # If the first message of a key was deleted alone, the next one is the first.
                         connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
                 assert counted is not None, "an aggregate has one row"
                 if not counted[0]:
                     return purged
                 purged += counted[0]
+
+    def check_deletable(self, *, force: bool) -> None:
+        """Raises `QueueInUseError` for a queue that another one needs, and without `force` for one with messages."""
+        with self._database.connection() as connection:
+            self._check_deletable(connection, force=force)
+
+    def _check_deletable(self, connection: Connection, *, force: bool) -> None:
+        name, given = self._table.name, {"queue": self._table.id()}
+        row = connection.execute(self._queries("holdings"), given, prepare=False).fetchone()
+        assert row is not None, "it selects no rows of a table"
+        messages, archive, letters, origins = row
+        if origins:
+            raise QueueInUseError(
+                f"queue {name!r} is kept, because it takes the dead letters of {', '.join(map(repr, origins))}: delete "
+                f"that queue first, or give it another one: `eventsql queue create {shlex.quote(origins[0])} "
+                "--dead-letters NAME`"
+            )
+        held = {"messages": messages, "archived messages": archive, "dead letters that could be redriven": letters}
+        if not force and any(held.values()):
+            what = " and ".join(kind for kind, found in held.items() if found)
+            raise QueueInUseError(
+                f"queue {name!r} is kept, because it has {what}: delete it all the same with `eventsql queue delete "
+                f"{shlex.quote(name)} --force` (in Python force=True)"
+            )
+
+    def delete(self, *, force: bool) -> None:
+        """Delete the queue. Raises as `check_deletable`, and `DatabaseBusyError` while others do not let go of it."""
+        given = {"queue": self._table.id()}
+        if force:
+            # All queues wait for the deletion itself, so it must not be long.
+            self._purge(promote=False)
+            with self._database.connection() as connection:
+                for statement in ("delete_archive", "delete_deduplication"):
+                    connection.execute(self._queries(statement), given, prepare=False)
+
+        def attempt() -> None:
+            with self._database.transaction() as connection:
+                connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
+                # After this lock, each message that a sender has committed can be seen, and no later one is sent.
+                connection.execute(self._queries("lock"), prepare=False)
+                self._check_deletable(connection, force=force)
+                for statement in ("delete_messages", "delete_archive", "delete_deduplication", "delete_queue"):
+                    connection.execute(self._queries(statement), given, prepare=False)
+
+        def message(error: DatabaseBusyError) -> str:
+            return (
+                f"queue {self._table.name!r} is kept, because transactions that use queues do not end: {error.message}"
+            )
+
+        while_busy(attempt, seconds=RETRY_SECONDS, message=message)
 
     def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
         """Move dead letters back, in transactions of 10,000. Gives their number."""

@@ -12,7 +12,13 @@ from contextlib import ExitStack
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, MessageNotFoundError
+from eventsql_orchestration.errors import (
+    ClosedError,
+    DatabaseError,
+    EventSQLError,
+    MessageNotFoundError,
+    QueueNotFoundError,
+)
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
@@ -139,7 +145,7 @@ class QueueWorkers:
                 )
                 pause = 0.0 if messages else self._queue.pause()
                 failures = 0
-            except ClosedError as error:
+            except (ClosedError, QueueNotFoundError) as error:
                 logger.warning("a worker of queue %r ends: %s", self._queue.name, error)
                 return
             except EventSQLError as error:

@@ -69,6 +69,7 @@ def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         stdin: int = subprocess.DEVNULL,
         stdout: int | IO[bytes] = subprocess.PIPE,
         stderr: int = subprocess.PIPE,
+        process_group: int | None = None,
         **environment: str,
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
@@ -77,6 +78,7 @@ def start(dsn: str) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
+            process_group=process_group,
         )
         started.append(process)
         return process

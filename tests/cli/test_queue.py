@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import Result
 
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.queue import Queue, list_queues
+from tests.cli.conftest import Start
+from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
 
@@ -63,7 +69,27 @@ def test_a_command_works_a_queue_off_and_its_failures_become_dead_letters(
     assert queue.depth().visible == 1
 
 
-@pytest.mark.parametrize("command", ["describe", "receive", "peek", "purge", "redrive"])
+def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: Database) -> None:
+    Queue(database, "jobs", max_receives=1).send(b"1")
+    kept = run("queue", "delete", "jobs")
+    assert kept.exit_code == 1
+    assert "eventsql queue delete jobs --force" in kept.stderr
+    needed = run("queue", "delete", "jobs_dead", "--force")
+    assert needed.exit_code == 1
+    assert "'jobs'" in needed.stderr
+    deleted = run("queue", "delete", "jobs", "--force")
+    assert deleted.exit_code == 0, deleted.output
+    assert "eventsql queue delete jobs_dead" in deleted.stderr
+    assert run("queue", "delete", "jobs_dead").exit_code == 0
+    assert list_queues(database) == []
+
+
+def test_a_queue_that_a_message_makes_is_named(run: Run) -> None:
+    assert "made queue 'jbos'" in run("queue", "send", "jbos", "1").stderr
+    assert "made" not in run("queue", "send", "jbos", "1").stderr
+
+
+@pytest.mark.parametrize("command", ["describe", "receive", "peek", "purge", "redrive", "delete"])
 def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
     result = run("queue", command, "nothing")
     assert result.exit_code == 1
@@ -90,3 +116,43 @@ def test_a_program_that_cannot_run_is_an_error_before_a_message_is_taken(
     assert result.exit_code == 2
     assert f"{program!r} {found}" in result.stderr
     assert [message.receives for message in Queue(database, "jobs").peek()] == [0]
+
+
+def worker(start: Start, database: Database, directory: Path) -> tuple[subprocess.Popen[bytes], int]:
+    """A worker, in a group as in a terminal, whose program reads a pipe; and the number of that program."""
+    Queue(database, "jobs").send(b"1")
+    os.mkfifo(directory / "go")
+    process = start("queue", "work", "jobs", "sh", "-c", "echo $$ >&2; exec cat go", process_group=0)
+    return process, int(line(process))
+
+
+def line(process: subprocess.Popen[bytes]) -> str:
+    assert process.stderr is not None
+    return process.stderr.readline().decode()
+
+
+def test_ctrl_c_says_for_what_it_waits_and_lets_the_program_end(
+    start: Start, database: Database, directory: Path
+) -> None:
+    process, _ = worker(start, database, directory)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "waiting for 1 message" in line(process)
+    (directory / "go").open("w").close()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert b"1 message of queue 'jobs' handled" in errors
+    assert Queue(database, "jobs").statistics().depth == 0
+
+
+def test_a_second_ctrl_c_kills_the_program_and_ends_at_once(start: Start, database: Database, directory: Path) -> None:
+    process, program = worker(start, database, directory)
+    os.killpg(process.pid, signal.SIGINT)
+    assert "waiting for 1 message" in line(process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert b"killed sh" in errors
+    assert not psutil.pid_exists(program)
+    (message,) = Queue(database, "jobs").peek()
+    assert message.receives == 1
+    assert message.state != "in flight"

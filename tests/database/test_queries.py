@@ -104,6 +104,7 @@ PREPARABLE = [
     not in {
         ("database/bench", "create_plain"),
         ("database/layouts", "lock_buffer"),
+        ("database/queue", "lock"),
         ("database/store", "hold_changes"),
         ("database/views", "lock_views"),
         ("storage/segments", "vacuum"),

@@ -8,8 +8,14 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseUnavailableError, RedefinitionError, ShardError
-from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition
+from eventsql_orchestration.errors import (
+    DatabaseUnavailableError,
+    QueueInUseError,
+    RedefinitionError,
+    ShardError,
+    ShardUnavailableError,
+)
+from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueDefinition, list_queues
 from tests.shards.conftest import Databases, Open, Until
 
 
@@ -42,6 +48,24 @@ def test_no_shard_gets_a_queue_of_another_order(platform: EventSQL) -> None:
     with pytest.raises(RedefinitionError):
         Queue(platform, "jobs", ordered=False).definition()
     assert {each.ordered for each in definitions(platform)[2:]} == {True}
+
+
+def test_a_queue_is_deleted_on_every_shard_or_on_none(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    Queue(platform.shards[2], "jobs").send(b"x")
+    with pytest.raises(QueueInUseError):
+        queue.delete()
+    platform.shards[1].down = DatabaseUnavailableError("gone")
+    with pytest.raises(ShardUnavailableError):
+        queue.delete(force=True)
+    platform.shards[1].down = None
+    assert [len(list_queues(shard.database)) for shard in platform.shards] == [1, 1, 1]
+
+    # As if an earlier call had ended there.
+    Queue(platform.shards[0], "jobs").delete()
+    queue.delete(force=True)
+    assert [len(list_queues(shard.database)) for shard in platform.shards] == [0, 0, 0]
 
 
 def test_a_deduplication_id_without_a_key_is_sent_once(platform: EventSQL) -> None:

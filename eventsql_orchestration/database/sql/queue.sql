@@ -79,7 +79,7 @@ FROM (
 WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt
 RETURNING eql_id;
 
--- due -- Seconds until the next message that is not visible yet becomes visible.
+-- due -- Seconds until the next message that is not visible yet becomes visible. No row where there is no such queue.
 SELECT extract(epoch FROM min(next.eql_visible_at) - clock_timestamp())::float8
 FROM generate_series(0, 9) AS level
 CROSS JOIN LATERAL (
@@ -87,7 +87,8 @@ CROSS JOIN LATERAL (
     WHERE m.eql_queue = %(queue)s AND m.eql_priority = level.level
       AND m.eql_visible_at > now() AND m.eql_visible_at < 'infinity'
     ORDER BY m.eql_visible_at LIMIT 1
-) next;
+) next
+HAVING EXISTS (SELECT FROM {schema}.queue q WHERE q.eql_id = %(queue)s);
 
 -- waiting -- The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest.
 -- No row where there is no such queue.
@@ -144,6 +145,29 @@ SELECT count(*) FROM purged;
 -- newest -- The largest id of a queue's messages.
 SELECT max(eql_id) FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
 
+-- lock -- Waits for the transactions that have used queues, and keeps later ones waiting until this transaction ends.
+LOCK TABLE {schema}.queue IN ACCESS EXCLUSIVE MODE;
+
+-- holdings -- Whether a queue has messages, archived ones that have not expired, and dead letters in other queues; and the
+-- queues whose dead letters it takes.
+SELECT
+    EXISTS (SELECT FROM {schema}.queue_message m WHERE m.eql_queue = %(queue)s),
+    EXISTS (SELECT FROM {schema}.queue_archive a WHERE a.eql_queue = %(queue)s AND a.eql_expires_at > now()),
+    EXISTS (SELECT FROM {schema}.queue_message m WHERE m.eql_origin = %(queue)s),
+    ARRAY(SELECT o.eql_name FROM {schema}.queue o WHERE o.eql_dead_letters = %(queue)s ORDER BY o.eql_name);
+
+-- delete_archive -- Deletes the archived messages of a queue.
+DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s;
+
+-- delete_deduplication -- Deletes the deduplication ids of a queue.
+DELETE FROM {schema}.queue_deduplication WHERE eql_queue = %(queue)s;
+
+-- delete_messages -- Deletes the messages of a queue, all at once.
+DELETE FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
+
+-- delete_queue -- Deletes the definition of a queue.
+DELETE FROM {schema}.queue WHERE eql_id = %(queue)s;
+
 -- stranded -- The keys of an ordered queue that have messages behind others.
 SELECT {schema}.promote_keys(%(queue)s, ARRAY(
     SELECT DISTINCT eql_key FROM {schema}.queue_message
@@ -156,6 +180,7 @@ WITH chosen AS MATERIALIZED (
     FROM {schema}.queue_message
     WHERE eql_origin = %(queue)s AND (%(ids)s::bigint[] IS NULL OR eql_id = ANY (%(ids)s::bigint[]))
       AND (eql_receipt IS NULL OR eql_visible_at <= now())
+      AND EXISTS (SELECT FROM {schema}.queue q WHERE q.eql_id = %(queue)s)
     ORDER BY eql_id LIMIT %(limit)s
     FOR UPDATE SKIP LOCKED
 ), moved AS (

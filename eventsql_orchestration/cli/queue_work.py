@@ -1,0 +1,107 @@
+"""`eventsql queue work`: a program handles the messages of a queue."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+import click
+
+from eventsql_orchestration.cli.output import counted, say
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
+from eventsql_orchestration.queue import Message, Queue
+from eventsql_orchestration.queue.worker import QueueWorkers
+from eventsql_orchestration.signals import setting
+
+_LOOK_SECONDS: Final = 0.2
+"""Seconds between two looks whether the queue is drained."""
+
+
+class HandlerFailedError(EventSQLError):
+    """The command that handles messages ended with another exit code than 0."""
+
+
+class Programs:
+    """Runs a command for each message, with the body on standard input. `run` is a queue's handler."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = command
+        self._running: set[subprocess.Popen[bytes]] = set()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """The number of programs that run now."""
+        return len(self._running)
+
+    def run(self, message: Message, _connection: Connection) -> None:
+        with self._lock:
+            # In a group of its own: Ctrl-C in a terminal would end it in the middle of its message.
+            program = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
+            self._running.add(program)
+        try:
+            with program:
+                program.communicate(message.body)
+        finally:
+            with self._lock:
+                self._running.discard(program)
+        if program.returncode:
+            raise HandlerFailedError(f"{self._command[0]} ended with exit code {program.returncode}")
+
+    def kill(self) -> int:
+        """Kill the programs that run, with what they have started. Gives their number."""
+        with self._lock:
+            for program in self._running:
+                # macOS refuses to signal a group whose processes have all ended.
+                with suppress(ProcessLookupError, PermissionError):
+                    os.killpg(program.pid, signal.SIGKILL)
+            return len(self._running)
+
+
+def check_command(command: Sequence[str]) -> None:
+    """Raises `click.UsageError` for a command that cannot run."""
+    if command[0].startswith("-"):
+        raise click.UsageError(f"{command[0]} is after QUEUE, where COMMAND begins: put options before QUEUE")
+    if shutil.which(command[0]) is None:
+        found = "cannot be executed" if Path(command[0]).exists() else "is not there"
+        raise click.UsageError(
+            f"the program {command[0]!r} {found}: name one of PATH, or the path of an executable file"
+        )
+
+
+def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool) -> QueueWorkers:
+    """Handle messages by a command, until a signal or, with `drain`, until none is left. Gives the workers that ended.
+
+    The first signal lets the programs end that run; a second Ctrl-C kills them. Raises `QueueNotFoundError` if the
+    queue is deleted meanwhile.
+    """
+    stop, programs = threading.Event(), Programs(command)
+    with (
+        setting([stop], signal.SIGTERM, signal.SIGHUP, signal.SIGINT),
+        source.work(programs.run, workers=workers, max_messages=1) as working,
+    ):
+        try:
+            while not stop.wait(_LOOK_SECONDS):
+                if not working.running:
+                    raise QueueNotFoundError(f"queue {source.name!r} was deleted: nobody can work it off")
+                if drain and source.statistics().depth == 0:
+                    break
+            if not working.stop(timeout=0) and (under_way := len(programs)):
+                say(
+                    f"waiting for {counted(under_way, 'message')} under way; a second Ctrl-C kills "
+                    f"{command[0]} and ends this at once"
+                )
+            while not working.stop():
+                pass
+        except KeyboardInterrupt:
+            if killed := programs.kill():
+                say(f"killed {command[0]} at {counted(killed, 'message')}, which come again")
+            raise
+    return working
