@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.held_messages import HeldMessages
-from eventsql_orchestration.queue.worker import Backoff, pause_after, reason_of
+from eventsql_orchestration.queue.worker import Backoff, pause_after, reason_of, sequel
 
 SHOWN_FAILURES: Final = 20
 """The most failed messages whose reasons a run keeps."""
@@ -48,7 +48,10 @@ to each topic in that transaction."""
 
 @dataclass(frozen=True, slots=True)
 class FailedMessage:
-    """A message whose handler failed at its receive number `receives`. It is received again in `pause` seconds."""
+    """A message whose handler failed at its receive number `receives`.
+
+    It is received again in `pause` seconds, or was received for the last time and goes to the queue `dead_letters`.
+    """
 
     id: int
     key: str | None
@@ -56,6 +59,7 @@ class FailedMessage:
     receives: int
     reason: str
     pause: float
+    dead_letters: str | None = None
 
 
 @dataclass(slots=True)
@@ -187,19 +191,22 @@ class QueueRun:
 
     def _fail(self, message: Message, error: Exception) -> None:
         reason, pause = reason_of(error), pause_after(message, self.backoff)
-        self.log.warning(
-            "message %s failed at its receive %s, again in %.1f s: %s", message.id, message.receives, pause, reason
-        )
+        dead_letters = None
         self.done.failed += 1
-        if len(self.done.failures) < SHOWN_FAILURES:
-            self.done.failures.append(
-                FailedMessage(message.id, message.key, message.shard, message.receives, reason, pause)
-            )
         try:
-            self.queue.release(message, delay=pause, reason=reason)
+            dead_letters = self.queue.release_failed(message, delay=pause, reason=reason)
         except MessageNotFoundError as lost:
             # Another receiver has it, or the handler's transaction was committed after all.
             self.log.info("message %s was not released: %s", message.id, lost)
+        finally:
+            self.log.warning(
+                "message %s failed at its receive %s, %s: %s",
+                message.id, message.receives, sequel(pause, dead_letters), reason,
+            )  # fmt: skip
+            if len(self.done.failures) < SHOWN_FAILURES:
+                self.done.failures.append(
+                    FailedMessage(message.id, message.key, message.shard, message.receives, reason, pause, dead_letters)
+                )
 
 
 def _is_outside(error: Exception) -> bool:

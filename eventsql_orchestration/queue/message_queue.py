@@ -250,6 +250,13 @@ class MessageQueue:
         """
         self._shards.of(message).release(message, check_seconds("delay", delay, zero=True), reason)
 
+    def release_failed(self, message: Message, *, delay: Duration, reason: str) -> str | None:
+        """As `release`, for a message whose handler failed; gives the queue of dead letters if the message goes there.
+
+        It then does not wait for `delay`: the next receiver that finds it moves it.
+        """
+        return self._shards.of(message).fail(message, check_seconds("delay", delay, zero=True), reason)
+
     def give_back(self, messages: Iterable[Message]) -> None:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
 

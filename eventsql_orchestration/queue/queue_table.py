@@ -266,15 +266,26 @@ class QueueTable:
         return None if row is None else row[0]
 
     def release(self, message: Message, delay: float, reason: str | None) -> None:
+        self._release("release", message, delay, reason)
+        if not delay:
+            self.notify()
+
+    def fail(self, message: Message, delay: float, reason: str) -> str | None:
+        """Release a message whose handler failed. Gives the queue of the dead letters if its receives are spent."""
+        dead_letters: str | None = self._release("fail", message, delay, reason)[0]
+        if dead_letters is not None or not delay:
+            self.notify()
+        return dead_letters
+
+    def _release(self, statement: str, message: Message, delay: float, reason: str | None) -> tuple[Any, ...]:
         values = {
             "queue": self.id(), "id": message.id, "receipt": message.receipt, "delay": delay, "reason": reason,
         }  # fmt: skip
         with self.database.connection() as connection:
-            released = connection.execute(self._queries("release"), values, prepare=False).rowcount
-        if not released:
+            row = connection.execute(self._queries(statement), values, prepare=False).fetchone()
+        if row is None:
             raise self.not_found([message.id])
-        if not delay:
-            self.notify()
+        return row
 
     def give_back(self, messages: Collection[Message]) -> None:
         """Make messages visible again that are still held. Their receive does not count."""

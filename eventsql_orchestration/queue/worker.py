@@ -59,6 +59,18 @@ def pause_after(message: Message, backoff: Backoff) -> float:
         return exponential(message.receives)
 
 
+def sequel(pause: float, dead_letters: str | None) -> str:
+    """What follows the failure of a message, for the log. `dead_letters` is the queue to which it goes."""
+    if dead_letters is None:
+        return f"again in {pause:.1f} s"
+    return f"the last one, and goes to the dead letters in queue {dead_letters!r}"
+
+
+def _note_held(message: Message, failure: EventSQLError) -> None:
+    # Its visibility timeout gives it back.
+    logger.info("message %s was not released: %s", message.id, failure)
+
+
 def reason_of(error: BaseException) -> str:
     """An error as a line of a message's history."""
     reason = f"{type(error).__name__}: {error}".replace("\x00", "")
@@ -193,22 +205,22 @@ class QueueWorkers:
             self.failed += 1
         reason = reason_of(error)
         pause = pause_after(message, self._backoff)
+        dead_letters = None
+        try:
+            dead_letters = self._queue.release_failed(message, delay=pause, reason=reason)
+        except EventSQLError as failure:
+            _note_held(message, failure)
         logger.warning(
-            "message %s of queue %r failed at its receive %s, again in %.1f s: %s",
-            message.id, self._queue.name, message.receives, pause, reason,
+            "message %s of queue %r failed at its receive %s, %s: %s",
+            message.id, self._queue.name, message.receives, sequel(pause, dead_letters), reason,
             exc_info=None if isinstance(error, DatabaseError) else error,
         )  # fmt: skip
-        self._give_back(message, pause, reason)
 
-    def _give_back(self, message: Message, delay: float = 0.0, reason: str | None = None) -> None:
+    def _give_back(self, message: Message) -> None:
         try:
-            if reason is None:
-                self._queue.give_back([message])
-            else:
-                self._queue.release(message, delay=delay, reason=reason)
-        except EventSQLError as error:
-            # Its visibility timeout gives it back.
-            logger.info("message %s was not released: %s", message.id, error)
+            self._queue.give_back([message])
+        except EventSQLError as failure:
+            _note_held(message, failure)
 
     def _beat(self, timeout: float) -> None:
         every = timeout / HEARTBEATS

@@ -62,6 +62,26 @@ def test_a_failing_message_is_rolled_back_retried_and_set_aside(platform: EventS
     assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: nope"] * 2
 
 
+@pytest.mark.parametrize("receives", [1, 2])
+def test_the_log_says_whether_a_failed_message_comes_again_or_is_a_dead_letter(
+    platform: EventSQL, until: Until, caplog: pytest.LogCaptureFixture, receives: int
+) -> None:
+    def fail(_message: Message, _connection: Connection) -> None:
+        raise ValueError("nope")
+
+    queue = Queue(platform, "commands", max_receives=receives)
+    queue.send(b"bad")
+    # The receive of a message that nobody began does not count.
+    queue.give_back(queue.receive())
+    with queue.work(fail, backoff=lambda receive: 0.0 if receive < receives + 1 else 3_600.0) as workers:
+        # A dead letter does not wait for the pause.
+        until(lambda: queue.statistics().dead == 1)
+        assert workers.failed == receives
+    said = [record.getMessage() for record in caplog.records if record.name.endswith("queue.worker")]
+    assert ["again in" in line for line in said] == [True] * (receives - 1) + [False]
+    assert "'commands_dead'" in said[-1]
+
+
 def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
     platform: EventSQL, queue: Queue, until: Until
 ) -> None:

@@ -60,6 +60,17 @@ SET eql_visible_at = clock_timestamp() + make_interval(secs => %(delay)s), eql_r
 WHERE eql_id = %(id)s AND eql_queue = %(queue)s AND eql_receipt = %(receipt)s
 RETURNING eql_id;
 
+-- fail -- As `release`, for a message whose handler failed. Gives the queue of the dead letters if its receives are spent: the
+-- next receiver that finds it moves it there, so it does not wait for the delay.
+UPDATE {schema}.queue_message m
+SET eql_visible_at = clock_timestamp() + make_interval(
+        secs => CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN 0 ELSE %(delay)s END),
+    eql_receipt = NULL,
+    eql_history = {schema}.note_of_message(m.eql_history, m.eql_receives, clock_timestamp(), %(reason)s)
+FROM {schema}.queue q LEFT JOIN {schema}.queue d ON d.eql_id = q.eql_dead_letters
+WHERE m.eql_id = %(id)s AND m.eql_queue = %(queue)s AND m.eql_receipt = %(receipt)s AND q.eql_id = m.eql_queue
+RETURNING CASE WHEN q.eql_max_receives <= (m.eql_receives - m.eql_unhandled) THEN d.eql_name END;
+
 -- give_back -- Makes held messages visible for another receiver; their receive does not count.
 UPDATE {schema}.queue_message
 SET eql_unhandled = eql_unhandled + 1, eql_visible_at = clock_timestamp(), eql_receipt = NULL
