@@ -136,7 +136,7 @@ class Duration(click.ParamType[timedelta]):
         text = str(value)
         match = re.fullmatch(_SHORT, text, re.ASCII) or re.fullmatch(_ISO, text, re.ASCII)
         if match is None or not any(match.groups()):
-            self.fail(f"{value!r} is not a duration such as 15m, 2h, 7d or PT1H30M", param, ctx)
+            self.fail(f"{value!r} is not a duration such as 30s, 15m, 2h, 7d or PT1H30M", param, ctx)
         weeks, days, hours, minutes, seconds = (float(number or 0) for number in match.groups())
         try:
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
