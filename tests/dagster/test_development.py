@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 from pathlib import Path
@@ -143,10 +144,12 @@ def test_two_that_start_at_once_do_not_choose_the_same_port() -> None:
 
 
 class Webserver(BaseHTTPRequestHandler):
-    """Answers as Dagster's does when the location is loaded."""
+    """Answers as Dagster's does when the location is loaded, or has failed with an error."""
+
+    error: ClassVar[dict[str, object]] = {}
 
     def do_POST(self) -> None:
-        entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": {}}]
+        entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": self.error}]
         jobs = [
             {"name": "transfer", "tags": [{"key": "eventsql/transfer", "value": "transfer"}]},
             {"name": "setup", "tags": []},
@@ -184,6 +187,22 @@ def test_a_proxy_of_the_environment_is_not_used_for_loopback(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert local(tmp_path, webserver)._not_ready() is None
+
+
+def test_a_location_that_fails_when_it_runs_is_named_with_its_place(
+    tmp_path: Path, webserver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    source = compile("\nprint(undefined)\n", str(tmp_path / "orders.py"), "exec")
+    with pytest.raises(NameError) as raised:
+        exec(source, {})
+    cause = {"message": f"NameError: {raised.value}\n", "stack": traceback.format_tb(raised.value.__traceback__)}
+    wrapped = {"message": "dagster.Wrapper: Error in\nmodule_name=orders\n", "stack": [], "causes": [cause]}
+    monkeypatch.setattr(Webserver, "error", wrapped)
+    with pytest.raises(LocalDagsterError) as refused:
+        local(tmp_path, webserver)._not_ready()
+    assert "orders.py, line 2: NameError: name 'undefined' is not defined" in refused.value.message
 
 
 def test_jobs_are_found_by_their_tags(tmp_path: Path, webserver: int) -> None:

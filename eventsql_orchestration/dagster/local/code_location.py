@@ -94,12 +94,12 @@ class CodeLocation:
         kind = type(error).__name__
         if isinstance(error, SyntaxError) and error.filename is not None:
             return f"{os.path.relpath(error.filename)}, line {error.lineno}: {kind}: {error.msg}"
-        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self._has(Path(frame.filename))]
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self.has(Path(frame.filename))]
         place = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
         advice = "; install it, or mend the import" if isinstance(error, ModuleNotFoundError) else ""
         return f"{place}{kind}: {error}{advice}"
 
-    def _has(self, file: Path) -> bool:
+    def has(self, file: Path) -> bool:
         """Whether a file is of this location. The environment may be in one of its directories."""
         return any(map(file.is_relative_to, self._directories)) and not file.is_relative_to(sys.prefix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -40,7 +41,9 @@ UNDER_WAY: Final = dg.RunsFilter(statuses=_STATUSES_UNDER_WAY)
 
 _LOCATIONS = """
 { workspaceOrError {
-    ... on Workspace { locationEntries { name loadStatus locationOrLoadError { ... on PythonError { message } } } }
+    ... on Workspace { locationEntries { name loadStatus locationOrLoadError {
+        ... on PythonError { message stack causes { message stack } }
+    } } }
     ... on PythonError { message }
 } }
 """
@@ -157,11 +160,18 @@ class LocalDagster:
         if not entries or any(entry["loadStatus"] == "LOADING" for entry in entries):
             return "the code location"
         for entry in entries:
-            message = (entry["locationOrLoadError"] or {}).get("message")
-            if message:
-                why = message.strip().splitlines()[-1].strip()
+            error = entry["locationOrLoadError"] or {}
+            if error.get("message"):
+                why = self._cause_of(error)
                 raise LocalDagsterError(f"{self.location} cannot be loaded: {why}; see {self.log}")
         return None
+
+    def _cause_of(self, error: Mapping[str, Any]) -> str:
+        """The error of the location, with its place there: Dagster has wrapped it in errors of its own."""
+        cause = [error, *error["causes"]][-1]
+        frames = re.findall(r'^\s*File "(.+)", line (\d+)', "\n".join(cause["stack"]), flags=re.MULTILINE)
+        own = [f"{os.path.relpath(file)}, line {line}: " for file, line in frames if self.location.has(Path(file))]
+        return "".join(own[-1:]) + one_line(cause["message"])
 
     def jobs_with(self, tag: str, value: str | None = None) -> list[str]:
         """The jobs of the location that carry a tag, with any value or with this one.
