@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import os
 import shlex
 from collections import Counter
 from collections.abc import Iterator
@@ -28,6 +30,7 @@ from eventsql_orchestration.database import Database, Queries, migrations
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    DatabaseFullError,
     DatabaseUnavailableError,
     EventSQLError,
     PermissionDeniedError,
@@ -88,13 +91,19 @@ def _examine(context: CliContext, stalled_after: float) -> Iterator[Finding]:
             else:
                 yield from _database(context, platform.shards[0], stalled_after)
     except EventSQLError as error:
-        remedy = None
-        if isinstance(error, PermissionDeniedError):
-            remedy = "grant the role the missing rights, or use another role"
-        elif isinstance(error, DatabaseUnavailableError | ConfigurationError) and settings.dsn is not None:
-            remedy = f"start the server, or correct {context.source('dsn')}"
-        yield problem("database", redact(error.message), remedy)
+        yield problem("database", redact(error.message), _remedy(error, context))
     yield _java(context)
+
+
+def _remedy(error: EventSQLError, context: CliContext) -> str | None:
+    if isinstance(error, PermissionDeniedError):
+        return "grant the role the missing rights, or use another role"
+    # A server whose disk is full refuses connections, too.
+    if isinstance(error, DatabaseFullError) or os.strerror(errno.ENOSPC) in error.message:
+        return "free room on the server's disk"
+    if isinstance(error, DatabaseUnavailableError | ConfigurationError) and context.settings.dsn is not None:
+        return f"start the server, or correct {context.source('dsn')}"
+    return None
 
 
 def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> Iterator[Finding]:

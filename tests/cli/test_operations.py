@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 from click.testing import Result
@@ -20,7 +20,7 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import MissingExtraError
+from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
@@ -337,6 +337,22 @@ def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> 
     assert "cannot be reached" in database["message"]
     assert database["remedy"] == "start the server, or correct --dsn"
     assert "hunter2" not in result.output
+
+
+@pytest.mark.usefixtures("java")
+@pytest.mark.parametrize(
+    "error",
+    [DatabaseUnavailableError("it refused the connection (could not write init file: No space left on device)"),
+     DatabaseFullError("it has no room left")],
+    ids=["refused", "full"],
+)  # fmt: skip
+def test_a_server_whose_disk_is_full_needs_room(run: Run, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr("eventsql_orchestration.cli.doctor.open_platform", refuse)
+    code, findings = diagnose(run)
+    assert (code, [each["remedy"] for each in findings["database"]]) == (1, ["free room on the server's disk"])
 
 
 @pytest.mark.parametrize(
