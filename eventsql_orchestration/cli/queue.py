@@ -50,7 +50,10 @@ def queue() -> None:
 
 def _existing(platform: EventSQL, name: str) -> Queue:
     if not _is_there(platform, name):
-        raise QueueNotFoundError(f"there is no queue {name!r}: create it with `eventsql queue create`")
+        raise QueueNotFoundError(
+            f"there is no queue {name!r}: create it with `eventsql queue create {shlex.quote(name)}`, or look its name "
+            "up with `eventsql queue list`"
+        )
     return Queue(platform, name)
 
 

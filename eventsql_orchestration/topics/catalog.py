@@ -70,7 +70,8 @@ def existing_topic(connection: Connection, name: str) -> Topic:
 def no_consumer(topic: str, name: str) -> ConsumerNotFoundError:
     """The error for a consumer that does not exist."""
     return ConsumerNotFoundError(
-        f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`"
+        f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`, or look "
+        f"its name up with `eventsql consumer list {topic}`"
     )
 
 
