@@ -1,4 +1,4 @@
-"""The topics and consumers that Tab offers in the shell.
+"""The topics, consumers and queues that Tab offers in the shell.
 
 Tab has to be quick, so this module asks the database with psycopg alone.
 """
@@ -32,6 +32,11 @@ def topics(context: click.Context, begun: str) -> list[CompletionItem]:
 def consumers(context: click.Context, begun: str) -> list[CompletionItem]:
     """As `topics`, for the consumers of the topic that stands before them on the command line."""
     return _names(context, "consumers", {"begun": begun, "topic": context.params.get("topic")})
+
+
+def queues(context: click.Context, begun: str) -> list[CompletionItem]:
+    """The queues, as `topics`."""
+    return _names(context, "queues", {"begun": begun})
 
 
 def _names(context: click.Context, statement: str, values: Mapping[str, object]) -> list[CompletionItem]:

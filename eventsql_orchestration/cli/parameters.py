@@ -75,8 +75,10 @@ class Name(click.ParamType[str]):
         incomplete: str,
     ) -> list[CompletionItem]:
         """The names of this kind in the database."""
-        offered = offered_names.topics if self.name == "topic" else offered_names.consumers
-        return offered(ctx, incomplete)
+        offered = {
+            "topic": offered_names.topics, "consumer": offered_names.consumers, "queue": offered_names.queues
+        }.get(self.name)  # fmt: skip
+        return [] if offered is None else offered(ctx, incomplete)
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return self._check(value)

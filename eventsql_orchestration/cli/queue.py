@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from typing import Annotated, Any, Final
 
 import click
@@ -21,7 +22,7 @@ from eventsql_orchestration.cli.output import (
     show_items,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import QueueNotFoundError
@@ -36,10 +37,13 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
+from eventsql_orchestration.validation import check_name
 
 _SENT_AT_ONCE: Final = 1_000
 
-QueueName = Annotated[str, argument(metavar="QUEUE")]
+_QUEUE: Final = Name("queue", partial(check_name, "queue name"))
+
+QueueName = Annotated[str, argument(metavar="QUEUE", type=_QUEUE)]
 Limit = Annotated[int, option("The most messages.", type=POSITIVE, default=10)]
 
 
@@ -76,7 +80,7 @@ def create(
     visibility_timeout: Annotated[timedelta | None, option("How long a receiver holds a message.")],
     max_receives: Annotated[int | None, option("Receives until a message is a dead letter.", type=POSITIVE)],
     dead_letters: Annotated[
-        str | None, option("The queue of the dead letters  [default: QUEUE_dead].", metavar="NAME")
+        str | None, option("The queue of the dead letters  [default: QUEUE_dead].", metavar="NAME", type=_QUEUE)
     ],
     retention: Annotated[timedelta | None, option("How long acknowledged messages are kept.")],
     deduplication_window: Annotated[timedelta | None, option("How long a deduplication id counts.")],
@@ -265,7 +269,7 @@ def redrive(
 @command(queue)
 def archive(
     context: CliContext,
-    name: Annotated[str | None, argument(metavar="[QUEUE]", required=False)],
+    name: Annotated[str | None, argument(metavar="[QUEUE]", required=False, type=_QUEUE)],
     limit: Limit,
     drop_expired: Annotated[bool, option("Drop the messages of all queues whose retention has passed.")],
     as_json: AsJson,

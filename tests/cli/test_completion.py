@@ -20,6 +20,7 @@ from eventsql_orchestration.cli import lazy, main
 from eventsql_orchestration.cli.application import _COMMANDS
 from eventsql_orchestration.cli.offered_names import topics
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.queue import Queue
 from tests.cli.conftest import PROGRAM
 
 HEAVY = ["rich", "pydantic", "psycopg", "sqlalchemy", "alembic", "pyspark", "pyarrow", "dagster"]
@@ -67,6 +68,11 @@ def test_topics_are_completed(defined: EventSQL, dsn: str) -> None:
 def test_consumers_of_the_topic_before_are_completed(defined: EventSQL, dsn: str) -> None:
     assert completed("seek", "rides", "p", EVENTSQL_DSN=dsn) == ["payout"]
     assert completed("consume", "prices", "", EVENTSQL_DSN=dsn) == []
+
+
+def test_queues_are_completed(platform: EventSQL, dsn: str) -> None:
+    Queue(platform, "mails", max_receives=1).definition()
+    assert completed("queue", "delete", "mai", EVENTSQL_DSN=dsn) == ["mails", "mails_dead"]
 
 
 def test_completion_leaves_no_limit_on_the_session_of_a_pooler(

@@ -13,7 +13,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.monitoring.queues import read_queues
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import PermissionDeniedError
-from eventsql_orchestration.queue import Message, NewMessage, Queue
+from eventsql_orchestration.queue import Message, NewMessage, Queue, list_queues
 from eventsql_orchestration.queue.lag import queue_lags
 from tests.fixtures import Until
 from tests.roles.conftest import As, Login
@@ -124,6 +124,14 @@ def test_a_reader_sees_how_many_messages_wait_and_others_do_not(queues: dict[str
     assert found["pictures"] == 2
     assert queue_lags(as_("sender").database) == []
     assert queue_lags(as_("reader_orders").database) == []
+
+
+@pytest.mark.parametrize("role", ["sender", "worker", "reader"])
+def test_only_the_admin_deletes_a_queue(queues: dict[str, Queue], as_: As, role: str) -> None:
+    with pytest.raises(PermissionDeniedError):
+        Queue(as_(role), "letters").delete(force=True)
+    Queue(as_("admin"), "letters").delete()
+    assert [each.name for each in list_queues(as_("admin").database)] == ["pictures", "pictures_dead"]
 
 
 def test_dagster_does_not_take_missing_rights_for_a_missing_queue(queues: dict[str, Queue], as_: As) -> None:
