@@ -148,7 +148,7 @@ class QueueTable:
         if options.max_receives is not None and options.dead_letters is None and not (found and found.dead_letters):
             options = replace(options, dead_letters=f"{self.name}_dead")
         if options.dead_letters is not None and not (options.max_receives or (found and found.max_receives)):
-            raise ValidationError("a queue with dead_letters needs max_receives: give the number of receives")
+            raise ValidationError("a queue with dead_letters needs max_receives: give it too (`--max-receives N`)")
 
         with connection.transaction():
             connection.execute(self._queries("create"), {"name": self.name, "ordered": options.ordered})
