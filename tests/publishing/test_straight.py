@@ -19,6 +19,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.publishing import batches, log_writer, publisher
+from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, stored
 
 if TYPE_CHECKING:
@@ -392,6 +393,7 @@ def test_a_batch_takes_the_same_few_statements_of_any_size(
     platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e9)
     for count in (MANY, 10_000):
         platform.publisher.publish_all(batch("a", count))
         assert said.verbs() == ["BEGIN", "SELECT", "WITH", "COPY", "COMMIT"]
@@ -401,6 +403,7 @@ def test_what_lies_in_the_buffer_takes_one_more(
     platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e9)
     platform.publisher.publish(order("buffered.0"))
     platform.publisher.publish_all(batch("a"))
     assert said.verbs() == ["BEGIN", "SELECT", "WITH", "WITH", *draws(), "COPY", "COMMIT"]

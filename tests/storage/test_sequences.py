@@ -224,27 +224,31 @@ def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
     assert consume(platform) == list(range(20))
 
 
+@pytest.mark.parametrize("back_to", [101, 150], ids=["the last id that the writer saw", "a later id"])
 @pytest.mark.parametrize("buffered", [False, True])
 def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no_event(
-    platform: EventSQL, dsn: str, session: Connection, *, buffered: bool
+    platform: EventSQL, dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch, *, buffered: bool, back_to: int
 ) -> None:
-    def publish_all(publishing: EventSQL, first: int) -> None:
-        publishing.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(first, first + 100))
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", 0.0)
+
+    def publish_all(publishing: EventSQL, values: range) -> None:
+        publishing.publisher.publish_all(Publication("orders", b"%d" % value) for value in values)
 
     platform.registry.register_consumer(Consumer("orders", "mailer"))
     publish(platform, 0)
     platform.transfer.run_once()
-    publish_all(platform, 1)
+    publish_all(platform, range(1, 101))
     with EventSQL(dsn, transfer=False) as other:
-        publish_all(other, 101)
+        publish_all(other, range(101, 201))
     assert consume(platform) == list(range(201))
-    session.execute(f"SELECT setval('{LOG}', 150)")
+    session.execute(f"SELECT setval('{LOG}', {back_to})")
     if buffered:
-        publish(platform, *range(201, 301))
+        publish(platform, *range(201, 261))
     else:
-        publish_all(platform, 201)
+        # Fewer than before: the last one's id must not be that of another block.
+        publish_all(platform, range(201, 261))
     platform.transfer.run_once()
-    assert consume(platform) == list(range(201, 301))
+    assert consume(platform) == list(range(201, 261))
 
 
 def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:
