@@ -374,12 +374,15 @@ class LogWriter:
         return appended
 
     def _move_before(self, connection: Connection, topic: str, state: TopicState) -> None:
-        """Move the buffered events, before a publisher's own."""
+        """Move the buffered rows, before a publisher's own events.
+
+        They are moved in runs, whatever the state says: a block that was committed since may lie before events.
+        """
         found, mark = state.buffered, self._low_water.marks.get(topic, 0)
         assert state.definition is not None, "it is the publisher's"
         try:
             moved = self._mover.move(
-                connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=state.mixed,
+                connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=True,
                 most=found, zoned=True, blocks=state.blocks,
             )  # fmt: skip
         except psycopg.Error as error:

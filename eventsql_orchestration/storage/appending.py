@@ -18,16 +18,15 @@ class TopicState(NamedTuple):
     """A topic as the transaction that holds it sees it.
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
-    events, 0 without events; `mixed`: some of them are in blocks. `last_id` is the last id of the log, None if its
-    sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn` is the first of the ids
-    that were taken for the caller's events, None without ids or if another program took ids too.
+    events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one and
+    upwards. `blocks`: the log takes blocks. `drawn` is the first of the ids that were taken for the caller's events,
+    None without ids or if another program took ids too.
     """
 
     definition: list[int] | None
     now: datetime
     upto: int
     buffered: int
-    mixed: bool
     last_id: int | None
     blocks: bool
     drawn: int | None

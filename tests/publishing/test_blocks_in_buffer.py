@@ -14,7 +14,7 @@ from eventsql_orchestration.errors import RedefinitionError, StuckEventError
 from eventsql_orchestration.model import BLOCKS, ROWS
 from eventsql_orchestration.publishing import batches, log_writer
 from eventsql_orchestration.publishing.batches import LEAST_IN_BLOCK
-from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender
+from eventsql_orchestration.storage.appending import BufferedBatch, LogAppender, TopicState
 from tests.fixtures import Sessions
 
 MANY = 200
@@ -201,6 +201,28 @@ def test_a_publisher_that_appends_to_the_log_moves_blocks_before(platform: Event
     platform.publisher.publish_all(numbered(MANY + 2))
     assert rows(platform) == []
     check(platform, range(2 * MANY + 2))
+
+
+def test_a_block_that_is_committed_during_an_append_does_not_keep_events_behind_the_publishers_batch(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sessions() as other:
+        # Its block comes before the event in the buffer, and is committed once the publisher has found the event alone.
+        platform.publisher.publish_all(numbered(900, 50, keys=1), connection=other)
+        platform.publisher.publish(numbered(0, 1, keys=1)[0])
+        look = LogAppender.state
+
+        def committed(*given: Any, **named: Any) -> TopicState:
+            found = look(*given, **named)
+            assert found.buffered == 1
+            other.commit()
+            return found
+
+        monkeypatch.setattr(LogAppender, "state", committed)
+        platform.publisher.publish_all(numbered(1, 60, keys=1))
+    platform.transfer.run_once()
+    values = [int(event.value) for event in platform.reader.read("orders")]
+    assert [each for each in values if each < 900] == list(range(61))
 
 
 def test_a_publisher_leaves_many_events_of_blocks_to_the_transfer(

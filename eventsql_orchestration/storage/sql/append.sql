@@ -27,11 +27,11 @@ first AS MATERIALIZED (
 )
 
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
--- number of the events in at most `limit` rows of its buffer, and whether there are blocks; the last id of the log, and
--- its form. Where nothing is buffered, it takes `events` ids of the log: the first one, and whether they are consecutive.
+-- number of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing is
+-- buffered, it takes `events` ids of the log: the first one, and whether they are consecutive.
 WITH state AS MATERIALIZED (
     SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
-           coalesce(bool_or(eql_partition < -1), false) AS mixed, {last_id} AS last_id, {form} AS form
+           {last_id} AS last_id, {form} AS form
     FROM (
         SELECT eql_id, eql_partition, eql_events FROM {schema}.event_buffer
         WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
@@ -44,7 +44,7 @@ WITH state AS MATERIALIZED (
     SELECT {ids}::regclass AS sequence
 ), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       statement_timestamp(), state.upto, state.buffered, state.mixed, state.last_id, state.form,
+       statement_timestamp(), state.upto, state.buffered, state.last_id, state.form,
        ids.before + 1, ids.consecutive
 FROM state CROSS JOIN ids;
 
