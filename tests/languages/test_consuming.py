@@ -13,7 +13,8 @@ from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.model import Storage
+from eventsql_orchestration.model import BLOCKS, ROWS, Storage
+from eventsql_orchestration.storage import compacting
 from tests.effects import effects, make_table
 from tests.fixtures import Sessions
 from tests.forms import ids_in, stored
@@ -316,6 +317,51 @@ def test_a_session_that_planned_on_an_empty_log_reads_little_of_a_full_one(
     assert len(scanned) == 2
     for table, read, fetched in scanned:
         assert (read, fetched < 100) == (0, True), table
+
+
+def test_a_log_that_was_compacted_is_consumed_to_its_end(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 30)
+    platform.registry.register_topic(Topic("orders", 3, storage=BLOCKS))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    for number in range(100):
+        platform.publisher.publish(Publication("orders", b"x", key=str(number % 7)))
+        platform.transfer.run_once()
+    platform.compactor.execute("orders")
+    gaps = session.execute("SELECT count(*) FROM eventsql.orders_block WHERE eql_span IS NOT NULL").fetchone()
+    assert gaps is not None
+    assert gaps[0] > 0
+
+    fetched = []
+    while rows := fetch(session, "'orders', 'mailer', 7"):
+        call(session, "commit", *rows[0][:2])
+        fetched += [row[3] for row in rows]
+    assert sorted(fetched) == [event.id for event in platform.reader.read("orders")]
+    assert sum(state.consumed_events for state in platform.registry.consumer("orders", "mailer")) == 100
+
+
+@pytest.mark.parametrize("changes", [[ROWS], [ROWS, BLOCKS]])
+def test_a_fetch_reads_little_of_a_log_in_both_forms(
+    platform: EventSQL, session: Connection, changes: list[Storage]
+) -> None:
+    platform.registry.register_topic(Topic("orders", 3, storage=BLOCKS))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    for _ in range(20):
+        fill(platform, 1_000)
+    for storage in changes:
+        platform.registry.set_storage("orders", storage)
+        fill(platform, 1_000)
+    with session.transaction():
+        rows = fetch(session, "'orders', 'mailer', 10")
+        assert len(rows) == 10
+        call(session, "commit", *rows[0][:2])
+        read = session.execute(
+            "SELECT sum(seq_tup_read + coalesce(idx_tup_fetch, 0)) FROM pg_stat_xact_user_tables "
+            "WHERE relname ~ '^orders_.*_segment_'"
+        ).fetchone()
+    assert read is not None
+    assert 0 < read[0] < 100
 
 
 @pytest.mark.parametrize(
