@@ -54,6 +54,10 @@ class LogRoom:
             self._left[topic] = ROOM_CHECK
         return Room(self._zoned[topic], looks)
 
+    def follows(self, topic: str, first: int) -> bool:
+        """Whether ids that begin with `first` follow all ids of the log. If not, they are not to be used."""
+        return self._ids.follows(topic, first)
+
     def drew(self, topic: str, ids: int) -> None:
         """Note that so many ids of the log were taken."""
         self._left[topic] -= ids

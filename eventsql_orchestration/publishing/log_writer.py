@@ -68,7 +68,7 @@ class SmallerBatchError(Exception):
 
 
 class _ForeignIdsError(Exception):
-    """Internal: another program drew ids of a log in blocks at the same time."""
+    """Internal: another program drew ids of a log in blocks at the same time, or set its sequence back."""
 
 
 class _BufferStuckError(Exception):
@@ -344,7 +344,7 @@ class LogWriter:
         if blocks:
             # After another look, the ids that were drawn before it may be those of older events.
             first = (None if room.looked else state.drawn) or self._log.draw(connection, topic.name, events)
-            if first is None:
+            if first is None or not self._room.follows(topic.name, first):
                 raise _ForeignIdsError
             self._room.drew(topic.name, events)
             return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, time)

@@ -11,7 +11,9 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import SequenceError
+from eventsql_orchestration.model import BLOCKS
 from eventsql_orchestration.storage import sequences
+from eventsql_orchestration.storage.appending import LogAppender
 from tests.forms import stored
 
 if TYPE_CHECKING:
@@ -165,13 +167,13 @@ def test_the_error_survives_pickling() -> None:
 # Sequences that were set back
 
 
-def consume(platform: EventSQL) -> list[int]:
+def consume(platform: EventSQL, topic: str = "orders") -> list[int]:
     values: list[int] = []
 
     def take(events: Sequence[Event], connection: Connection) -> None:
         values.extend(int(event.value) for event in events)
 
-    while platform.consumers.consume_once("orders", "mailer", take):
+    while platform.consumers.consume_once(topic, "mailer", take):
         pass
     return values
 
@@ -249,6 +251,28 @@ def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no
         publish_all(platform, range(201, 261))
     platform.transfer.run_once()
     assert consume(platform) == list(range(201, 261))
+
+
+def test_a_sequence_that_is_set_back_during_an_append_loses_no_event(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("parcels", storage=BLOCKS))
+    platform.registry.register_consumer(Consumer("parcels", "mailer"))
+    platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(100))
+    assert consume(platform, "parcels") == list(range(100))
+    draw = LogAppender.draw
+
+    def drawn_behind(self: LogAppender, connection: Connection, topic: str, events: int) -> int | None:
+        session.execute("SELECT setval('eventsql.parcels_block_eql_id_seq', 20)")
+        return draw(self, connection, topic, events)
+
+    # With an event in the buffer, a publisher draws its ids by a statement of its own.
+    publish(platform, 100, topic="parcels")
+    with monkeypatch.context() as patch:
+        patch.setattr(LogAppender, "draw", drawn_behind)
+        platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(101, 161))
+    platform.transfer.run_once()
+    assert consume(platform, "parcels") == list(range(100, 161))
 
 
 def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:
