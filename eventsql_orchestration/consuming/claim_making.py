@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 from psycopg import sql
 
+from eventsql_orchestration.consuming.claim_processing import is_live
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.rows import fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ConsumerNotFoundError
 from eventsql_orchestration.model import OffsetRange, how_often
 from eventsql_orchestration.storage.log_table import check_readable
@@ -96,10 +97,6 @@ class ClaimMaker:
             raise ConsumerNotFoundError(f"{key} does not exist: create it with `eventsql consumer create`")
         return NoClaim("another consumption has the partition locked")
 
-    def _is_live(self, connection: Connection, claim: Claim) -> bool:
-        row = fetch_first(connection, self._queries("claim"), {"claim": claim.id})
-        return row is not None and row[9] == "claimed"
-
     def _refusal(self, connection: Connection, locked: LockedPartition, instead_of: Claim | None) -> NoClaim | None:
         state = locked.state
         if state.paused:
@@ -117,7 +114,7 @@ class ClaimMaker:
             )
         if locked.retry_in:
             return NoClaim(f"event {state.failed_event_id} is retried in {locked.retry_in:.0f} s ({state.failure})")
-        if instead_of is not None and not self._is_live(connection, instead_of):
+        if instead_of is not None and not is_live(connection, self._queries, instead_of):
             return NoClaim(f"{instead_of} has just ended")
         return None
 

@@ -28,15 +28,19 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
     # A consumer that was deleted and registered anew counts its epochs anew. Ids of claims never come again.
-    row = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False)
-    state = None if row is None else row[9]
-    if state != "claimed" or locked.state.epoch != claim.epoch:
+    if not is_live(connection, queries, claim) or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
     if locked.offset != claim.position:
         raise ClaimLostError(
             f"{claim} is void: another consumption moved the offset from {claim.position} to {locked.offset}"
         )
     return locked
+
+
+def is_live(connection: Connection, queries: Queries, claim: Claim) -> bool:
+    """Whether a claim is neither committed nor released. If the partition is not locked, that may change at once."""
+    row = fetch_first(connection, queries("claim"), {"claim": claim.id}, prepare=False)
+    return row is not None and row[9] == "claimed"
 
 
 def read_range(connection: Connection, log: LogReader, wanted: OffsetRange, *, limit: int | None = None) -> list[Event]:
