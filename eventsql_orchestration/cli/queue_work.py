@@ -35,6 +35,7 @@ class Programs:
     def __init__(self, command: Sequence[str]) -> None:
         self._command = command
         self._running: set[subprocess.Popen[bytes]] = set()
+        self._killed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -43,6 +44,8 @@ class Programs:
 
     def run(self, message: Message, _connection: Connection) -> None:
         with self._lock:
+            if self._killed:
+                raise HandlerFailedError(f"{self._command[0]} was not started: this command ends")
             # In a group of its own: Ctrl-C in a terminal would end it in the middle of its message.
             program = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
             self._running.add(program)
@@ -56,8 +59,9 @@ class Programs:
             raise HandlerFailedError(f"{self._command[0]} ended with exit code {program.returncode}")
 
     def kill(self) -> int:
-        """Kill the programs that run, with what they have started. Gives their number."""
+        """Kill the programs that run, with what they have started, and start no more. Gives their number."""
         with self._lock:
+            self._killed = True
             for program in self._running:
                 # macOS refuses to signal a group whose processes have all ended.
                 with suppress(ProcessLookupError, PermissionError):

@@ -14,6 +14,7 @@ import psutil
 import pytest
 from click.testing import Result
 
+from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import Queue, list_queues
 from tests.cli.conftest import Start
@@ -156,3 +157,13 @@ def test_a_second_ctrl_c_kills_the_program_and_ends_at_once(start: Start, databa
     (message,) = Queue(database, "jobs").peek()
     assert message.receives == 1
     assert message.state != "in flight"
+
+
+def test_no_program_is_started_after_the_others_were_killed(database: Database, directory: Path) -> None:
+    queue, programs = Queue(database, "jobs"), Programs(["touch", "made"])
+    queue.send(b"1")
+    (message,) = queue.receive()
+    programs.kill()
+    with database.connection() as connection, pytest.raises(HandlerFailedError):
+        programs.run(message, connection)
+    assert not (directory / "made").exists()
