@@ -93,12 +93,12 @@ class QueueUpkeep:
     def delete(self, *, force: bool) -> None:
         """Delete the queue. Raises as `check_deletable`, and `DatabaseBusyError` while others do not let go of it."""
         given = {"queue": self._table.id()}
+        # All queues wait for the deletion itself, so it must leave little to delete.
         if force:
-            # All queues wait for the deletion itself, so it must not be long.
             self._purge(promote=False)
-            with self._database.connection() as connection:
-                for statement in ("delete_archive", "delete_deduplication"):
-                    connection.execute(self._queries(statement), given, prepare=False)
+        with self._database.connection() as connection:
+            for statement in ("clear_archive", "clear_deduplication"):
+                connection.execute(self._queries(statement), {**given, "all": force}, prepare=False)
 
         def attempt() -> None:
             with self._database.transaction() as connection:

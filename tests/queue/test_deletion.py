@@ -164,6 +164,24 @@ def test_the_deletion_gives_way_to_a_transaction_that_does_not_end(
     assert queue.depth().visible == 1
 
 
+def test_the_rows_that_have_expired_are_deleted_before_other_queues_wait(
+    database: Database, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, session = Queue(database, "commands", retention=3_600), sessions()
+    queue.send(b"x", deduplication_id="once")
+    queue.acknowledge_all(queue.receive())
+    # The archive has a part for each day.
+    session.execute("SELECT eventsql.make_queue_archive(now() - interval '1 s')")
+    for table in ("queue_archive", "queue_deduplication"):
+        session.execute(f"UPDATE eventsql.{table} SET eql_expires_at = now() - interval '1 s'".encode())
+    session.commit()
+    queue.send(b"y", connection=session)
+    monkeypatch.setattr(upkeep, "RETRY_SECONDS", 0)
+    with pytest.raises(DatabaseBusyError):
+        queue.delete()
+    assert rows(database) == 0
+
+
 def test_receivers_and_workers_of_a_deleted_queue_end_instead_of_waiting_for_ever(
     platform: EventSQL, until: Until
 ) -> None:

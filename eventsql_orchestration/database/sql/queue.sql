@@ -167,6 +167,19 @@ SELECT
     EXISTS (SELECT FROM {schema}.queue_message m WHERE m.eql_origin = %(queue)s),
     ARRAY(SELECT o.eql_name FROM {schema}.queue o WHERE o.eql_dead_letters = %(queue)s ORDER BY o.eql_name);
 
+-- clear_archive -- Deletes the archived messages of a queue that have expired, or all of them.
+DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s AND (%(all)s::bool OR eql_expires_at <= now());
+
+-- clear_deduplication -- Deletes the deduplication ids of a queue that have expired, or all of them; not those that a sender
+-- has locked: it may wait for another one.
+WITH free AS MATERIALIZED (
+    SELECT eql_deduplication_id FROM {schema}.queue_deduplication
+    WHERE eql_queue = %(queue)s AND (%(all)s::bool OR eql_expires_at <= now())
+    FOR UPDATE SKIP LOCKED
+)
+DELETE FROM {schema}.queue_deduplication d USING free
+WHERE d.eql_queue = %(queue)s AND d.eql_deduplication_id = free.eql_deduplication_id;
+
 -- delete_archive -- Deletes the archived messages of a queue.
 DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s;
 
