@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -17,6 +15,7 @@ import click
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
+from eventsql_orchestration.orchestration.local_processes import kill_group
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import QueueWorkers
 from eventsql_orchestration.signals import setting
@@ -63,9 +62,7 @@ class Programs:
         with self._lock:
             self._killed = True
             for program in self._running:
-                # macOS refuses to signal a group whose processes have all ended.
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(program.pid, signal.SIGKILL)
+                kill_group(program.pid)
             return len(self._running)
 
 

@@ -89,10 +89,10 @@ def only_one(directory: Path, *, kill: Callable[[int], None] = kill_group) -> It
 
 @contextlib.contextmanager
 def temporary_directory(directory: Path) -> Iterator[Path]:
-    """A directory for temporary files of the processes of a directory that `only_one` holds: they are killed, so they
-    leave files.
+    """A directory for the temporary files of processes that are killed. Call it while `only_one` holds `directory`.
 
-    It goes with the block, or at the next start after a kill. Its path is short, because it holds sockets.
+    It is removed at the end of the block or, if the owner is killed, at its next start. Its path is short, because it
+    holds sockets.
     """
     name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
     made = Path(tempfile.gettempdir()) / f"eventsql-dev-{name}"
