@@ -94,7 +94,8 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
     It is removed at the end of the block or, if the owner is killed, at its next start. Its path is short, because it
     holds sockets.
     """
-    name = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:12]
+    # Another user's directory could not be removed.
+    name = hashlib.sha256(os.fsencode(f"{os.getuid()} {directory.resolve()}")).hexdigest()[:8]
     made = Path(tempfile.gettempdir()) / f"eventsql-dev-{name}"
     shutil.rmtree(made, ignore_errors=True)
     made.mkdir(mode=0o700)
