@@ -54,7 +54,11 @@ def test_a_sender_sends_and_a_worker_works_off(queues: dict[str, Queue], as_: As
     assert mine.receive() == []
     found = queues["pictures"].statistics()
     assert (found.dead, found.delayed, len(queues["pictures"].archived())) == (1, 1, 1)
-    with Queue(worker, "letters").work(_take) as workers:
+
+    in_order = Queue(worker, "letters")
+    (failed,) = in_order.receive()
+    assert in_order.release_failed(failed, delay=0.0, reason="no") is None
+    with in_order.work(_take) as workers:
         until(lambda: workers.handled == len(ordered))
 
 
