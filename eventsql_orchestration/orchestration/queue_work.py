@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.held_messages import HeldMessages
-from eventsql_orchestration.queue.worker import Backoff, pause_after, reason_of, sequel
+from eventsql_orchestration.queue.worker import Backoff, after_failure, pause_after, reason_of
 
 SHOWN_FAILURES: Final = 20
 """The most failed messages whose reasons a run keeps."""
@@ -201,7 +201,7 @@ class QueueRun:
         finally:
             self.log.warning(
                 "message %s failed at its receive %s, %s: %s",
-                message.id, message.receives, sequel(pause, dead_letters), reason,
+                message.id, message.receives, after_failure(pause, dead_letters), reason,
             )  # fmt: skip
             if len(self.done.failures) < SHOWN_FAILURES:
                 self.done.failures.append(

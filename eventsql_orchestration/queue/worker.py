@@ -59,8 +59,8 @@ def pause_after(message: Message, backoff: Backoff) -> float:
         return exponential(message.receives)
 
 
-def sequel(pause: float, dead_letters: str | None) -> str:
-    """What follows the failure of a message, for the log. `dead_letters` is the queue to which it goes."""
+def after_failure(pause: float, dead_letters: str | None) -> str:
+    """What happens to a message that failed, for the log. `dead_letters` is the queue to which it goes, if it does."""
     if dead_letters is None:
         return f"again in {pause:.1f} s"
     return f"the last one, and goes to the dead letters in queue {dead_letters!r}"
@@ -212,7 +212,7 @@ class QueueWorkers:
             _note_held(message, failure)
         logger.warning(
             "message %s of queue %r failed at its receive %s, %s: %s",
-            message.id, self._queue.name, message.receives, sequel(pause, dead_letters), reason,
+            message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,
             exc_info=None if isinstance(error, DatabaseError) else error,
         )  # fmt: skip
 
