@@ -312,8 +312,8 @@ class MessageQueue:
 
         Raises `QueueNotFoundError`, and `QueueInUseError` if another queue moves its dead letters to it, or, without
         `force`, if it has messages, dead letters or an archive. Raises `DatabaseBusyError` while transactions that have
-        used queues do not end. A transaction above READ COMMITTED that began before may still send to the queue: that
-        message is lost.
+        used queues do not end; with `force`, the queue is empty by then. A transaction above READ COMMITTED that began
+        before may still send to the queue: that message is lost.
         """
         queues = [QueueUpkeep(table) for table in self._shards.every() if table.existing() is not None]
         if not queues:

@@ -110,9 +110,8 @@ class QueueUpkeep:
                     connection.execute(self._queries(statement), given, prepare=False)
 
         def message(error: DatabaseBusyError) -> str:
-            return (
-                f"queue {self._table.name!r} is kept, because transactions that use queues do not end: {error.message}"
-            )
+            kept = "is emptied, but kept" if force else "is kept"
+            return f"queue {self._table.name!r} {kept}: transactions that use queues do not end ({error.message})"
 
         while_busy(attempt, seconds=RETRY_SECONDS, message=message)
 
