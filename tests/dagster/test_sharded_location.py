@@ -75,7 +75,7 @@ def test_a_topic_is_published_to_on_the_shard_of_the_key_and_read_from_one(
     platform.transfer.run_once()
     assert [event.value for event in topic.read(shard=OTHER)] == [b"1", b"2"]
     assert [event.key for event in topic.read(shard=ONE)] == [KEYS[ONE]]
-    with pytest.raises(ShardSetError, match="name it"):
+    with pytest.raises(ShardSetError):
         topic.read()
     assert {(lag.shard, lag.partition) for lag in topic.lag()} == {(s, p) for s in (ONE, OTHER) for p in (0, 1)}
     with (

@@ -71,7 +71,7 @@ def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: Event
     assert eventsql.shard(OTHER) is eventsql.platform.shards[1]
     with pytest.raises(ShardSetError, match="no shard 'shard-9': the shards are shard-1, shard-2"):
         eventsql.shard("shard-9")
-    with pytest.raises(ShardSetError, match=r"several shards .* name it"):
+    with pytest.raises(ShardSetError):
         eventsql.shard(None)
 
 

@@ -24,7 +24,7 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "roles.md"
 def service(login: Login, owner: EventSQL) -> Iterator[EventSQL]:
     """The platform as a login with the rights of the document."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    (grants,) = re.findall(r"For a service that appends to the event store.*?```sql\n(.*?)```", text, re.DOTALL)
+    (grants,) = re.findall(r"appends to the event store.*?```sql\n(.*?)```", text, re.DOTALL)
     url = login()
     with owner.database.connection() as connection:
         connection.execute(grants.replace("TO shop", f'TO "{make_url(url).username}"').encode())
