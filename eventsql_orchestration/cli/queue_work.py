@@ -80,8 +80,8 @@ def check_command(command: Sequence[str]) -> None:
 def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool) -> QueueWorkers:
     """Handle messages by a command, until a signal or, with `drain`, until none is left. Gives the workers that ended.
 
-    The first signal lets the programs end that run; a second Ctrl-C kills them. Raises `QueueNotFoundError` if the
-    queue is deleted meanwhile.
+    The first signal lets the programs end that run; a second Ctrl-C kills them, and so does an error. Raises
+    `QueueNotFoundError` if the queue is deleted meanwhile.
     """
     stop, programs = threading.Event(), Programs(command)
     with (
@@ -89,11 +89,7 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
         source.work(programs.run, workers=workers, max_messages=1) as working,
     ):
         try:
-            while not stop.wait(_LOOK_SECONDS):
-                if not working.running:
-                    raise QueueNotFoundError(f"queue {source.name!r} was deleted: nobody can work it off")
-                if drain and source.statistics().depth == 0:
-                    break
+            _await_end(source, working, stop, drain=drain)
             if not working.stop(timeout=0) and (under_way := len(programs)):
                 say(
                     f"waiting for {counted(under_way, 'message')} under way; a second Ctrl-C kills "
@@ -101,8 +97,17 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
                 )
             while not working.stop():
                 pass
-        except KeyboardInterrupt:
+        except BaseException:
+            # Programs in groups of their own would run on where no Ctrl-C reaches them.
             if killed := programs.kill():
                 say(f"killed {command[0]} at {counted(killed, 'message')}, which come again")
             raise
     return working
+
+
+def _await_end(source: Queue, working: QueueWorkers, stop: threading.Event, *, drain: bool) -> None:
+    while not stop.wait(_LOOK_SECONDS):
+        if not working.running:
+            raise QueueNotFoundError(f"queue {source.name!r} was deleted: nobody can work it off")
+        if drain and source.statistics().depth == 0:
+            return

@@ -119,11 +119,11 @@ def test_a_program_that_cannot_run_is_an_error_before_a_message_is_taken(
     assert [message.receives for message in Queue(database, "jobs").peek()] == [0]
 
 
-def worker(start: Start, database: Database, directory: Path) -> tuple[subprocess.Popen[bytes], int]:
+def worker(start: Start, database: Database, directory: Path, *options: str) -> tuple[subprocess.Popen[bytes], int]:
     """A worker, in a group as in a terminal, whose program reads a pipe; and the number of that program."""
     Queue(database, "jobs").send(b"1")
     os.mkfifo(directory / "go")
-    process = start("queue", "work", "jobs", "sh", "-c", "echo $$ >&2; exec cat go", process_group=0)
+    process = start("queue", "work", *options, "jobs", "sh", "-c", "echo $$ >&2; exec cat go", process_group=0)
     return process, int(line(process))
 
 
@@ -157,6 +157,16 @@ def test_a_second_ctrl_c_kills_the_program_and_ends_at_once(start: Start, databa
     (message,) = Queue(database, "jobs").peek()
     assert message.receives == 1
     assert message.state != "in flight"
+
+
+def test_an_error_of_the_command_ends_its_programs(start: Start, database: Database, directory: Path) -> None:
+    process, program = worker(start, database, directory, "--drain")
+    with database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.queue_message RENAME TO gone")
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert b"killed sh at 1 message" in errors
+    assert not psutil.pid_exists(program)
 
 
 def test_no_program_is_started_after_the_others_were_killed(database: Database, directory: Path) -> None:
