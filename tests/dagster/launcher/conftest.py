@@ -135,7 +135,9 @@ class Deployment:
         """Launch a run whose step waits until `go`; gives its id once it waits."""
         (self.root / location / "go").unlink(missing_ok=True)
         run_id = self.launch("wait", location=location)
-        wait_until((self.root / location / run_id).exists, "the step of a run")
+        seen = self.root / location / run_id
+        # The file is there a moment before its text.
+        wait_until(lambda: seen.exists() and seen.read_text(), "the step of a run")
         return run_id
 
     def go(self, *, location: str = "first") -> None:
