@@ -106,8 +106,8 @@ class QueueUpkeep:
                 # After this lock, each message that a sender has committed can be seen, and no later one is sent.
                 connection.execute(self._queries("lock"), prepare=False)
                 self._check_deletable(connection, force=force)
-                for statement in ("delete_messages", "delete_archive", "delete_deduplication", "delete_queue"):
-                    connection.execute(self._queries(statement), given, prepare=False)
+                for statement in ("delete_messages", "clear_archive", "delete_deduplication", "delete_queue"):
+                    connection.execute(self._queries(statement), {**given, "all": True}, prepare=False)
 
         def message(error: DatabaseBusyError) -> str:
             kept = "is emptied, but kept" if force else "is kept"

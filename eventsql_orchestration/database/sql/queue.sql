@@ -180,9 +180,6 @@ WITH free AS MATERIALIZED (
 DELETE FROM {schema}.queue_deduplication d USING free
 WHERE d.eql_queue = %(queue)s AND d.eql_deduplication_id = free.eql_deduplication_id;
 
--- delete_archive -- Deletes the archived messages of a queue.
-DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s;
-
 -- delete_deduplication -- Deletes the deduplication ids of a queue.
 DELETE FROM {schema}.queue_deduplication WHERE eql_queue = %(queue)s;
 
