@@ -107,7 +107,7 @@ test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=test
 	}
 
 nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
+	EVENTSQL_FUZZ_EXAMPLES=20 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
 	$(if $(ARGS),,$(VENV_AIRFLOW)/bin/python -m pytest -m "nightly or not nightly" tests/airflow)
 
 rows: setup ## Run the tests of logs with every topic in rows (ARGS=tests/…: some)

@@ -109,7 +109,7 @@ def computed(
 
 
 # Each example is several Spark jobs of about 0.2 s.
-few = settings(max_examples=6, suppress_health_check=list(HealthCheck), derandomize=True)
+few = settings(max_examples=3, suppress_health_check=list(HealthCheck), derandomize=True)
 cuts = st.lists(st.integers(0, 25), min_size=1, max_size=2)
 
 

@@ -59,7 +59,7 @@ from tests.boundary import face
 from tests.boundary.face import Argument, Method
 from tests.conftest import Administrator
 
-EXAMPLES = int(os.environ.get("EVENTSQL_FUZZ_EXAMPLES", "6"))
+EXAMPLES = int(os.environ.get("EVENTSQL_FUZZ_EXAMPLES", "3"))
 
 NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 

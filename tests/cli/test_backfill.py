@@ -220,6 +220,7 @@ def test_several_or_no_definitions_are_refused(tmp_path: Path, kind: str, says: 
 # Runs in processes
 
 
+@pytest.mark.nightly
 def test_a_range_is_replayed_in_processes_side_by_side_and_the_offset_stays(run: Run, ledger: Ledger) -> None:
     ids = ledger.publish(40)
     result = run(*LEDGER, "--from", "earliest", "--parallel", "2", "--execute", "--id", "may", *MODULE, "--json")
@@ -232,6 +233,7 @@ def test_a_range_is_replayed_in_processes_side_by_side_and_the_offset_stays(run:
     assert ledger.consumers() == ["fragile", "ledger", "ranges"]
 
 
+@pytest.mark.nightly
 def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledger) -> None:
     ids = ledger.publish(5)
     (poison,) = ledger.publish(1, location.POISON)
@@ -260,6 +262,7 @@ def test_a_range_that_fails_is_listed_resumed_and_deleted(run: Run, ledger: Ledg
     assert ledger.effects() == [*ids, poison]
 
 
+@pytest.mark.nightly
 def test_a_range_whose_events_all_fail_stops_and_its_letters_are_not_redriven(
     run: Run, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:

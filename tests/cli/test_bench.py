@@ -66,7 +66,7 @@ FIGURES: dict[str, list[str]] = {
 
 LONG = {
     "stream --through-buffer --hold-xmin", "stream --rate 2000 --handler-delay 5", "transfer", "consume",
-    "buffered --in-flight 100",
+    "buffered --in-flight 100", "publish --batch 500", "idle --seconds 0.5", "views",
 }  # fmt: skip
 """Commands that take long even where they are quick."""
 

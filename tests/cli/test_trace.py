@@ -69,6 +69,7 @@ class Pipeline:
     platform: EventSQL
     eventsql: EventSQLResource
     home: Path
+    instance: dg.DagsterInstance
 
     def publish(self, count: int) -> int:
         """Rides, transferred; gives the last offset."""
@@ -83,12 +84,7 @@ class Pipeline:
         job = dg.Definitions(
             assets=[defined.asset], jobs=[defined.job], resources={"eventsql": self.eventsql}
         ).resolve_job_def(defined.job.name)
-        with self.instance() as instance:
-            result = job.execute_in_process(instance=instance)
-        return result.run_id
-
-    def instance(self) -> dg.DagsterInstance:
-        return dg.DagsterInstance.from_config(str(self.home))
+        return job.execute_in_process(instance=self.instance).run_id
 
 
 @pytest.fixture
@@ -99,7 +95,8 @@ def pipeline(platform: EventSQL, dsn: str, tmp_path: Path) -> Iterator[Pipeline]
     home.mkdir()
     (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
     eventsql = EventSQLResource(dsn=dsn)
-    yield Pipeline(platform, eventsql, home)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        yield Pipeline(platform, eventsql, home, instance)
     eventsql.platform.close()
 
 
@@ -176,8 +173,7 @@ def test_status_and_times_come_from_the_instance_of_dagster_home(
     assert found["inputs"][0]["origins"][0]["run"]["status"] == "SUCCESS"
     assert "SUCCESS, ended 20" in run("trace", "sums", 1).stdout
 
-    with pipeline.instance() as instance:
-        instance.delete_run(sums_run)
+    pipeline.instance.delete_run(sums_run)
     found, _ = trace(run, "sums", pipeline.platform.reader.end("sums"))
     assert (found["run"], found["notes"]) == (None, ["Dagster has no such run any more"])
     assert found["inputs"], "its claims are in the database"
@@ -241,8 +237,7 @@ def test_a_webserver_is_asked_the_same_and_linked_to(
     pipeline_gone, _ = trace(run, "sums", offset, "--dagster-url", webserver, "--depth", 0)
     assert pipeline_gone["notes"] == ["it read 1 range, not followed any further: give a larger --depth"]
 
-    with pipeline.instance() as instance:
-        instance.delete_run(sums_run)
+    pipeline.instance.delete_run(sums_run)
     found, _ = trace(run, "sums", 1, "--dagster-url", webserver)
     assert found["run"]["status"] == "SUCCESS", "that is the first run"
     found, _ = trace(run, "sums", 2, "--dagster-url", webserver)
@@ -259,10 +254,9 @@ def through_io_manager(pipeline: Pipeline) -> tuple[str, int]:
     given = {"rides": dg.AssetIn(key=topic_key("rides"), input_manager_key="topics")}
     asset = dg.asset(ins=given, io_manager_key="topics", metadata={"topic": "sums"})(count)
     resources = {"eventsql": pipeline.eventsql, "topics": EventSQLIOManager(eventsql=pipeline.eventsql)}
-    with pipeline.instance() as instance:
-        result = dg.materialize(
-            [topic_asset(Topic("rides")), asset], instance=instance, resources=resources, selection=["count"]
-        )
+    result = dg.materialize(
+        [topic_asset(Topic("rides")), asset], instance=pipeline.instance, resources=resources, selection=["count"]
+    )
     return result.run_id, pipeline.platform.reader.end("sums")
 
 

@@ -27,7 +27,8 @@ from tests.interleaving import Choose, Schedule, every_order, some_orders, stepp
 BATCH = 2
 """Events of a publication."""
 
-SOME = 20
+SOME = 6
+MORE = 60
 """Orders that are drawn of each set of parties that has too many for all of them."""
 
 
@@ -275,6 +276,14 @@ def moved(log: Log) -> None:
 PAIRS = ["outbox a, transfer", "rolled_back a, transfer", "outbox a, straight b", "straight a, transfer"]
 """Two parties with some hundreds of orders."""
 
+OF_MORE_STEPS = [
+    "transfer one, transfer other", "mixed a, transfer", "mixed a, straight b", "transfer, consumer",
+    "straight a, consumer", "outbox a, outbox b, transfer", "outbox a, straight b, transfer",
+    "outbox a, mixed b, consumer", "mixed a, mixed b, transfer", "straight a, transfer, consumer",
+    "mixed a, transfer, transfer other", "transfer, consumer one, consumer other",
+]  # fmt: skip
+"""Parties with too many orders for a test of each."""
+
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("parties", PAIRS)
@@ -295,18 +304,8 @@ def test_every_order_of_two_parties_with_few(log: Log, parties: str, before: Cal
     ("parties", "orders"),
     [
         *((pair, 3 * SOME) for pair in PAIRS),
-        ("transfer one, transfer other", SOME),
-        ("mixed a, transfer", SOME),
-        ("mixed a, straight b", SOME),
-        ("transfer, consumer", SOME),
-        ("straight a, consumer", SOME),
-        ("outbox a, outbox b, transfer", SOME),
-        ("outbox a, straight b, transfer", SOME),
-        ("outbox a, mixed b, consumer", SOME),
-        ("mixed a, mixed b, transfer", SOME),
-        ("straight a, transfer, consumer", SOME),
-        ("mixed a, transfer, transfer other", SOME),
-        ("transfer, consumer one, consumer other", SOME),
+        *((parties, SOME) for parties in OF_MORE_STEPS),
+        *(pytest.param(parties, MORE, marks=pytest.mark.nightly) for parties in OF_MORE_STEPS),
     ],
 )
 def test_some_orders_of_more_steps(log: Log, parties: str, orders: int) -> None:

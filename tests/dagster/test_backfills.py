@@ -321,8 +321,13 @@ def test_an_unfinished_backfill_does_not_end(bench: Workbench, backfills: Backfi
 
 
 @pytest.mark.parametrize(
-    "cut", [{}, {"window_events": 7}, {"window_events": 40}, {"window": timedelta(seconds=1)}], ids=str
-)
+    "cut",
+    [
+        {}, {"window_events": 7}, pytest.param({"window_events": 40}, marks=pytest.mark.nightly),
+        {"window": timedelta(seconds=1)},
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("definition", location.BACKFILLS, ids=lambda each: each.consumer.consumer.name)
 def test_however_a_range_is_cut_each_event_takes_effect_once(
     bench: Workbench, backfills: Backfills, definition: BackfillDefinition, cut: dict[str, Any]
@@ -528,6 +533,7 @@ def test_an_event_that_blocks_its_window_fails_the_run_and_resuming_gives_it_new
     assert bench.effects() == [*ids, poison, *more]
 
 
+@pytest.mark.nightly
 def test_a_run_leaves_a_leased_window_alone_and_takes_it_after_the_lease(
     bench: Workbench, backfills: Backfills
 ) -> None:

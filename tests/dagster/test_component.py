@@ -287,6 +287,7 @@ def scaffold(project: Path, name: str) -> Path:
     return project / "src" / "rides" / "defs" / name
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(180)
 def test_dg_scaffolds_a_consumer(project: Path) -> None:
     folder = scaffold(project, "billing")

@@ -108,20 +108,14 @@ def all_retried(bench: Workbench) -> bool:
     return bool(retries) and all(retry in runs and runs[retry].is_finished for retry in retries)
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(
-    "points",
-    [
-        pytest.param([stopping.AFTER_THE_TICK_IS_STORED], id="sample"),
-        pytest.param(IN_TICKS, id="every step", marks=pytest.mark.nightly),
-    ],
-)
 def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothing_twice(
-    orders: Workbench, home: Path, points: list[str]
+    orders: Workbench, home: Path
 ) -> None:
     """Each machine finds what the one before left, and dies one step later."""
     ids: list[int] = []
-    for point in points:
+    for point in IN_TICKS:
         ids += orders.publish("orders", 10)
         with held(orders.platform, point), Machine(home) as machine:
             pid = await_stop(orders, point)

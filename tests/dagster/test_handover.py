@@ -80,7 +80,13 @@ def requests_of(answer: Any) -> list[dg.RunRequest]:
     return answer if isinstance(answer, list) else []
 
 
-@pytest.mark.parametrize("watch", WATCHES, ids=["a sensor per partition", "one sensor"])
+@pytest.mark.parametrize(
+    "watch",
+    [
+        pytest.param(WATCHES[0], id="a sensor per partition", marks=pytest.mark.nightly),
+        pytest.param(WATCHES[1], id="one sensor"),
+    ],
+)
 def test_a_successor_begins_before_the_run_that_drains_has_ended(
     platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, watch: Watch
 ) -> None:

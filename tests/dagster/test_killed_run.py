@@ -101,6 +101,7 @@ def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: W
     assert bench.effects() == ids
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim_went_to_another(
     bench: Workbench,
 ) -> None:

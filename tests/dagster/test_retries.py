@@ -178,7 +178,9 @@ def shipped(bench: Workbench) -> Iterator[Workbench]:
         yield bench
 
 
-@pytest.mark.parametrize(("tags", "retried"), [({"dagster/max_retries": "2"}, True), ({}, False)])
+@pytest.mark.parametrize(
+    ("tags", "retried"), [({"dagster/max_retries": "2"}, True), pytest.param({}, False, marks=pytest.mark.nightly)]
+)
 def test_a_tag_asks_dagster_to_run_it_again(shipped: Workbench, tags: dict[str, str], *, retried: bool) -> None:
     def cut_off(claim: Claim) -> None:
         raise DatabaseUnavailableError

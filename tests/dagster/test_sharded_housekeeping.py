@@ -63,6 +63,7 @@ def steps(result: dg.ExecuteInProcessResult, kind: dg.DagsterEventType) -> set[s
     return {event.step_key for event in result.all_events if event.event_type == kind}
 
 
+@pytest.mark.nightly
 def test_housekeeping_clears_the_other_shards_while_one_is_down(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:

@@ -53,6 +53,7 @@ def resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[
         started.stop()
 
 
+@pytest.mark.nightly
 def test_stages_and_rows_of_a_run_s_own_jobs_are_logged_and_become_metadata(resources: dict[str, Any]) -> None:
     with dg.instance_for_test() as instance:
         result = dg.materialize([counted], resources=resources, instance=instance)

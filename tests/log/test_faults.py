@@ -26,8 +26,8 @@ AS_QUEUE = replace(CHANGING, events=2_000, restarts=4, consumers=AS_A_QUEUE)
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(CHANGING, id="changes of the form"),
-        pytest.param(SHARDED, id="shards that are added"),
+        pytest.param(replace(SHARDED, changes=2), id="shards that are added, and changes of the form"),
+        pytest.param(CHANGING, id="changes of the form", marks=pytest.mark.nightly),
         pytest.param(SMALL, id="more events", marks=pytest.mark.nightly),
         pytest.param(replace(SMALL, changes=9), id="more changes of the form", marks=pytest.mark.nightly),
         pytest.param(

@@ -840,9 +840,9 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
 @pytest.mark.parametrize(
     ("form", "examples"),
     [
-        ("rows", 6),
-        ("blocks", 5),
-        ("changing", 5),
+        ("rows", 2),
+        ("blocks", 3),
+        ("changing", 3),
         *(pytest.param(form, 60, marks=pytest.mark.nightly) for form in (*STORAGES, "changing")),
     ],
 )

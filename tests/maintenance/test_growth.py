@@ -121,7 +121,12 @@ def deleted_topics(platform: EventSQL, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "live", [in_process, leased, claims, dead_letters, queue, repartitionings, deleted_topics],
+    "live",
+    [
+        # The last two do what these do, too.
+        *(pytest.param(live, marks=pytest.mark.nightly) for live in (in_process, leased, dead_letters)),
+        claims, queue, repartitionings, deleted_topics,
+    ],
     ids=lambda live: live.__name__,
 )  # fmt: skip
 def test_a_way_of_use_stops_growing(platform: EventSQL, live: Round) -> None:

@@ -255,6 +255,7 @@ def test_the_span_of_a_range_asset_has_the_range_of_its_claim(orders: EventSQL, 
     assert (process.parent, list(process.links)) == (None, [])
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="runs are forked on Linux alone")
 @pytest.mark.parametrize(("processor", "forkable"), [("SimpleSpanProcessor", True), ("BatchSpanProcessor", False)])
 def test_a_location_with_a_provider_is_forked_unless_its_processor_has_a_thread(

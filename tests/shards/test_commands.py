@@ -330,6 +330,7 @@ def test_what_works_on_one_database_says_so(orders: Run, dsns: list[str]) -> Non
     assert "--shard NAME on the command line" in orders("bench", "publish", "--quick", code=1).stderr
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("given", "name", "paced"),
     [

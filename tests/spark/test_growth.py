@@ -97,13 +97,8 @@ def test_writes_stop_growing(platform: EventSQL, live: Round) -> None:
     assert grown(platform, live) == {}
 
 
-@pytest.mark.parametrize(
-    "live",
-    [
-        pytest.param(stream, id="stream"),
-        pytest.param(without_a_name, id="without_a_name", marks=pytest.mark.nightly),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("live", [stream, without_a_name], ids=lambda live: live.__name__)
 def test_writes_over_shards_stop_growing(databases: Databases, opened: Open, live: Round) -> None:
     platform = opened(*databases(2))
     prepare(platform)

@@ -122,6 +122,7 @@ def numbers(batches: list[list[tuple[str, int]]]) -> list[int]:
     return sorted(number for batch in batches for _, number in batch)
 
 
+@pytest.mark.nightly
 def test_a_stream_that_restarts_reads_exactly_what_is_missing_on_each_shard(
     spark: SparkSession, platform: EventSQL, dsn: str, urls: list[str], checkpoint: Path
 ) -> None:

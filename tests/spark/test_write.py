@@ -692,6 +692,7 @@ def test_a_consumer_s_stream_without_its_checkpoint_needs_another_writer(
     assert in_numbers(values_in(platform, "fares")) == list(range(80))
 
 
+@pytest.mark.nightly
 def test_a_checkpoint_that_plans_other_batches_is_refused_instead_of_losing_events(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
 ) -> None:

@@ -272,6 +272,7 @@ def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_b
     check_nothing_is_left(dsns)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shard", "statement", "at_commit"),
     [
@@ -320,6 +321,7 @@ def decisions_of(platform: EventSQL) -> TwoPhaseCoordinator:
     return TwoPhaseCoordinator(lambda: {str(shard.name): shard for shard in platform.shards})
 
 
+@pytest.mark.nightly
 def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: EventSQL, dsns: list[str]) -> None:
     """Whoever gave the first attempt up did not come to its parts, and the second has no events on their shards."""
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
@@ -353,6 +355,7 @@ def test_a_part_of_a_batch_that_an_older_version_recorded_is_kept(platform: Even
     assert len(TwoPhaseParticipant(platform.shards[1].database).open()) == 1
 
 
+@pytest.mark.nightly
 def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_goes(
     platform: EventSQL, dsns: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -382,6 +385,7 @@ def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_go
     check_nothing_is_left(dsns)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("outcome", ["decided", "given up"])
 def test_what_becomes_of_a_publication_while_it_is_looked_at_is_found_out(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str
@@ -531,6 +535,7 @@ def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_an
     check_nothing_is_left(dsns)
 
 
+@pytest.mark.nightly
 def test_a_later_write_waits_for_what_was_decided_on_its_shards(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -557,6 +562,7 @@ def test_a_later_write_waits_for_what_was_decided_on_its_shards(
     assert all(found == sorted(found) for found in numbers.values())
 
 
+@pytest.mark.nightly
 def test_a_write_without_a_writer_that_is_not_finished_is_not_to_be_repeated(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -786,6 +792,7 @@ def values_of(dsns: list[str]) -> list[int]:
         return sorted(int(event.value) for shard in platform.shards for event in shard.reader.read("orders"))
 
 
+@pytest.mark.nightly
 def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Databases) -> None:
     *made, new = databases(4)
     dsns = prepared(made)
@@ -802,6 +809,7 @@ def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Datab
     assert count(new, "spark_part") == 1
 
 
+@pytest.mark.nightly
 def test_a_write_under_way_keeps_the_fence_back(databases: Databases) -> None:
     *made, new = databases(4)
     dsns = prepared(made)
@@ -824,6 +832,7 @@ def waits_for_the_buffer(connection: psycopg.Connection) -> bool:
     return row is not None and row[0] > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shard", "statement"),
     [(0, "INSERT ON eventsql.spark_decision"), (1, "UPDATE ON eventsql.spark_part")],

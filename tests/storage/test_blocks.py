@@ -143,7 +143,15 @@ def copied(
     return session.execute(query.encode()).fetchall()
 
 
-SEEDS = pytest.mark.parametrize("both", [(0, False), (1, False), (0, True), (1, True), (2, True)], indirect=True)
+SEEDS = pytest.mark.parametrize(
+    "both",
+    [
+        (0, False),
+        (1, True),
+        *(pytest.param(both, marks=pytest.mark.nightly) for both in ((1, False), (0, True), (2, True))),
+    ],
+    indirect=True,
+)
 """Each with a random log, compacted or not."""
 
 

@@ -75,6 +75,7 @@ def follow(document: str, home: Path, *, setup: str) -> list[str]:
     return outputs
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_reader_who_gets_started_counts_each_event_once(home: Path) -> None:
     lag = follow("get_started.md", home, setup="pip install")[-1].splitlines()[-1]

@@ -44,6 +44,7 @@ def monitor(deployment: Deployment) -> None:
     list(execute_run_monitoring_iteration(deployment.workspace, logging.getLogger(__name__)))
 
 
+@pytest.mark.nightly
 def test_a_run_that_is_killed_while_it_is_canceled_is_reported_as_canceled(monitored: Deployment) -> None:
     run = monitored.waiting()
     worker = monitored.worker(run)
@@ -86,6 +87,7 @@ def test_the_next_daemon_reports_the_runs_that_ended_with_the_container_of_the_l
     assert monitored.run(run.run_id).status is FAILURE
 
 
+@pytest.mark.nightly
 def test_a_run_is_terminated_from_the_ui(deployment: Deployment) -> None:
     from dagster_graphql.schema import create_schema
 

@@ -34,6 +34,7 @@ def test_each_run_is_a_process_of_its_own_forked_from_the_one_that_imported_the_
     assert {parent for _, parent, *_ in seen} == {deployment.servers()[-1]}
 
 
+@pytest.mark.nightly
 def test_a_run_has_the_step_processes_of_the_multiprocess_executor(deployment: Deployment) -> None:
     run = deployment.launch(job="in_processes")
     assert deployment.ended(run) is SUCCESS
@@ -118,6 +119,7 @@ def test_run_monitoring_sees_the_death_of_a_process_whose_server_is_dead(deploym
     deployment.instance.report_run_failed(deployment.run(run))
 
 
+@pytest.mark.nightly
 def test_a_run_is_resumed_in_a_new_process(deployment: Deployment) -> None:
     run = deployment.waiting()
     worker = deployment.worker(run)
@@ -172,6 +174,7 @@ def test_the_server_of_a_removed_location_ends_before_the_launcher_and_after_its
         assert not ended(servers["first"])
 
 
+@pytest.mark.nightly
 def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment: Deployment) -> None:
     assert deployment.ended(deployment.launch()) is SUCCESS
     server = psutil.Process(deployment.servers()[-1])
@@ -179,6 +182,7 @@ def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment
     wait_until(lambda: ended(server), "the end of the server")
 
 
+@pytest.mark.nightly
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
     """Threads of the daemon that ask an instance for its launcher at the same time make several."""
     assert deployment.ended(deployment.launch()) is SUCCESS
@@ -192,6 +196,7 @@ def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployme
     assert deployment.seen(run)[1] == server == deployment.servers()[-1]
 
 
+@pytest.mark.nightly
 def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment: Deployment) -> None:
     runs = {name: deployment.waiting(location=name) for name in ("first", "second")}
     seen = {name: deployment.seen(run, location=name) for name, run in runs.items()}

@@ -137,6 +137,7 @@ def _close(server: ServerProcess) -> None:
     wait_until(server.has_ended, "the end of the server")
 
 
+@pytest.mark.nightly
 def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deployment: Deployment) -> None:
     """A reload of the location closes the server; without the answer, the run would be launched twice."""
     run = deployment.create()
@@ -168,6 +169,7 @@ def test_a_launch_by_a_server_that_is_to_end_does_not_wait_for_its_runs(deployme
     wait_until(server.has_ended, "the end of the server")
 
 
+@pytest.mark.nightly
 def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
     run = deployment.create()
     first = Worker.of_process(run, os.getpid())
@@ -235,6 +237,7 @@ def test_a_server_that_dies_after_its_answer_leaves_a_run_that_its_process_has_n
     assert not (deployment.root / "first" / run).exists()
 
 
+@pytest.mark.nightly
 def test_a_run_starts_even_if_its_launcher_dies_before_it_has_the_answer(deployment: Deployment) -> None:
     run = deployment.create()
     server = _server(deployment, run)
