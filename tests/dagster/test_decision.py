@@ -56,14 +56,14 @@ LATER = claim("run r", claim_id=2)
 @pytest.mark.parametrize(
     ("state", "expected"),
     [
-        # Nobody has the partition.
+        # No run has the partition.
         ({}, TryClaim()),
         # A claim without a run: its tick may not be stored yet.
         ({"claim": claim()}, TryClaim()),
         # A run that has adopted its claim renews the lease, as long as it lives.
         ({"claim": ADOPTED, "run": run()}, TryClaim(presumed_dead="r")),
         ({"claim": ADOPTED, "run": run(unchanged=1e6)}, TryClaim(presumed_dead="r")),
-        # Its run has died, as Dagster knows.
+        # Its run has died, and Dagster knows it.
         ({"claim": ADOPTED, "run": run(STATUS.FAILURE)}, TryClaim(release=True)),
         ({"claim": claim(), "run": run(STATUS.CANCELED)}, TryClaim(release=True)),
         ({"claim": claim(), "run": run(STATUS.SUCCESS)}, TryClaim(release=True)),
@@ -121,7 +121,7 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
         ({"claim": claim(), "run": run(unchanged=119.0), "late": 1}, "run r of claim 1 is started", True),
         (
             {"claim": ADOPTED, "run": run(STATUS.FAILURE), "failures": 3, "since_failure": 5.0},
-            "3 runs failed from offset 10, run r last; the next is requested in 15 s",
+            "3 runs failed from offset 10, the last one is run r; the next is requested in 15 s",
             False,
         ),
         ({"drains": "r", "run": run(age=5.0)}, "run r drains the partition, for 15 s more", False),
@@ -145,7 +145,7 @@ def test_a_tick_waits_for_a_run_and_keeps_its_claim(state: dict[str, Any], reaso
         (None, None, LastClaim("run r", 6.0), "r"),
         (None, None, LastClaim("run r", 6.1), None),
         (None, None, LastClaim("sensor s", 0.0), None),
-        # With a live claim, a run drains where it was requested for another claim.
+        # With a live claim, a run drains if it was requested for another claim.
         (LATER, run(age=11.0), None, "r"),
         (LATER, run(age=8.0), None, None),
         (LATER, run(STATUS.FAILURE, age=11.0), None, None),

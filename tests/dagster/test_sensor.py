@@ -119,7 +119,7 @@ def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tic
     assert again.run_key != lost.run_key, "a reused key would swallow the run"
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
-    # Dagster resumes what it had stored, up to a day later. No retry builds on a run that comes too late for its claim.
+    # Dagster resumes a stored tick up to a day later. A run that comes too late for its claim is not retried.
     assert not bench.run(eager, lost).success
     assert bench.effects() == []
     assert bench.run(eager, again).success
@@ -166,7 +166,7 @@ def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench) ->
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
 
-def test_a_run_that_is_slow_to_take_its_claim_over_has_longer_after_each_that_came_too_late(bench: Workbench) -> None:
+def test_a_run_gets_more_time_to_adopt_its_claim_after_each_run_that_came_too_late(bench: Workbench) -> None:
     bench.publish("rides", 5)
     slow = request_of(bench.tick(eager.sensors[0]))
     bench.requested(eager, slow, dg.DagsterRunStatus.STARTED)
@@ -233,7 +233,7 @@ def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_
     bench.instance.report_run_failed(run)
 
     reason = bench.tick(eager.sensors[0])
-    assert reason.startswith(f"2 runs failed from offset 0, run {run.run_id} last; the next is requested in ")
+    assert reason.startswith(f"2 runs failed from offset 0, the last one is run {run.run_id}; the next is requested")
 
 
 def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(bench: Workbench) -> None:
@@ -268,7 +268,7 @@ def test_two_evaluations_at_once_make_one_claim(bench: Workbench, dsn: str) -> N
 
 
 @pytest.mark.parametrize("sensor", ["partition", "consumer"])
-def test_what_is_not_registered_yet_is_a_skip_reason_that_names_the_job(
+def test_a_missing_topic_or_consumer_is_a_skip_reason_that_names_the_job(
     bench: Workbench, platform: EventSQL, sensor: Any
 ) -> None:
     topic = Topic("elsewhere", 2)
@@ -319,13 +319,15 @@ def test_a_run_of_a_consumer_that_is_not_registered_fails_and_names_the_job(benc
     assert "`register`" in str(failed.step_failure_data.user_failure_data or failed.step_failure_data.error)
 
 
-def test_a_schema_that_is_not_there_is_a_skip_reason_and_stays_so(bench: Workbench, dsn: str) -> None:
+def test_a_missing_schema_is_a_skip_reason_again_and_again(bench: Workbench, dsn: str) -> None:
     reason = bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here"))
     assert "run `eventsql migrate`" in reason
     assert bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here")) == reason
 
 
-def test_a_topic_with_more_partitions_than_are_watched_is_a_failure_that_stops_none_of_those(bench: Workbench) -> None:
+def test_a_topic_with_more_partitions_than_are_watched_fails_ticks_and_stops_no_watched_partition(
+    bench: Workbench,
+) -> None:
     narrow = consumer_asset(
         topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow", limits=RunLimits(max_wait=0.0)
     )(record)
@@ -336,7 +338,7 @@ def test_a_topic_with_more_partitions_than_are_watched_is_a_failure_that_stops_n
         bench.tick(narrow.sensors[0])
 
 
-def test_a_partition_that_does_not_exist_is_skipped_and_the_reason_is_told(bench: Workbench) -> None:
+def test_a_partition_that_does_not_exist_is_skipped_with_the_reason(bench: Workbench) -> None:
     wide = consumer_asset(
         topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", limits=RunLimits(max_wait=0.0)
     )(record)
@@ -347,7 +349,7 @@ def test_a_partition_that_does_not_exist_is_skipped_and_the_reason_is_told(bench
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
-def test_a_topic_that_is_repartitioned_is_consumed_on_by_the_sensors_of_its_partitions(
+def test_the_sensors_of_partitions_go_on_consuming_a_topic_that_is_repartitioned(
     bench: Workbench, partitions: int
 ) -> None:
     ids = bench.publish("orders", 2, partition=0) + bench.publish("orders", 2, partition=1)

@@ -17,15 +17,16 @@ from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.orchestration.shards import place, where
 
 TRANSFER_STALLED: Final = 120.0
-"""Seconds after which an event in the buffer means that the transfer is stalled: its schedule keeps it going by a tick
-each minute."""
+"""Seconds in the buffer after which an event shows that the transfer is stalled. The transfer's schedule ticks every
+minute."""
 
 SHOWN_PARTITIONS: Final = 30
-"""The most partitions that an observation shows, those with the largest lag: 300 would take up to 173 kB."""
+"""Maximum number of partitions in an observation, which shows the largest lags. 300 partitions would take up to 173
+kB."""
 
 LAG_EVENTS: Final = "Lag events"
 LAG_SECONDS: Final = "Lag seconds"
-"""Dagster's UI sorts the plots of an asset by their names, capital letters first: these two come first."""
+"""Dagster's UI sorts the plots of an asset by name, capital letters first, so these two come first."""
 
 CAUSE: Final = "cause"
 BEHIND: Final = "partitions behind"
@@ -36,8 +37,8 @@ CONSUMED_BY: Final = "consumed by"
 class AssetLag:
     """The lag of a whole consumer.
 
-    `moved` are the partitions (`place_of`) whose offset has grown since the tick before. `stopped` has the name of the
-    sensor of each partition whose sensor is switched off.
+    `moved` has the partitions (`place_of`) whose offset has grown since the previous tick. `stopped` has the partitions
+    whose sensor is switched off, with the sensor's name.
     """
 
     partitions: tuple[ConsumerLag, ...]
@@ -65,7 +66,7 @@ class AssetLag:
     def metadata(self) -> dict[str, Any]:
         """Numbers for the consumer and for each partition, the cause in words, and links to runs that consume.
 
-        Of more than `SHOWN_PARTITIONS` partitions, only those with the largest lag have numbers of their own.
+        If there are more than `SHOWN_PARTITIONS` partitions, only the ones with the largest lag have their own numbers.
         """
         metadata: dict[str, Any] = {
             LAG_EVENTS: self.events,
@@ -84,7 +85,7 @@ class AssetLag:
         return metadata
 
     def numbers(self) -> dict[str, int | float]:
-        """The numbers of `metadata`. Dagster's UI breaks a plot at each event of the asset that lacks its number."""
+        """The numbers of `metadata`. Dagster's UI breaks a plot at each event of the asset without the number."""
         return {name: value for name, value in self.metadata().items() if isinstance(value, int | float)}
 
     def cause(self) -> str:
@@ -126,7 +127,7 @@ class AssetLag:
 
 
 def place_of(lag: ConsumerLag) -> str:
-    """A partition among all of a consumer's, as a key."""
+    """The key of a partition among all partitions of a consumer."""
     return place(lag.shard, lag.partition)
 
 
@@ -139,7 +140,7 @@ def _run_of(lag: ConsumerLag) -> str | None:
 
 
 def read_lags(platform: EventSQL, consumers: Iterable[ConsumerDefinition]) -> dict[dg.AssetKey, AssetLag]:
-    """The lags of consumers now, by their assets. Consumers of topics that do not exist are left out."""
+    """The present lag of each consumer, by its asset. Consumers of topics that do not exist are left out."""
     by_topic: dict[str, list[ConsumerDefinition]] = {}
     for consumer in consumers:
         by_topic.setdefault(consumer.topic.name, []).append(consumer)

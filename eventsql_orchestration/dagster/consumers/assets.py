@@ -55,11 +55,12 @@ SensorPer: TypeAlias = Literal["partition", "consumer"]
 """Whether each partition or each consumer has its own sensor."""
 
 MOST_PARTITION_SENSORS: Final = 4
-"""The most partitions that have a sensor each by default. Three ticks of a location linger at once on two cores, and
-five on four cores or more (`long_poll.at_once`): with more sensors than that, events wait for a sensor's turn."""
+"""Up to this number of partitions, each partition of a consumer has its own sensor by default. In a location, three
+ticks linger at once on two cores, and five on four cores or more (`long_poll.at_once`). With more sensors, events wait
+for a sensor's turn."""
 
 LAG_TIMEOUT: Final = 1.0
-"""Seconds that each statement may take to read the lag at the end of a run."""
+"""Seconds that each statement may take when a run reads the lag at its end."""
 
 Decorator: TypeAlias = Callable[[Callable[..., Any]], ConsumerDefinition]
 
@@ -76,7 +77,7 @@ def consumer_asset(
     name: str | None = None,
     batch: int = 1_000,
     max_attempts: int | None = None,
-    filter: DeclaredFilter = None,  # noqa: A002 - the field's word
+    filter: DeclaredFilter = None,  # noqa: A002 - the usual word
     start: Start = "earliest",
     limits: RunLimits = DEFAULT_LIMITS,
     options: AssetOptions = DEFAULT_OPTIONS,
@@ -91,15 +92,15 @@ def consumer_asset(
     fails is tried again with backoff, up to `max_attempts` times. Then it becomes a dead letter if topic `<topic>_dlt`
     exists, and otherwise blocks its partition.
 
-    With a `filter`, the function gets the events that match. A new consumer begins at `start`, as in
+    With a `filter`, the function gets only the events that match. A new consumer begins at `start`, as in
     `Registry.register_consumer`. The job `register` gives an existing consumer the declared `max_attempts` and
-    `filter`, and logs each change; None leaves them as they are, `filter=EVERY_EVENT` ends a filter.
+    `filter`, and logs each change. None leaves a setting as it is, and `filter=EVERY_EVENT` removes a filter.
 
     The asset's name is `name` (by default the function's name), and the job's name is `consume_<name>`. With
     `sensor="partition"`, each partition has its own sensor, which can be watched and stopped by itself. With
-    `"consumer"`, one sensor looks at all partitions by one statement. By default, up to four partitions have a sensor
-    each, and more partitions share one (docs/dagster.md). Raises `ValidationError` or `DagsterInvalidDefinitionError`
-    at definition.
+    `"consumer"`, one sensor looks at all partitions with one statement. By default, up to four partitions have a sensor
+    each, and more partitions share one sensor (docs/dagster.md). Raises `ValidationError` or
+    `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("topic", topic, Topic)
     check_whole("batch", batch, least=1)
@@ -128,7 +129,7 @@ def range_asset(
     partitioned: bool = False,
     name: str | None = None,
     max_attempts: int | None = None,
-    filter: DeclaredFilter = None,  # noqa: A002 - the field's word
+    filter: DeclaredFilter = None,  # noqa: A002 - the usual word
     start: Start = "earliest",
     limits: RunLimits = DEFAULT_RANGE_LIMITS,
     options: AssetOptions = DEFAULT_OPTIONS,
@@ -140,15 +141,17 @@ def range_asset(
 
     The function reads `claim.remaining`, and commits the claim itself together with its effects:
     `publish_dataframe(…, claim=claim)`, or `claims.check` and `claims.commit` in its transaction. It may also take
-    resources, as parameters annotated with their types. It returns the run's metadata, a mapping or None. When the
+    resources, as parameters annotated with their types. It returns None or a mapping with metadata of the run. When the
     function raises, or ends without a commit, the run fails and its range is tried again after a pause, up to
     `max_attempts` times. Then the partition stops there, because no single event is known to be at fault. If topic
     `<topic>_dlt` exists, the range is tried once a minute instead.
 
-    With a `filter`, Spark's option `claim` reads the events that match. Any other reader gets all events of the range.
+    With a `filter`, Spark's option `claim` reads only the events that match. Any other reader gets all events of the
+    range.
 
-    The topics in `publishes` become assets of the same run. The job `register` creates those that are a `Topic`. One
-    that is named by a string has to exist. Otherwise as `consumer_asset`, with `RangeLimits`.
+    The topics in `publishes` become assets of the same run. The job `register` creates each topic that is given as a
+    `Topic`. A topic that is given by its name has to exist. The other parameters are those of `consumer_asset`, with
+    `RangeLimits`.
     """
     check_kind("topic", topic, Topic)
     if options.kinds is None:
@@ -241,7 +244,7 @@ class _Declared:
         """The consumer's asset, and the assets of the topics that it publishes to."""
         options = self.options
         prefix = [options.key_prefix] if isinstance(options.key_prefix, str) else options.key_prefix
-        # Dagster resolves a template of digits in defs.yaml to a number.
+        # If a template in defs.yaml resolves to digits, Dagster makes it a number.
         version = None if options.code_version is None else str(options.code_version)
         # A step of a shared run materializes nothing if there is nothing to consume.
         shown = partial(dg.AssetSpec, skippable=True, owners=list(options.owners), code_version=version)
@@ -314,7 +317,7 @@ class _Step:
             self._drain(context, config, resources, drained)
             report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters)
         except BaseException:
-            # The events that a failing run consumed are committed, so they belong to the history of its assets.
+            # A failing run has committed the events that it consumed, so they belong to the history of its assets.
             if drained.events:
                 for key, metadata in results(self.key, self.consumer, publishes, drained):
                     context.log_event(dg.AssetMaterialization(asset_key=key, metadata=metadata))
@@ -329,9 +332,10 @@ class _Step:
     def _lag(self, context: dg.AssetExecutionContext, eventsql: EventSQLResource) -> Mapping[str, int | float]:
         """The consumer's lag at the end of the run, so that the plot of its lag has no gap there."""
         try:
-            # The server counts the events behind one by one. If that takes too long, only the sensor `lag` counts them.
+            # The server counts the waiting events one by one. If that takes too long, leave it to the sensor `lag`.
             with eventsql.bounded(LAG_TIMEOUT) as platform:
-                # `platform.lag` also releases consumers on added shards, which is not this run's matter.
+                # Ask each shard: `platform.lag` would also release consumers on added shards, and runs must not do
+                # that.
                 found = [
                     replace(lag, shard=shard.name)
                     for shard in shards_of(platform)
@@ -347,7 +351,8 @@ class _Step:
     ) -> None:
         eventsql: EventSQLResource = resources[RESOURCE_KEY]
         run_id = context.run.run_id
-        # A shared run does not wait for events: the other consumers are next, and no claim would show that it lives.
+        # A shared run does not wait for more events: the other consumers are next, and while it waits without a claim,
+        # nothing shows that it lives.
         limits = replace(self.limits, drain_idle=0.0) if SHARED_TAG in context.run.tags else self.limits
 
         def on(shard: Shard) -> RunDraining:

@@ -1,7 +1,8 @@
 """Claims and their runs: the tags and the key that identify a run, and the state of a run.
 
-Dagster keeps its history and never takes a run key twice. But the ids of claims begin anew in a new schema, and go back
-in a restored schema. So everything that Dagster keeps about a claim has the claim's id and the time when it was made.
+Dagster keeps its history and never takes a run key twice. But a new schema begins with the first id of a claim again,
+and a restored schema gives some ids a second time. So everything that Dagster keeps about a claim has the claim's id
+and the time when the claim was made.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from eventsql_orchestration.orchestration.shards import rows_of
 
 
 def made_at(shard: Shard, claims: Iterable[int]) -> dict[int, int]:
-    """The times when claims were made, in microseconds since 1970, without claims that are gone."""
+    """The time when each claim was made, in microseconds since 1970. Deleted claims are left out."""
     wanted = list(claims)
     if not wanted:
         return {}
@@ -31,7 +32,7 @@ def claim_tags(claim_id: int, made: int, shard: str | None) -> dict[str, str]:
 
 
 def run_key(claim_id: int, made: int, shard: str | None) -> str:
-    """The run key of a claim's run. Dagster ignores a request if it has ever seen its key."""
+    """The run key of a claim's run. Dagster ignores a request whose key it has seen before."""
     return f"eventsql-claim-{claim_id}-{made}" + ("" if shard is None else f"-{shard}")
 
 
@@ -49,7 +50,7 @@ def is_another_claim(shard: Shard, claim_id: int, tags: Mapping[str, str]) -> bo
 def runs_of(
     claims: Sequence[Claim], consumer: Consumer, shard: Shard, instance: dg.DagsterInstance
 ) -> Mapping[int, dg.RunRecord]:
-    """The run that owns or will own each claim of a consumer on one shard. An unfinished run goes first."""
+    """The run that owns or will own each claim of a consumer on one shard; if several qualify, an unfinished run."""
     if not claims:
         return {}
     owners = {claim.id: owner for claim in claims if (owner := run_of_owner(claim.owner)) is not None}
@@ -62,7 +63,7 @@ def runs_of(
         CLAIMED_AT_TAG: [str(moment) for moment in made.values()],
     }
     requested = instance.get_run_records(dg.RunsFilter(tags=tags)) if made else []
-    # A draining run owns claims that it was not requested for.
+    # A draining run also owns claims for which it was not requested.
     owning = instance.get_run_records(dg.RunsFilter(run_ids=list(owners.values()))) if owners else []
 
     found: dict[int, dg.RunRecord] = {}

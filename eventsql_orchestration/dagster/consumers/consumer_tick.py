@@ -1,7 +1,7 @@
 """A tick of all partitions of a consumer, or of consumers that share their runs.
 
-A few statements look at all partitions. Then the tick decides about each partition that needs attention, as the
-partition's own tick does. The partitions come from the database, because a topic's partitions may change while its
+A few statements look at all partitions. Then the tick decides about each partition that needs attention, as a tick of
+this partition alone would. The partitions come from the database, because a topic's partitions may change while its
 consumers run.
 """
 
@@ -35,7 +35,7 @@ SHOWN_REASONS: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """A consumer's partitions by their numbers, and the runs of their live claims, at one look."""
+    """The result of one look: a consumer's partitions by their numbers, and the runs of their live claims."""
 
     standings: Mapping[int, PartitionClaims]
     runs: Mapping[int, dg.RunRecord]
@@ -70,7 +70,7 @@ class ConsumerWatch(Watched):
     def description(self) -> str:
         return (
             f"Claims events of {self.topic.name} for consumer {self.consumer.name}, partition by partition, and "
-            "requests a run for each that has some."
+            "requests a run for each partition that has events."
         )
 
     def of(self, partition: int) -> PartitionWatch:
@@ -100,9 +100,10 @@ class ConsumerWatch(Watched):
         return needs_attention(standing, run, self.limits, self.options, hands_over=hands_over)
 
     def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick. `cursor` is the first partition of this tick, if the tick before did not reach all partitions.
+        """One tick. `cursor` is the first partition of this tick, if the previous tick did not reach all partitions.
 
-        Raises as `PartitionWatch.evaluate`. If claims were made before the database went away, it requests their runs.
+        Raises the errors of `PartitionWatch.evaluate`. If the database goes away after this tick has made claims, the
+        tick requests the runs of these claims.
         """
         sight = self.look(tick)
         if isinstance(sight, str):
@@ -166,14 +167,14 @@ class SharedWatch:
     @property
     def description(self) -> str:
         labels = ", ".join(member.label for member in self.members)
-        return f"Claims events for one of {labels}, and requests a run of all, unless one is under way."
+        return f"Claims events for one of {labels}, and requests a run of all of them, unless such a run is under way."
 
     @property
     def notified_by(self) -> frozenset[tuple[str, str]]:
         return frozenset(each for member in self.members for each in member.notified_by)
 
     def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick. `cursor` is the first consumer of this tick: the next one after the consumer with the last claim.
+        """One tick. `cursor` is the first consumer of this tick: the one after the consumer that got the latest claim.
 
         Raises `DatabaseUnavailableError`.
         """
@@ -206,7 +207,7 @@ class SharedWatch:
     def _to_do(
         self, order: Sequence[str], sights: Mapping[str, Sight], tick: Tick, *, claims_alone: bool
     ) -> Iterator[tuple[str, PartitionWatch, PartitionClaims]]:
-        """The partitions that need attention: first those with a live claim, then the others unless `claims_alone`."""
+        """The partitions that need attention, those with a live claim first; with `claims_alone`, only those."""
         members = {member.label: member for member in self.members}
         for claimed in (True,) if claims_alone else (True, False):
             for label in order:

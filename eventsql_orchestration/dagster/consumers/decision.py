@@ -20,7 +20,7 @@ from eventsql_orchestration.orchestration.owners import run_of_owner
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run at the time of a tick: seconds since it started (0 before), and since its status changed."""
+    """A run at the time of a tick: seconds since its start (0 if it has not started), and since its status changed."""
 
     run_id: str
     status: dg.DagsterRunStatus
@@ -52,8 +52,8 @@ class PartitionState:
 
     `claim` is the live claim, and `run` is the run that owns the claim or was requested for it. `drains` names the run
     that may be draining the partition (`draining_run`). Then `run` is that run, and `successor` is the run that was
-    requested to succeed it. `failures` runs in a row failed from the claim's offset, the last one `since_failure`
-    seconds ago. `late` runs from that offset found their claims lost.
+    requested to succeed it. `failures` is how many runs in a row failed from the claim's offset, the last one
+    `since_failure` seconds ago. `late` is how many runs from that offset found their claims lost.
     """
 
     claim: Claim | None = None
@@ -67,7 +67,7 @@ class PartitionState:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Do nothing. With `prolong`, renew the lease of the live claim first."""
+    """Request no run. With `prolong`, renew the lease of the live claim."""
 
     reason: str
     prolong: bool = False
@@ -84,8 +84,8 @@ class RequestSuccessor:
 class TryClaim:
     """Claim the next range, and request a run for it.
 
-    With `release`, release the live claim first. `presumed_dead` is a run that is reported as failed once the range is
-    claimed. If the partition turns out to be leased, do `when_leased`.
+    With `release`, release the live claim first. Once the range is claimed, report the run `presumed_dead` as failed.
+    If the partition turns out to be leased, do `when_leased`.
     """
 
     release: bool = False
@@ -109,7 +109,7 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
         left = backoff(state.failures, options) - state.since_failure
         if left > 0:
             return Wait(
-                f"{state.failures} runs failed from offset {claim.range.after}, run {run.run_id} last; "
+                f"{state.failures} runs failed from offset {claim.range.after}, the last one is run {run.run_id}; "
                 f"the next is requested in {left:.0f} s"
             )
         return TryClaim(release=True)
@@ -152,11 +152,11 @@ def needs_late_runs(claim: Claim, run: RunState, options: TickOptions) -> bool:
 def draining_run(
     claim: Claim | None, run: RunState | None, last: LastClaim | None, limits: RunLimits, options: TickOptions
 ) -> str | None:
-    """The run that may be draining a partition, and may be succeeded.
+    """The run that may be draining a partition, so that it may get a successor.
 
-    Without a live claim, it is the owner of the latest claim. A run that finds nothing more ends after `drain_idle`. If
-    the claim has been over for longer, its run has ended or died. With a live claim, it is the claim's owner, if that
-    run was requested for another claim and its window ends soon.
+    Without a live claim, it is the owner of the latest claim. But if that claim has been over for longer than
+    `drain_idle`, there is none: a run that finds no more events ends after that time, so the owner has ended or died.
+    With a live claim, it is the claim's owner, if that run was requested for another claim and its window ends soon.
     """
     if claim is None:
         recent = last is not None and last.seconds <= limits.drain_idle + options.slack
@@ -196,7 +196,7 @@ def _drains_alone(run: RunState) -> bool:
 
 
 def _window_ends_soon(run: RunState, limits: RunLimits, options: TickOptions) -> bool:
-    """Whether the window ends soon. A run that is older than `lead` has steady traffic, or it would have ended."""
+    """Whether the window ends soon. A run older than `lead` has steady traffic: otherwise, it would have ended."""
     return limits.drain_seconds - run.age <= options.lead <= run.age
 
 
@@ -208,14 +208,14 @@ def _will_come(successor: RunState, options: TickOptions) -> bool:
 
 
 def backoff(failures: int, options: TickOptions) -> float:
-    """Seconds between the end of a run that failed and the next one from the same offset."""
+    """Seconds between the end of a failed run and the next run from the same offset."""
     if failures < 2:
         return 0.0
     return min(options.first_backoff * 2.0 ** min(failures - 2, 20), options.max_backoff)
 
 
 def _time_to_adopt(run: RunState, late: int, options: TickOptions) -> float:
-    """Seconds that a run has to start, or to adopt its claim."""
+    """Seconds within which a run has to start, or to adopt its claim."""
     if not run.started:
         return options.start_timeout
     return options.adopt_timeout * 2.0 ** min(late, options.max_doublings)

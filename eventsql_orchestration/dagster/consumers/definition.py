@@ -20,14 +20,14 @@ from eventsql_orchestration.topics.registration import Registration
 
 
 class ClaimConfig(dg.Config):
-    """The config of a consuming run: it names the claim, made by a sensor, whose range the run consumes.
+    """The config of a consuming run. It names a sensor's claim, and the run consumes the range of this claim.
 
     A run without a claim, for example a materialization by hand, claims the waiting events itself, of `partition` or of
-    every partition. If there are several shards, `shard` is the claim's shard. For a run without a claim, it is the
-    only shard that the run consumes on; by default the run consumes on every shard.
+    every partition. If there are several shards, `shard` is the claim's shard. A run without a claim consumes only on
+    this `shard`, and by default on every shard.
 
     With `replay`, the function gets a committed range once more: its effects happen again, and the offset stays. By
-    default, a run replays its range only if a person executes it again after it had succeeded. Dagster's automatic
+    default, a run replays its range only if a person executes it again after it has succeeded. Dagster's automatic
     retries never replay, whatever the value of `replay`.
 
     `succeeds` is a run that drains the partition. This run takes the partition over as soon as it can claim, while the
@@ -93,7 +93,7 @@ class ConsumerDefinition:
 
 
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
-    """Refuse two consumers with the same name, the same sensor name, or the same consumer of a topic.
+    """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
 
     Also refuse a consumer that has the name of a topic: Dagster's graph shows only the last part of a key.
 
@@ -113,14 +113,14 @@ def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
         name = each.key.to_user_string()
         if name in places.values():
             raise ValidationError(
-                f"two consumers are called {name!r}, and so would be their assets, jobs and sensors: give one of them "
-                "another name"
+                f"two consumers are called {name!r}, so their assets, jobs and sensors would have the same names: "
+                "give one of them another name"
             )
         place = (each.consumer.topic, each.consumer.name)
         if (other := places.setdefault(place, name)) != name:
             raise ValidationError(
                 f"{other!r} and {name!r} are both consumer {place[1]!r} of topic {place[0]!r}, and only one of them "
-                "would get each event: give one of them another consumer"
+                "would get each event: give one of them another consumer name"
             )
         for sensor in each.sensors:
             other, known = sensors.setdefault(sensor.name, (name, sensor))

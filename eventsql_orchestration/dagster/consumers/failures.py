@@ -1,4 +1,4 @@
-"""Errors that a retry would only repeat, as Dagster knows them."""
+"""Errors that a retry would only repeat, as failures that Dagster does not retry."""
 
 from __future__ import annotations
 

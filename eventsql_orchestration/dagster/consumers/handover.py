@@ -4,7 +4,7 @@ A draining run ends with its window, and the next run takes seconds to start. So
 end of the window. The successor has no claim. As soon as it is ready, it tries to claim, as the draining run does, and
 the faster run gets the next range. The draining run ends when it sees that its successor holds the partition. If the
 successor has left the queue and has not claimed yet, the draining run goes on after its window. Claims keep their
-order, and neither run can lose anything to the other.
+order, and neither run can take a claimed range from the other.
 """
 
 from __future__ import annotations
@@ -25,6 +25,6 @@ def successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | No
 
 
 def comes_soon(run_id: str, instance: dg.DagsterInstance) -> bool:
-    """Whether the successor of a run has left the queue. In the queue, it may wait for the slot of the run itself."""
+    """Whether the successor of a run has left the queue. A queued successor may wait for the slot of that run."""
     launched = [dg.DagsterRunStatus.STARTING, dg.DagsterRunStatus.STARTED]
     return bool(instance.get_runs_count(dg.RunsFilter(tags={SUCCEEDS_TAG: run_id}, statuses=launched)))

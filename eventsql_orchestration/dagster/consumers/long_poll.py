@@ -1,7 +1,7 @@
 """Lingering ticks: a tick that found nothing waits for an event until Dagster would evaluate its sensor again.
 
 Dagster evaluates a sensor every 5 seconds, and each look takes milliseconds. An event that comes after a look waits for
-the next one, 2.5 s in the mean. A lingering tick listens for the event instead (LISTEN), and claims it at once.
+the next look, 2.5 s on average. A lingering tick listens for the event instead (LISTEN), and claims it at once.
 
 A lingering tick holds a thread of the daemon and a thread of the code server. There are few of both, so only some ticks
 linger at once. None lingers if the daemon evaluates its sensors one after the other.
@@ -23,14 +23,14 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Watch, evaluate
 
 MOST_SENSORS: Final = 30
-"""The most sensors of a code location with lingering ticks. With more sensors, ticks already wait for threads."""
+"""Maximum number of sensors in a code location whose ticks linger. With more sensors, ticks wait for threads anyway."""
 
 RESERVED: Final = 3
 """Threads of the daemon and of the code server that are reserved for other ticks and for launching runs."""
 
 
 def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
-    """One tick as `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
+    """One tick, like `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
     look = partial(evaluate, watch, platform, context.instance, context.log, context.cursor)
     deadline = time.monotonic() + watch.options.linger
     result = look()
@@ -66,7 +66,7 @@ def at_once(settings: Mapping[str, Any], sensors: int = 1, *, cores: int | None 
     """The number of ticks of a code location that may linger at once, by the `sensors` settings of dagster.yaml."""
     if not settings.get("use_threads") or sensors > MOST_SENSORS:
         return 0
-    # Dagster's code server has Python's default number of threads in a pool.
+    # The thread pool of Dagster's code server has Python's default size.
     threads = min(32, (cores or os.cpu_count() or 1) + 4)
     return max(0, min(settings.get("num_workers") or threads, threads) - RESERVED)
 
@@ -96,7 +96,7 @@ LINGERING: Final = Lingering()
 
 @contextlib.contextmanager
 def _told(platform: EventSQL, notified_by: Collection[tuple[str, str]]) -> Iterator[threading.Event]:
-    """A `threading.Event` that is set by these notifications, on any shard."""
+    """A `threading.Event` that each of these notifications sets, from any shard."""
     told = threading.Event()
     with contextlib.ExitStack() as subscriptions:
         for shard in platform.shards:

@@ -56,23 +56,25 @@ class AssetOptions(dg.Resolvable):
     - `description`: the function's docstring by default.
     - `key_prefix`: the beginning of the asset's key; its last part is the consumer's name.
     - `group_name`, `owners`, `code_version`, `metadata`: as for any asset.
-    - `automation_condition`: launches runs beside those of the consumer's sensors. Such a run claims the waiting events
-      itself.
+    - `automation_condition`: launches runs in addition to the runs of the consumer's sensors. Its runs claim the
+      waiting events themselves.
     - `freshness`: the time without a materialization after which the asset is stale, or a policy; seconds in
       `defs.yaml`. Runs materialize the asset only if there are events.
     - `columns`: the columns that the consumer writes, with their types.
-    - `translator`: has the last word on the asset, and on those of the topics that it publishes to.
-    - `deps`: further assets that it reads, beside its topic.
-    - `kinds`: added to the kinds of every consumer. None adds none for `consumer_asset`, and `pyspark` for
-      `range_asset`.
+    - `translator`: changes the asset, and the assets of the topics that the consumer publishes to, after all other
+      options.
+    - `deps`: further assets that the consumer reads, in addition to its topic.
+    - `kinds`: added to the kinds of every consumer. None adds `pyspark` for `range_asset`, and nothing for
+      `consumer_asset`.
     - `tags`: the tags of its runs.
     - `pool`: the pool that limits its runs (docs/operations.md). An asset of kind `pyspark` is in `SPARK_POOL` by
       default; name that pool for any other function that starts a session.
-    - `retry_policy`: Dagster's retry policy, for faults outside of events, for example a database that is away. The run
-      goes on with its claim from the offset reached. A failing event has its `max_attempts`, whatever the policy.
+    - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run
+      goes on with its claim from the offset reached. A failing event is tried `max_attempts` times, whatever the
+      policy.
     """
 
-    # The component's model holds these options: pydantic does not know the classes of Dagster.
+    # The component's pydantic model holds these options, and pydantic does not know the classes of Dagster.
     __pydantic_config__: ClassVar = {"arbitrary_types_allowed": True}
 
     description: str | None = None
@@ -122,28 +124,29 @@ DEFAULT_LAG: Final = LagLimits()
 class TickOptions:
     """The timeouts and limits of the ticks of a consumer's sensors. Times are seconds.
 
-    - `statement_timeout`: maximum time of a tick's statement. Dagster gives a tick 60 s, and a tick that Dagster gave
-      up keeps running.
-    - `budget`: time after which a tick over many partitions begins no further one. With the statement under way and
-      Dagster's own storage, the tick stays well below the 60 s.
+    - `statement_timeout`: maximum time of a tick's statement. Dagster gives up a tick after 60 s, but the tick keeps
+      running.
+    - `budget`: time after which a tick over many partitions begins with no further partition. The last statement and
+      Dagster's own storage take time too, so the budget is well below 60 s.
     - `max_requests`: maximum number of runs that a tick requests. Dagster creates them one after the other, some 4 to
       10 a second, and begins no further tick of this sensor meanwhile.
-    - `start_timeout`: time that a created or starting run has to start, before it loses its claim. Dagster's own
-      monitoring, if it is on, gives the run up after 180 s. A queued run waits as long as its queue lets it.
-    - `adopt_timeout`: time that a started run has to adopt its claim, before it loses it. Adoption is the first thing
-      that a run does, so the process of a late run has probably died; Dagster's default launcher does not notice. The
-      time doubles with each run from the same offset that came too late, up to `max_doublings` times (16 minutes).
-      Otherwise a run with resources that take long to set up would always be too late.
-    - `first_backoff`, `max_backoff`: pauses between runs that fail at the same offset for reasons outside of events.
-      Without pauses, a run would fail every 5 s.
-    - `lead`: time before the end of a run's window at which a tick requests a successor. Dagster's next look at the
-      sensor is at most 5 s away, its queue's 1 s, and a run takes some 2 s to start.
-    - `slack`: time after the end of its window in which a run may still be at its last range, or about to end.
-    - `linger`: time from its beginning that a tick waits for events if it finds none. Dagster begins the next tick 5 s
-      after the beginning of this tick if this tick is stored by then, and 10 s after it otherwise.
-    - `poll`: time between the looks of a lingering tick without a notification. The end of a lease sends no
+    - `start_timeout`: time within which a created or starting run has to start. Otherwise it loses its claim. Dagster's
+      own monitoring, if it is on, gives the run up after 180 s. A queued run may wait in its queue for any time.
+    - `adopt_timeout`: time within which a started run has to adopt its claim. Otherwise it loses the claim. Adoption is
+      the first thing that a run does, so the process of a late run has probably died; Dagster's default launcher does
+      not notice. The time doubles with each run from the same offset that came too late, up to `max_doublings` times
+      (16 minutes). Otherwise a run with resources that take long to set up would always be too late.
+    - `first_backoff`, `max_backoff`: the first and the longest pause between runs that fail at the same offset for
+      reasons outside of events. Without pauses, a run would fail every 5 s.
+    - `lead`: time before the end of a run's window at which a tick requests a successor. Dagster looks at the sensor
+      within 5 s and at its queue within 1 s, and a run takes some 2 s to start.
+    - `slack`: time after the end of its window in which a run may still handle its last range, or be about to end.
+    - `linger`: time for which a tick that finds no events waits for events, counted from its beginning. Dagster begins
+      the next tick 5 s after the beginning of this tick if this tick is stored by then, and 10 s after it otherwise.
+    - `poll`: time after which a lingering tick looks again even without a notification. The end of a lease sends no
       notification, and a pooler lets none through.
-    - `pause`: time that a lingering tick ignores notifications, after a notification of events for another partition.
+    - `pause`: time for which a lingering tick ignores notifications after a notification of events for another
+      partition.
     """
 
     statement_timeout: float = 10.0

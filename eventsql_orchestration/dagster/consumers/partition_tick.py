@@ -57,8 +57,10 @@ class PartitionWatch(Watched):
         return f"Claims events of {self.label} for consumer {self.consumer.name}, and requests a run for them."
 
     def evaluate(self, tick: Tick, cursor: str | None = None) -> dg.SensorResult:
-        """One tick. Raises `DatabaseUnavailableError`. If there is nothing to do for this partition, and the topic has
-        more partitions than are watched, raises `RedefinitionError`.
+        """One tick.
+
+        Raises `DatabaseUnavailableError`. Raises `RedefinitionError` if there is nothing to do for this partition, and
+        the topic has more partitions than are watched.
         """
         answer = self._answer(tick)
         if isinstance(answer, dg.SkipReason):
@@ -83,7 +85,7 @@ class PartitionWatch(Watched):
         if unwatched and isinstance(answer, dg.SkipReason):
             raise RedefinitionError(
                 f"topic {self.topic.name!r} has {registered.partitions} partitions and consumer "
-                f"{self.consumer.name!r} is defined for {self.topic.partitions}: no sensor sees events of the others. "
+                f"{self.consumer.name!r} is defined for {self.topic.partitions}: no sensor sees the other partitions. "
                 "Correct the consumer's Topic(…)"
             )
         return answer
@@ -143,7 +145,7 @@ class PartitionWatch(Watched):
         if isinstance(decision, RequestSuccessor):
             run_id = decision.run_id
             config = {"partition": self.partition, "succeeds": run_id}
-            # All ticks use one key, so there is one successor.
+            # All ticks use the same run key, so there is only one successor.
             return self._request(f"succeeds-{run_id}", config, {SUCCEEDS_TAG: run_id}, tick.shard.name)
         if decision.prolong and state.claim is not None:
             # If the claim is lost, the run has just adopted it.
@@ -159,7 +161,7 @@ class PartitionWatch(Watched):
             elif decision.presumed_dead is not None:
                 return dg.SkipReason(f"run {run.run_id} has just adopted {live}")
 
-        # A run that commits its claim between the two looks lives, and goes on with the next events.
+        # If the run committed its claim between the two looks, it is alive, and goes on with the next events.
         claim = self._claim(tick, instead_of=None if decision.release else live)
         if isinstance(claim, NoClaim):
             if claim.leased_by is None:
@@ -169,12 +171,13 @@ class PartitionWatch(Watched):
             return self._do(decision.when_leased, state, tick)
 
         if decision.presumed_dead is not None:
-            # Dagster's default launcher does not notice, and the run would count for the queue's limit for ever.
+            # Dagster's default launcher does not notice the death, and the run would count against the queue's limit
+            # for ever.
             _report_dead(decision.presumed_dead, tick)
         made = made_at(tick.shard, [claim.id]).get(claim.id)
         if made is None:
             return dg.SkipReason(f"{claim} is gone: its consumer or topic was deleted just now")
-        # Dagster ignores a run key that it knows: an id of a claim may come again, with another time.
+        # The key has the claim's time too: the claim's id may occur again, and Dagster ignores a key that it knows.
         shard = tick.shard.name
         tags = {**claim_tags(claim.id, made, shard), AFTER_TAG: str(claim.range.after)}
         return self._request(run_key(claim.id, made, shard), {"claim": claim.id}, tags, shard)
@@ -210,8 +213,8 @@ class PartitionWatch(Watched):
 def _failures(tags: Mapping[str, str], instance: dg.DagsterInstance) -> tuple[int, float]:
     """The number of runs with these tags that failed in a row, and the end of the latest run (seconds since 1970).
 
-    A run counts only if a tick requested it and it adopted its claim: a retry that finds its claim lost succeeds, and
-    has done nothing.
+    A run counts only if a tick requested it and it adopted its claim. For example, a retry that finds its claim lost
+    succeeds without doing anything.
     """
     found = instance.get_run_records(dg.RunsFilter(tags=dict(tags), statuses=list(FINISHED)), limit=50)
     runs = [run for run in found if run.dagster_run.parent_run_id is None and LATE_TAG not in run.dagster_run.tags]

@@ -42,8 +42,8 @@ def repeats_success(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     """Whether a run is a person's re-execution of a run that had succeeded.
 
     A parent that was once reported as failed or canceled does not count: the person may have executed it again before
-    it wrote its success over that report. Nor does one that succeeded after the person had executed it again, such as a
-    run that stood still.
+    it wrote its success over that report. A parent that succeeded only after the person had executed it again, such as
+    a run that stood still, does not count either.
     """
     if FROM_FAILURE_TAG in run.tags or is_automatic_retry(run, instance):
         return False
@@ -73,8 +73,8 @@ def ancestors(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Iterator[str]
 def requested_tags(run: dg.DagsterRun, instance: dg.DagsterInstance) -> Mapping[str, str]:
     """A run's tags, and the tags of the runs that it executes again.
 
-    Dagster's UI copies tags to a re-execution of selected steps, but it does not get the hidden ones. Runs from before
-    tags were hidden have them with their former names.
+    Dagster's UI copies tags to a re-execution of selected steps, but it does not get hidden tags. Older runs, from
+    before tags were hidden, have the tags with their former names.
     """
     tags = dict(run.tags)
     for run_id in ancestors(run, instance):

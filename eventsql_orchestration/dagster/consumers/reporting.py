@@ -58,7 +58,7 @@ def report(
 
 
 class ClaimLostFailure(dg.Failure):
-    """A run lost its claim. A success would claim that the run had consumed the claim's events."""
+    """A run lost its claim. If it succeeded, Dagster would show that the run had consumed the claim's events."""
 
     def __init__(self, consumer: Consumer, lost: str) -> None:
         super().__init__(
@@ -72,7 +72,7 @@ class ClaimLostFailure(dg.Failure):
 
 
 def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
-    """The failure of an event. `refused`: dead letters are accepted, but a blocked event did not become one."""
+    """The failure of an event. `refused` means that the dead letter factory made no dead letter of the event."""
     topic = consumer.topic
     resume = f"`eventsql consumer resume {topic} {consumer.name}`"
     if failure.outcome == Failure.BLOCKED and refused:

@@ -132,7 +132,7 @@ def _come_too_late(context: dg.AssetExecutionContext, draining: RunDraining, cla
     instance, run_id = context.instance, context.run.run_id
     late = context.run.parent_run_id is None and not draining.is_committed(claim_id)
     if late:
-        # Runs that a tick requests from the same offset get longer.
+        # The next runs from the same offset get more time to adopt their claims.
         instance.add_run_tags(run_id, {LATE_TAG: "true"})
     run = instance.get_run_by_id(run_id)
     if late or (run is not None and run.is_finished):
@@ -159,7 +159,7 @@ def _replays(context: dg.AssetExecutionContext, config: ClaimConfig) -> bool:
 
 
 def _no_second_replay(context: dg.AssetExecutionContext, why: str) -> ReplayError:
-    """The error for a second replay of a partly replayed range that no person requested. Forbids further retries."""
+    """The error for a replay that no person requested, of a range that is partly replayed. Forbids further retries."""
     forbid_retries(context.run, context.instance)
     return ReplayError(
         f"nothing was replayed: {why}, and a part of the range may have taken effect. To replay the whole range, "
@@ -183,8 +183,8 @@ def _replay_successor(context: dg.AssetExecutionContext, draining: RunDraining, 
 def _replay(context: dg.AssetExecutionContext, draining: RunDraining, config: ClaimConfig, claim_id: int) -> bool:
     """Replay a run's range.
 
-    False if no person requested a replay, and the range was never committed, or this run committed it and its step is
-    retried.
+    False if no person requested a replay, and either the range was never committed, or this run committed it before its
+    step was retried.
     """
     claim, run_id = draining.committed(claim_id), context.run.run_id
     if config.replay is None and (claim is None or claim.owner == draining.owner):
@@ -198,7 +198,7 @@ def _replay(context: dg.AssetExecutionContext, draining: RunDraining, config: Cl
     run = context.instance.get_run_by_id(run_id)
     if run is not None and run.tags.get(REPLAY_BEGUN_TAG) == begun:
         # A RetryPolicy has begun the step anew, or a launcher has started the run anew.
-        raise _no_second_replay(context, f"this run has begun to replay {claim} before")
+        raise _no_second_replay(context, f"this run has already begun to replay {claim}")
     context.instance.add_run_tags(run_id, {REPLAY_TAG: "true", REPLAY_BEGUN_TAG: begun})
     forbid_retries(context.run, context.instance)
     context.log.info("replaying %s, which was committed: its effects happen again, the offset stays", claim)

@@ -1,4 +1,4 @@
-"""Draining in a run of Dagster's: it hands its partition over to a successor, and knows the tags of runs."""
+"""Draining in a Dagster run: hands its partition over to a successor, and knows the tags of runs."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PATIENCE: Final = 30.0
 """Seconds that a successor waits for its predecessor, which may be busy with a long range."""
 
 ASK_SECONDS: Final = 1.0
-"""Seconds between two checks if another run has ended or is about to start."""
+"""Seconds between two checks whether another run has ended or is about to start."""
 
 OVERTIME: Final = 30.0
-"""Maximum time in seconds that a run continues after its window for a successor that is about to start. On a busy
-machine, a run may take longer to start than the window lasts after its request."""
+"""Maximum seconds for which a run goes on after its window, while a successor that is about to start has not claimed.
+On a busy machine, the successor may take longer to start than the rest of the window lasts."""
 
 
 @dataclass
@@ -102,5 +102,6 @@ class RunDraining(Draining):
             time.sleep(POLL)
 
     def _is_succeeded(self, found: NoClaim) -> bool:
-        # A successor has begun, and gets the next events. The predecessor of this run ends when it notices.
+        # Another owner is this run's successor, and gets the next events. The predecessor of this run soon ends by
+        # itself.
         return found.leased_by not in (None, self._predecessor)

@@ -1,7 +1,7 @@
 """The sensors of consumers: a tick claims the next range of a partition and requests one run for it.
 
-A tick claims, because a row lock would be gone before the run exists. The table lists each possible end of the tick or
-the run, and the next tick's reaction:
+A tick makes a claim, because a row lock would be gone before the run exists. The table lists each possible end of the
+tick or the run, and the next tick's reaction:
 
 | the tick or the run ends | what is left | what the next tick does |
 |---|---|---|

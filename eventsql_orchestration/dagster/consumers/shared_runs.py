@@ -1,4 +1,4 @@
-"""Consumers that share their runs, for runs that cost more to start than to work: one Spark session serves all."""
+"""Consumers that share their runs, for runs whose start costs more than their work: one Spark session serves all."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def share_runs(
 
     The sensor claims for one of them and requests a run. The run consumes that claim and then the events that wait for
     each consumer, one consumer after the other, in one process: a Spark session starts once for all. There is one run
-    at a time on each shard. So events that come for a consumer after its turn wait until the run has ended: at most the
-    `drain_seconds` of all consumers. A consumer that fails delays no other.
+    at a time on each shard. So events that come for a consumer after its turn wait until the run has ended: at most for
+    the sum of the consumers' `drain_seconds`. A consumer that fails delays no other.
 
     Raises `ValidationError` for fewer than two consumers. Also raises it if a consumer reads an asset that another
     materializes: their steps have an order, so each needs its own runs.

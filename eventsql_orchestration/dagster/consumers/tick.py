@@ -65,7 +65,7 @@ class Leased(NothingYet):
 class Watch(Protocol):
     """Decides what a tick of the sensor with the name `sensor` does on one database.
 
-    The sensor waits for what `notified_by` names: kinds of notifications, each with the name of a topic or queue.
+    The sensor waits for the notifications in `notified_by`: pairs of a kind and the name of a topic or queue.
     """
 
     @property
@@ -102,7 +102,7 @@ class Watched:
 def evaluate(
     watch: Watch, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
 ) -> dg.SensorResult:
-    """One tick, on the only database, or on one shard after the other.
+    """One tick, on the only database or on one shard after the other.
 
     The tick logs a shard's fault and goes on with the other shards. It fails only if no other shard requests a run. A
     shard that is down does not fail the tick, unless all shards are down. Raises the errors of `watch`, and
@@ -174,7 +174,7 @@ class _Cursor:
 
     @classmethod
     def parse(cls, text: str | None) -> _Cursor:
-        """Parse a cursor's text. A text of an only database gives an empty cursor."""
+        """Parse a cursor's text. Another text, such as a cursor of a single database, gives an empty cursor."""
         try:
             content: Any = json.loads(text or "{}")
         except ValueError:
@@ -191,6 +191,6 @@ class _Cursor:
 
 
 def beginning_with(cursor: str | None, each: Sequence[_T]) -> Sequence[_T]:
-    """The elements of a sequence from the cursor's element on, then those before it."""
+    """The elements of a sequence from the cursor's element on, then the elements before it."""
     first = next((n for n, one in enumerate(each) if str(one) == cursor), 0)
     return [*each[first:], *each[:first]]
