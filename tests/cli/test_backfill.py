@@ -568,7 +568,7 @@ def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(requests, "post", post)
     dagster = RemoteDagster("http://somebody:secret@127.0.0.1:3000/")
-    with pytest.raises(LocalDagsterError, match="is no webserver of Dagster") as raised:
+    with pytest.raises(LocalDagsterError, match="is not a webserver of Dagster") as raised:
         dagster.require_running(DAGSTER_JOB)
     assert asked == ["http://somebody:secret@127.0.0.1:3000/graphql"]
     assert dagster.url == "http://127.0.0.1:3000"

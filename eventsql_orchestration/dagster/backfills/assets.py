@@ -50,7 +50,7 @@ BACKFILL_GROUP: Final = "backfills"
 """The group of all backfills, which the graph shows as one box."""
 
 _OF_LIVE_RUNS: Final = (TOPIC_TAG, CONSUMER_TAG, SHARED_TAG)
-"""Tags of live runs, by which a consumer's sensor finds them; runs of backfills do not have them."""
+"""Tags by which a consumer's sensor finds its live runs. Runs of backfills do not have these tags."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +69,10 @@ class BackfillDefinition:
 
 
 class ReplayConfig(dg.Config):
-    """Limits of the run of a window: it claims up to `max_events` at once, by default as many as the consumer's runs.
+    """The limits of a window's run.
 
-    The run fails when the whole backfill has `max_failures` dead letters, 10 by default.
+    The run claims at most `max_events` at once, by default as many as the consumer's other runs. It fails when the
+    whole backfill has `max_failures` dead letters, 10 by default.
     """
 
     max_events: int | None = None
@@ -81,9 +82,9 @@ class ReplayConfig(dg.Config):
 class PlanConfig(dg.Config):
     """The range of a backfill, and its windows.
 
-    `start` is `earliest`, the offset of the first event, or the earliest time at which it entered the log, with its
-    zone (2026-05-01T12:00:00Z). `end` is `latest`, the offset of the last event, or the time before which it entered
-    the log.
+    `start` is `earliest`, the offset of the first event, or a time with its zone (2026-05-01T12:00:00Z): the range has
+    the events that entered the log at this time or later. `end` is `latest`, the offset of the last event, or a time:
+    the range has the events that entered the log before it.
     """
 
     start: str = "earliest"
@@ -104,10 +105,11 @@ class PlanConfig(dg.Config):
 def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     """Define backfills of a consumer, for `eventsql backfill` and Dagster's UI.
 
-    The asset `<name>_backfill` has a partition for each window and partition of a backfill. The job `backfill_<name>`
-    replays one of them, with the consumer's function, limits and tags. Its materialization is also reported for the
-    consumer's own asset and for the topics that it publishes to. `eventsql backfill` makes the partitions, or the job
-    `plan_<name>_backfill` in the UI; the asset's page then materializes the missing and the failed ones.
+    A backfill cuts its range into windows; if the consumer is partitioned, it cuts each partition separately. The asset
+    `<name>_backfill` has a Dagster partition for each window. The job `backfill_<name>` replays one window, with the
+    consumer's function, limits and tags. It also reports its materialization for the consumer's own asset and for the
+    topics that the consumer publishes to. `eventsql backfill` creates the Dagster partitions; in the UI, the job
+    `plan_<name>_backfill` creates them. The asset's page can then materialize the missing and the failed partitions.
     """
     name = consumer.asset.op.name + SUFFIX
     partitions = dg.DynamicPartitionsDefinition(name=name)
@@ -141,7 +143,7 @@ def _spec(consumer: ConsumerDefinition, name: str, partitions: dg.DynamicPartiti
     materialized = [each.to_user_string() for each in (consumer.key, *consumer.computation.publishes)]
     return dg.AssetSpec(
         key=dg.AssetKey([name]),
-        # A run that finds its window replayed materializes nothing.
+        # A run whose window is already replayed materializes nothing.
         skippable=True,
         deps=[topic_key(consumer.topic.name)],
         description=f"Ranges of topic {consumer.topic.name} that are replayed through {consumer.consumer.name}.",
@@ -175,7 +177,8 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         backfill_id = new_id()
         keys = [run.key(backfill_id) for run in planned.runs]
         assert partitions.name is not None, "given above"
-        # The partitions first: if this fails between the two, housekeeping deletes them. Windows would hold retention.
+        # Add the partitions before the windows. If this job dies between the two steps, housekeeping deletes partitions
+        # without windows. Windows without partitions would hold back retention.
         context.instance.add_dynamic_partitions(partitions.name, keys)
         try:
             backfills.register(planned, backfill_id, into=config.into)
@@ -184,12 +187,12 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
                 context.instance.delete_dynamic_partition(partitions.name, each)
             raise
         context.log.info(
-            "backfill %s of %d events has %d windows: materialize the partitions of asset %s that are missing",
+            "backfill %s of %d events has %d windows: materialize the missing partitions of asset %s",
             backfill_id, planned.events, len(keys), partitions.name,
         )  # fmt: skip
 
     plan.__annotations__ = {"context": dg.OpExecutionContext, "config": PlanConfig, "eventsql": EventSQLResource}
-    # Ops and jobs of a code location share their names.
+    # Ops and jobs of a code location share one set of names.
     op = dg.op(name=f"{name}_windows", out={})(plan)
 
     @dg.job(
@@ -247,7 +250,7 @@ def _replay(
                 context.log.info("another run has replayed this window")
                 return
     finally:
-        # The events that a failing run has replayed are committed.
+        # A failing run has committed the events that it replayed.
         if replay.drained.events:
             for asset, metadata in _results(consumer, replay.drained, backfill_id):
                 context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
@@ -260,7 +263,7 @@ def _replay(
 
 
 def _was_replayed(context: dg.AssetExecutionContext, of: str) -> bool:
-    """Whether a run of this run's window has succeeded: somebody may have deleted the backfill after it."""
+    """Whether another run of this run's window has succeeded. The backfill may be deleted since then."""
     tags = {DAGSTER_PARTITION_TAG: context.partition_key, BACKFILL_OF_TAG: of}
     succeeded = dg.RunsFilter(tags=tags, statuses=[dg.DagsterRunStatus.SUCCESS])
     return bool(context.instance.get_runs(succeeded, limit=1))

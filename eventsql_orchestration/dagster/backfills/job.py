@@ -1,4 +1,4 @@
-"""The Dagster job of a consumer's backfills, as its launchers find it."""
+"""The Dagster job of a consumer's backfills: its tags, and the config of its runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eventsql_orchestration.orchestration.backfills.windows import read_key
 
 DEFINE_IT: Final = (
     "give the code location `build_definitions(…, backfills=True)`, or the asset and the jobs of `build_backfill(…)`; "
-    "a location that runs has to be reloaded after this change"
+    "then reload the location if it runs already"
 )
 
 
@@ -37,5 +37,5 @@ class DagsterJob(BackfillJob):
         return {DAGSTER_PARTITION_TAG: key, **self.tags(backfill_id), **shard_tags(window.shard)}
 
     def config(self, max_failures: int | None) -> dict[str, Any]:
-        """The config of a run. Its only op has the name of the asset, and so have the partitions."""
+        """The config of a run. The run's only op and the asset's partitions have the name of the asset."""
         return {} if max_failures is None else {"ops": {self.partitions: {"config": {"max_failures": max_failures}}}}

@@ -25,7 +25,7 @@ from eventsql_orchestration.orchestration.backfills.launcher import Ended
 from eventsql_orchestration.orchestration.errors import RunFailedError
 
 GRACE: Final = 15.0
-"""Seconds that an interrupted run has to give its claim back before it is killed."""
+"""Seconds in which an interrupted run may give its claim back. After them, the run is killed."""
 
 
 class LocalRuns:
@@ -64,7 +64,7 @@ class LocalRuns:
         raise ValidationError(f"{self.location} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self, job: DagsterJob) -> None:
-        """Nothing needs to run."""
+        """Do nothing: local processes need no running Dagster."""
 
     def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
         self._instance.add_dynamic_partitions(job.partitions, list(keys))
@@ -73,7 +73,7 @@ class LocalRuns:
         return bool(self._instance.get_runs(dg.RunsFilter(tags=job.tags(backfill_id)), limit=1))
 
     def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:  # noqa: ARG002 - as of any launcher
-        """None: nothing tells whether the process of another command is alive. The lease of its window does."""
+        """No runs: only the lease of a window shows whether the process of another command is alive."""
         return {}
 
     def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
@@ -90,7 +90,7 @@ class LocalRuns:
             command += ["-c", str(file)]
         try:
             with self._log(number).open("wb") as log:
-                # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
+                # In a session of its own: Ctrl-C reaches only this process, and this process ends the others.
                 process = subprocess.Popen(
                     command, env=self._environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                     start_new_session=True,
@@ -132,4 +132,4 @@ class LocalRuns:
         for run in self._instance.get_runs(dg.RunsFilter(tags={DAGSTER_PARTITION_TAG: key}), limit=1):
             if (why := failure_of(self._instance, run.run_id)) is not None:
                 return why
-        return f"its process ended with {code}: {last_line(self._log(number))}"
+        return f"its process ended with exit code {code}: {last_line(self._log(number))}"

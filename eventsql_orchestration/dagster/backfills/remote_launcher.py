@@ -1,4 +1,4 @@
-"""Backfills in a running Dagster: its runs are launched by the GraphQL API of its webserver."""
+"""Backfills in a running Dagster: the GraphQL API of its webserver launches the runs."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class RemoteDagster:
     outlives = True
 
     def __init__(self, url: str) -> None:
-        """Raises `ValidationError` for a URL that is not of HTTP."""
+        """Raises `ValidationError` if the URL is not an HTTP URL."""
         self._webserver = Webserver(
             url,
-            remedy=": start it, by `eventsql dev` for example, or name definitions with -f or -m to run the backfill "
-            "without one",
+            remedy=": start one, by `eventsql dev` for example, or name definitions with -f or -m to run the backfill "
+            "without a running Dagster",
         )
         self.url = self._webserver.url
 

@@ -39,7 +39,7 @@ class CodeLocation:
 
     @property
     def directory(self) -> Path:
-        """The working directory of its processes: that of the file, or this one."""
+        """The working directory of its processes: the file's directory, or the working directory of this process."""
         return Path.cwd() if self.file is None else self.file.resolve().parent
 
     @property
@@ -54,8 +54,8 @@ class CodeLocation:
     def load(self) -> tuple[str, dg.Definitions]:
         """Its definitions, loaded into this process, and their name there.
 
-        As in Dagster, a function with `@dg.definitions` goes before other definitions. Raises `LocalDagsterError` if
-        there are none or several, and if they cannot be loaded.
+        As in Dagster, a function with `@dg.definitions` takes precedence over other definitions. Raises
+        `LocalDagsterError` if there are no definitions or several, and if they cannot be loaded.
         """
         for directory in map(str, reversed(self._directories)):
             if directory not in sys.path:
@@ -69,17 +69,17 @@ class CodeLocation:
             raise LocalDagsterError(f"{self} cannot be loaded: {self._described(error)}") from error
 
     def check(self) -> None:
-        """Raise `LocalDagsterError`, as `load`, for wrong syntax and for a missing module, before anything is started.
+        """Raise `LocalDagsterError`, as `load` does, for wrong syntax and for a missing module, before anything starts.
 
-        Sources that look well are not loaded here: that would take seconds, and Dagster loads them. An error that they
-        raise when they run is seen then.
+        Sources without such a fault are not loaded here: that would take seconds, and Dagster loads them anyway.
+        Dagster then shows the errors that they raise when they run.
         """
         if not self._look_broken():
             return
         try:
             self.load()
         except LocalDagsterError as error:
-            # Its processes have other variables than this one, so other errors may be of here alone.
+            # The location's processes have other environment variables, so other errors may occur only in this process.
             if isinstance(error.__cause__, ImportError | SyntaxError):
                 raise
 
@@ -100,7 +100,7 @@ class CodeLocation:
         return f"{place}{kind}: {error}{advice}"
 
     def has(self, file: Path) -> bool:
-        """Whether a file is of this location. The environment may be in one of its directories."""
+        """Whether a file belongs to this location. The Python environment does not, even inside of its directories."""
         return any(map(file.is_relative_to, self._directories)) and not file.is_relative_to(sys.prefix)
 
     def _found(self, module: ModuleType) -> tuple[str, dg.Definitions | LazyDefinitions[dg.Definitions]]:

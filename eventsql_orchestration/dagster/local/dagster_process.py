@@ -32,8 +32,8 @@ from eventsql_orchestration.threads import start_thread
 _URL_FILE: Final = "dagster.url"
 
 STOP_SECONDS: Final = 0.7
-"""Seconds that runs have to end. Killed ones lose nothing: their claims are consumed again, and their effects are
-rolled back."""
+"""Seconds that runs get to end before they are killed. A killed run loses nothing: its effects are rolled back, and its
+claim is consumed again."""
 
 _STATUSES_UNDER_WAY: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
 
@@ -74,10 +74,10 @@ def _heeding_interrupts() -> Iterator[None]:
 class LocalDagster:
     """`dagster dev` on one code location, listening on loopback only.
 
-    `instance_home` is a directory with a dagster.yaml, held by `only_one`; `environment` is added to the environment of
-    the processes. `start` takes another port if `port` is not free, and any for 0. Leaving the context ends the
-    unfinished runs, which have `STOP_SECONDS` for that, and kills the processes. `on_stop` gets a line about what it
-    ends.
+    `instance_home` is a directory with a dagster.yaml, which `only_one` locks; `environment` is added to the
+    environment of the processes. `start` takes another port if `port` is not free, and any free port for 0. Leaving the
+    context gives unfinished runs `STOP_SECONDS` to end, and kills the processes. `on_stop` gets a line of text about
+    each step of this.
     """
 
     def __init__(
@@ -107,7 +107,8 @@ class LocalDagster:
         `on_wait` gets the name of the part that is not ready yet. Raises `LocalDagsterError`.
         """
         self._give_up_leftovers()
-        # Until it listens, another `eventsql dev` would find the port free, and each would ask the other's webserver.
+        # Reserve the port until Dagster listens. Otherwise another `eventsql dev` could take the same port, and each
+        # would ask the other's webserver.
         with reserved_port(self.port) as self.port:
             self._start_process()
             self._await_location(time.monotonic() + timeout, on_wait)
@@ -129,7 +130,7 @@ class LocalDagster:
             "--log-level", "warning", "--log-format", "rich",
         ]
         # fmt: on
-        # In a session of its own: Ctrl-C reaches this process only, which then ends the others.
+        # In a session of its own: Ctrl-C reaches only this process, and this process ends the others.
         with self.log.open("wb") as log, _heeding_interrupts():
             self._process = start_group(
                 self.instance_home / PROCESSES_LOCK,
@@ -167,7 +168,7 @@ class LocalDagster:
         return None
 
     def _cause_of(self, error: Mapping[str, Any]) -> str:
-        """The error of the location, with its place there: Dagster has wrapped it in errors of its own."""
+        """The location's own error, with its place in the location. Dagster wraps it in errors of its own."""
         cause = [error, *error["causes"]][-1]
         frames = re.findall(r'^\s*File "(.+)", line (\d+)', "\n".join(cause["stack"]), flags=re.MULTILINE)
         own = [f"{os.path.relpath(file)}, line {line}: " for file, line in frames if self.location.has(Path(file))]
@@ -207,7 +208,7 @@ class LocalDagster:
     def wait(self, instance: dg.DagsterInstance, run_id: str, *, timeout: float) -> dg.DagsterRun:
         """Wait until a run has succeeded.
 
-        Raises `RunFailedError` if it does not within `timeout` seconds, `LocalDagsterError` if Dagster ends.
+        Raises `RunFailedError` if it does not succeed within `timeout` seconds, `LocalDagsterError` if Dagster ends.
         """
         deadline = time.monotonic() + timeout
         while True:
@@ -226,7 +227,7 @@ class LocalDagster:
             time.sleep(0.25)
 
     def stop(self) -> None:
-        """End the runs, and kill the processes: what they know is in the database."""
+        """End the runs, and kill the processes: all of their state is in the database."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -240,10 +241,10 @@ class LocalDagster:
             process.wait()
 
     def _end_runs(self, deadline: float) -> None:
-        # A webserver answers late, or never, while its database is down. The next start cancels the runs then.
+        # While its database is down, a webserver answers late or never. Then the next start cancels the runs.
         with contextlib.suppress(LocalDagsterError):
             runs = self._runs_before(deadline)
-            # The transfer has nothing to lose.
+            # Do not mention runs of the transfer: they have nothing to lose.
             if told := [run for run in runs if TRANSFER_TAG not in run.tags]:
                 self._on_stop(f"waiting for {_described(told)}")
             for run in runs:

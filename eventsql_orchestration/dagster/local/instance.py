@@ -14,7 +14,8 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.urls import parse_dsn
 
 STORAGE_SCHEMA: Final = "dagster_dev"
-"""Not `dagster`, where a deployment has its tables: two daemons on one storage end each other's runs."""
+"""The schema of Dagster's tables for `eventsql dev`. A deployment uses `dagster`: two daemons on one storage would end
+each other's runs."""
 
 STORAGE_VARIABLE: Final = "DAGSTER_PG_URL"
 """The environment variable with the URL of the storage. Dagster repeats dagster.yaml in the command lines of its

@@ -1,6 +1,6 @@
-"""A look at the sources of a code location without running them: their syntax, and whether their imports are there.
+"""A check of a code location's sources without running them: their syntax, and whether their imports exist.
 
-Loading a location takes seconds, and Dagster loads it anyway. This look takes milliseconds.
+Loading a location takes seconds, and Dagster loads it anyway. This check takes milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 
 class Import(NamedTuple):
-    """A module that a source imports. If it is not `certain`, it may be a name inside of the module before."""
+    """A module that a source imports. If it is not `certain`, the last part may be a name inside of a module."""
 
     module: str
     certain: bool = True
@@ -36,7 +36,7 @@ class Sources:
     package: str | None = None
 
     def look_broken(self, start: Path | Import) -> bool:
-        """Whether a source has wrong syntax, or imports a module that is not there: this one, or one that it imports.
+        """Whether a source, or a source that it imports, has wrong syntax or imports a module that does not exist.
 
         A program that changes where Python looks for modules may run all the same.
         """
@@ -88,7 +88,7 @@ class Sources:
                 return each
         found = _spec(name)
         if found is None or found.origin is None:
-            # An installed package goes before a directory without __init__.py.
+            # An installed package takes precedence over a directory without __init__.py.
             return next((each for each in self.directories if (each / name).is_dir()), None)
         places = found.submodule_search_locations if name == self.package else None
         return Path(next(iter(places))).parent if places else None

@@ -1,4 +1,4 @@
-"""A webserver of Dagster, asked by GraphQL: its jobs, its runs, and launching one."""
+"""A client of Dagster's webserver by GraphQL: it lists jobs and runs, and launches and ends runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFa
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 
 TIMEOUT: Final = 60.0
-"""Seconds that an answer may take; a webserver asks the code location for some."""
+"""Seconds that an answer may take. For some answers, the webserver asks the code location."""
 
 _REPOSITORIES: Final = """
 { repositoriesOrError {
@@ -64,13 +64,14 @@ class RunOfWebserver:
 
 
 class Webserver:
-    """The webserver at a URL. `timeout` is in seconds, for each answer. `remedy` ends the error if none answers.
+    """The webserver at a URL.
 
-    The user and the password of the URL are sent to the webserver only: `url` is without them.
+    `timeout` is in seconds, for each answer. `remedy` is the end of the error if no webserver answers. The user and the
+    password of the URL are sent only to the webserver: `url` does not have them.
     """
 
     def __init__(self, url: str, *, timeout: float = TIMEOUT, remedy: str = "") -> None:
-        """Raises `ValidationError` for what is no URL of HTTP."""
+        """Raises `ValidationError` if the URL is not an HTTP URL."""
         check_url(url, "a Dagster webserver", "http://127.0.0.1:3000")
         self.url = without_credentials(url)
         self.endpoint = f"{url.rstrip('/')}/graphql"
@@ -79,7 +80,7 @@ class Webserver:
         self._remedy = remedy
 
     def ask(self, query: str, **variables: Any) -> dict[str, Any]:
-        """The data of an answer. Raises `LocalDagsterError` if no answer comes, or a refusal."""
+        """The data of an answer. Raises `LocalDagsterError` if no answer comes, or the webserver refuses."""
         try:
             response = requests.post(
                 self.endpoint, json={"query": query, "variables": variables},
@@ -88,12 +89,12 @@ class Webserver:
             response.raise_for_status()
             answer = response.json()
         except (requests.RequestException, ValueError) as error:
-            # The message of `requests` repeats the URL.
+            # The message of `requests` would repeat the URL.
             raise LocalDagsterError(
                 f"no Dagster answers at {self.url} ({type(error).__name__}){self._remedy}"
             ) from None
         if not isinstance(answer, dict):
-            raise LocalDagsterError(f"the server at {self.url} is no webserver of Dagster")
+            raise LocalDagsterError(f"the server at {self.url} is not a webserver of Dagster")
         data = answer.get("data")
         if answer.get("errors") or not isinstance(data, dict):
             raise LocalDagsterError(f"{self.url} refused a query: {one_line(json.dumps(answer.get('errors')))}")
@@ -137,7 +138,7 @@ class Webserver:
 
 
 def listed_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
-    """Tags as GraphQL takes them."""
+    """Tags in the form that GraphQL takes."""
     return [{"key": name, "value": text} for name, text in tags.items()]
 
 
