@@ -1,9 +1,9 @@
 """Deletes old history: runs, ticks and reports of Dagster, claims, records of publications, partitions of backfills.
 
 Dagster deletes events with their run, and the whole history of an asset. It has no call that deletes events without a
-run, such as the reports of the lag sensor. On PostgreSQL, where this package keeps Dagster's storage, they are deleted
-from its tables as `delete_run` does it: an event with its tags. The last observation and materialization of each asset
-and the last result of each check stay, because Dagster asks for them.
+run, such as the reports of the lag sensor. If Dagster's storage is PostgreSQL, this module deletes these events from
+Dagster's tables as `delete_run` does, each event with its tags. The last observation and materialization of each asset
+and the last result of each check stay, because Dagster reads them.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from eventsql_orchestration.orchestration.backfills.windows import Backfill, rea
 from eventsql_orchestration.orchestration.provenance import claim_of, run_of
 
 BATCH: Final = 1_000
-"""Rows that one statement deletes: a few milliseconds, during which nobody waits."""
+"""Rows that one statement deletes. It takes a few milliseconds, so it holds up nobody."""
 
 PAGE: Final = 100
-"""Runs, and writers of publications, that are read at once."""
+"""Number of runs, or of writers of publications, that are read at once."""
 
 MAX_ID: Final = 2**63 - 1
 
@@ -50,9 +50,10 @@ _TAGS: Final = {
     dg.DagsterEventType.ASSET_OBSERVATION.value: "asset_observation",
     dg.DagsterEventType.ASSET_MATERIALIZATION.value: "materialization",
 }
-"""The key of an event's tags within its JSON, by type: Dagster's table of tags has only some of its own tags."""
+"""The key of an event's tags within its JSON, by type. Dagster's table of tags lacks this package's tags."""
 
-# Ids grow with time: the index (asset_key, type, id) gives the oldest first, and the first young event ends the scan.
+# Ids grow with time: the index (asset_key, type, id) gives the oldest events first, and the first event that is too
+# young to delete ends the scan.
 _DELETE_EVENTS: Final = sa.text("""
 WITH old AS (
     SELECT e.id FROM event_logs e
@@ -114,9 +115,9 @@ def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, pa
 def purge_ticks(
     instance: dg.DagsterInstance, names: Collection[str], *, before: datetime, failures_before: datetime | None = None
 ) -> None:
-    """Delete the ticks of the sensors and schedules of these names from before a time.
+    """Delete the ticks from before a time, of the sensors and schedules with these names.
 
-    Failed ticks have a time of their own, because they explain gaps; without one, they stay.
+    Failed ticks have a separate time, because they explain gaps. Without `failures_before`, they stay.
     """
     for state in instance.all_instigator_state():
         if state.instigator_name in names:
@@ -134,12 +135,12 @@ def _statuses(*names: str) -> list[Any]:
 def delete_reports(
     instance: dg.DagsterInstance, checks: Collection[dg.AssetCheckKey], *, before: datetime, batch: int = BATCH
 ) -> int | None:
-    """Delete this package's reports from before a time; gives their number, None if the storage is not PostgreSQL.
+    """Delete this package's reports from before a time. Returns their number, or None if the storage is not PostgreSQL.
 
-    These are observations and materializations without a run, and results of `checks` without a run or of a deleted
-    one.
+    Reports are observations and materializations without a run, and results of `checks` without a run or with a deleted
+    run.
     """
-    # Without dagster-postgres, no instance has its storage there.
+    # Without dagster-postgres, no instance has its storage in PostgreSQL.
     try:
         from dagster_postgres import PostgresEventLogStorage  # noqa: PLC0415 - it need not be installed
     except ModuleNotFoundError:
@@ -195,9 +196,9 @@ def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: d
     """Delete the records of publications of one database from before a time; gives their number.
 
     The record keeps a repeated publication from being published again. The record of an asset's publication stays as
-    long as the instance has its run, which could be executed again, unless it committed a claim: a claim is committed
-    once. Of other writers, streams above all, the newest batch stays for ever: a stream repeats its last batch when it
-    goes on.
+    long as the instance has the run, because the run could be executed again. It need not stay if the run committed a
+    claim: a claim is committed once. For every other writer, such as a stream, the record of the newest batch stays for
+    ever: a stream repeats its last batch when it goes on.
     """
     queries = Queries("publications", shard.database.schema)
     deleted, after = 0, ""

@@ -1,4 +1,4 @@
-"""Housekeeping: keeps topics to their retention, and this package's own frequent runs and ticks in bounds."""
+"""Housekeeping: applies the retention of topics, and deletes old runs and ticks of this package."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -65,7 +65,7 @@ def build_housekeeping_schedule(
     cron_schedule: str = "17 * * * *",
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
-    """A schedule that keeps topics to their retention and deletes the old history of this package.
+    """A schedule that applies the retention of topics and deletes the old history of this package.
 
     `retention` says how long history is kept, `checks` are the checks whose results are deleted. Runs and events of
     others are not touched. A shard that is down keeps its history until the next run: the other shards are cleared,
@@ -81,7 +81,7 @@ def build_housekeeping_schedule(
     )
     delete_old_publications = _shard_op(
         "delete_old_publications",
-        "Deletes the records of publications that nothing repeats any more.",
+        "Deletes the records of publications that nothing can repeat any more.",
         lambda context, shard: (
             f"deleted {delete_publications(shard, context.instance, before=_ago(kept.publication_hours))} records"
         ),
@@ -90,7 +90,7 @@ def build_housekeeping_schedule(
 
     @dg.job(
         name=name,
-        description="Keeps topics to their retention, and the history of the platform's own runs in bounds.",
+        description="Applies the retention of topics, and deletes old runs, ticks and reports of the platform.",
         executor_def=dg.in_process_executor,
         tags=INTERNAL_RUN,
     )
@@ -98,7 +98,7 @@ def build_housekeeping_schedule(
         drop_old_segments()
         drop_old_views()
         delete_old_claims()
-        # Runs that are deleted repeat nothing.
+        # Delete runs first: a deleted run repeats no publication and no window.
         history = delete_old_history()
         delete_old_publications(history)
         delete_old_windows(history)
@@ -157,7 +157,7 @@ def _shard_op(
 def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
     dropped = [
         f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
-        + (f", {each.held_by} has not passed the next that is due" if each.held_by else "")
+        + (f"; the next one stays, because {each.held_by} has not passed it" if each.held_by else "")
         for each in shard.retention.run_once()
     ]
     compacted = [
@@ -188,7 +188,7 @@ def _keep_views(_: dg.OpExecutionContext, shard: Shard) -> str:
 
 drop_old_views = _shard_op(
     "drop_old_views",
-    "Drops the partitions of views that are beyond their retention, and sorts those of logs.",
+    "Drops the partitions of views that are beyond their retention, and sorts the partitions of logs.",
     _keep_views,
 )
 

@@ -56,9 +56,9 @@ def build_alert_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that calls `notify(alert)` when one of `checks` turns red, and when it is green again.
 
-    A check that stays red with another severity alerts again. Each alert is sent at least once: if `notify` raises, the
+    If the severity of a red check changes, it alerts again. Each alert is sent at least once: if `notify` raises, the
     alert is sent again at the next tick, and other alerts are sent meanwhile. The tick fails if no alert could be sent.
-    Raises `ValidationError` without checks, or for a `notify` that is not callable.
+    Raises `ValidationError` if there are no checks, or if `notify` is not callable.
     """
     keys = tuple(
         key for check in checks for key in ([check.key] if isinstance(check, ReportedCheck) else check.check_keys)
@@ -88,7 +88,7 @@ def build_alert_sensor(
 def _changes(
     instance: dg.DagsterInstance, keys: Iterable[dg.AssetCheckKey], known: Mapping[str, str]
 ) -> Iterator[CheckAlert]:
-    """The checks whose newest result has another state than the one that is known."""
+    """The checks whose newest result has another state than the known one."""
     for key in keys:
         if (found := latest_evaluation(instance, key)) is not None:
             evaluation, at = found

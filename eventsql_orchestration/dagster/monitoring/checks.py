@@ -22,7 +22,7 @@ LAG_CHECK: Final = "lag"
 BEYOND_SINCE: Final = "beyond since"
 
 UNDER_WAY: Final = 5
-"""The most executions of one check, under way or dead, that are expected since its newest result."""
+"""Maximum number of executions of one check, under way or dead, that are expected after its newest result."""
 
 IDLE_INTERVAL: Final = 300.0
 """Seconds between observations of an asset without lag, and between reports of a red check that has not changed: plots
@@ -32,14 +32,14 @@ GREEN_INTERVAL: Final = 3_600.0
 """Seconds between reports of a green check that has not changed."""
 
 RENEWAL_INTERVAL: Final = 60.0
-"""The same after the asset was materialized, when Dagster's UI hides older results. A red check is reported again at
-once."""
+"""The same for a green check after its asset was materialized, because Dagster's UI then hides older results. A red
+check is reported again at once."""
 
 Memory: TypeAlias = Mapping[str, Any]
 """State of a check that is kept from one evaluation to the next, as JSON."""
 
 Reported: TypeAlias = Mapping[str, Any]
-"""The face and the time of a check's last report, and its memory, as JSON."""
+"""The `face` of a check's last verdict, the time of its report, and the check's memory, as JSON."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check. It is reported at once if its `face` has changed. `memory` is for the next evaluation."""
+    """The result of a check. A result with another `face` is reported at once. `memory` is for the next evaluation."""
 
     passed: bool
     description: str
@@ -117,14 +117,14 @@ def build_lag_check(
 ) -> ConsumerCheck:
     """A check `lag` of a consumer's asset: red while its lag is above `max_events` or `max_seconds`.
 
-    With `grace` (seconds), it turns red only after the lag was above for that long without a break. The result has the
-    cause and the numbers. The check is also red while a shard is down, because the lag there is unknown. Raises
-    `ValidationError` if no threshold is given, or a negative one.
+    With `grace` (seconds), it turns red only after the lag was above the limit for that long without a break. The
+    result has the cause and the numbers. The check is also red while a shard is down, because the lag there is unknown.
+    Raises `ValidationError` if no limit is given, or a negative one.
     """
     limits = LagLimits(max_events=max_events, max_seconds=max_seconds, grace=grace)
     rule = _LagRule(consumer, limits)
-    description = f"Consumer {consumer.consumer.name} is behind by {rule.bounds} at most" + (
-        f", or not for longer than {grace:g} s." if grace else "."
+    description = f"Consumer {consumer.consumer.name} is behind by at most {rule.bounds}" + (
+        f", or by more for at most {grace:g} s." if grace else "."
     )
     return define_check(consumer, LAG_CHECK, description, severity, rule)
 

@@ -33,7 +33,8 @@ OPEN_LETTERS: Final = "open dead letters"
 BLOCKED_PARTITIONS: Final = "blocked partitions"
 
 LETTERS_SHOWN: Final = 10
-"""The most dead letters that a check names, the oldest ones: each tick of the sensor reads them with their values."""
+"""Maximum number of dead letters that a check names. It names the oldest; each tick of the sensor reads their
+values."""
 
 _NONE_BEFORE: Final = "no open letter up to"
 _TOPIC_MADE: Final = "of the topic created at"
@@ -44,7 +45,7 @@ _UNSETTLED: Final = "not all was delivered"
 def build_delivered_check(
     consumer: ConsumerDefinition, *, severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR
 ) -> ConsumerCheck:
-    """A check `delivered` of a consumer's asset: red while an event failed for good and nobody has settled it.
+    """A check `delivered` of a consumer's asset: red while a dead letter is open, or an event blocks a partition.
 
     It is red while `<topic>_dlt` holds a dead letter of the consumer that was not redriven, and while a failed event
     blocks one of its partitions. The result names the events with their errors, and the commands that show and redrive
@@ -103,7 +104,7 @@ class _DeliveredRule:
         try:
             states = shard.registry.consumer(topic, name)
         except ConsumerNotFoundError:
-            # It is registered on other shards only, and its sensor says so.
+            # The consumer is registered on other shards only, and its sensor says so.
             states = []
         blocked = [(s, reason) for s in states if (reason := shard.dead_letters.blocking(s)) is not None]
         return _Found(letters, blocked, dict(memory))
@@ -137,10 +138,10 @@ class _DeliveredRule:
 def _open_letters(
     shard: Shard, memory: Memory, topic: str, consumer: str
 ) -> tuple[list[DeadLetter], Mapping[str, Any]]:
-    """The oldest open dead letters, one more than is shown, and the memory of the offset before which none is open.
+    """The oldest open dead letters, one more than the check shows, and the memory: up to its offset, none is open.
 
     A redriven letter is never open again, so the search starts at the first one that was open. Searching 300,000
-    letters for those of one consumer would take hundreds of milliseconds at each tick.
+    letters for the letters of one consumer would take hundreds of milliseconds at each tick.
     """
     source = shard.dead_letters.topic_of(topic)
     if source is None:

@@ -32,7 +32,7 @@ TOPIC_INTERVAL: Final = 60.0
 """Seconds between two reports of events that arrived in a topic: freshness is a matter of minutes."""
 
 SHOWN_CONSUMERS: Final = 5
-"""The most consumers that a tick names in its skip reason."""
+"""Maximum number of consumers that a tick names in its skip reason."""
 
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
@@ -53,8 +53,8 @@ def build_lag_sensor(
     cause in words. A consumer that stays without lag is observed every 5 minutes. A check is evaluated at every tick.
     Its result is reported when it changes; otherwise every 5 minutes while it is red, every hour while it is green, and
     sooner after the asset was materialized. Events that arrived in `topics`, to which no asset publishes, are reported
-    once a minute as materializations, so that Dagster can judge their freshness. They have the topic's rate, offsets,
-    retention and consumers, and a `sample` of its last events. No run is started.
+    once a minute as materializations, so that Dagster can judge the topic's freshness. They have the topic's rate,
+    offsets, retention and consumers, and a `sample` of its last events. No run is started.
 
     Raises `ValidationError` for a check of a consumer that is not among `consumers`, and for two definitions of one
     consumer.
@@ -86,7 +86,7 @@ def build_lag_sensor(
 def materialized_at(
     instance: dg.DagsterInstance, consumers: Sequence[ConsumerDefinition]
 ) -> Mapping[dg.AssetKey, float]:
-    """The time of each asset's last materialization, in seconds since the epoch; without assets that have none."""
+    """The time of each asset's last materialization, in seconds since the epoch. Assets without one are left out."""
     latest = {
         record.asset_entry.asset_key: record.asset_entry.last_materialization
         for record in instance.get_asset_records([consumer.key for consumer in consumers])
@@ -124,7 +124,7 @@ class _Cursor:
 
     @classmethod
     def parse(cls, text: str | None) -> _Cursor:
-        """Read a cursor. One of another release is ignored."""
+        """Read a cursor. A cursor of another release is ignored."""
         content = json.loads(text) if text else {}
         return cls(**content) if content.keys() == {each.name for each in fields(cls)} else cls()
 
@@ -166,7 +166,7 @@ def observe_lag(
 
 
 def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey, AssetLag]) -> str:
-    """Which consumers are behind and why, those with the largest lag first, and which are not registered."""
+    """Which consumers are behind and why, the largest lag first, and which consumers are not registered."""
     behind = sorted(((lag, key) for key, lag in lags.items() if lag.causes), key=lambda each: -each[0].events)
     said = [
         f"{key.to_user_string()} is {lag.events:,} events behind ({', '.join(sorted({why for _, why in lag.causes}))})"
@@ -181,7 +181,7 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
 
 
 def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stopped: Collection[str]) -> AssetLag:
-    """A lag with the partitions that have moved since the tick before, and the sensors that are switched off."""
+    """A lag with the partitions that have moved since the previous tick, and the sensors that are switched off."""
     offsets = before.offsets.get(consumer.key.to_user_string(), {})
     # A consumer may have one sensor for all of its partitions.
     own = len(consumer.sensors) == len(consumer.partitions)
@@ -197,7 +197,7 @@ def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stop
 
 @dataclass
 class _Tick:
-    """A tick at `now`: reads the state that the tick before left, and writes the state for the next one."""
+    """A tick at `now`: reads the state that the previous tick left, and writes the state for the next tick."""
 
     now: float
     before: _Cursor

@@ -12,7 +12,7 @@ from eventsql_orchestration.store import Projection, Projections
 REPLAY_CHECK: Final = "replay"
 
 _SHOWN: Final = 20
-"""The most ids of a table that a result names."""
+"""Maximum number of ids of a table that a result names."""
 
 
 def build_projection_check(
@@ -30,7 +30,7 @@ def build_projection_check(
 
     @dg.asset_check(
         asset=projection_key(projection), name=REPLAY_CHECK,
-        description=f"The rows of {sample} random aggregates are as a replay of their changes has them.",
+        description=f"The rows of {sample} random aggregates are equal to a replay of their changes.",
     )  # fmt: skip
     def check(eventsql: EventSQLResource) -> dg.AssetCheckResult:
         compared = Projections(eventsql.platform.store, [projection]).compare(

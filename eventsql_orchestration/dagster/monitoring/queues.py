@@ -31,7 +31,7 @@ from eventsql_orchestration.queue.lag import QueueLag, queue_lags
 
 AGE: Final = "Age seconds"
 DEPTH: Final = "Depth"
-"""Dagster's UI sorts the plots of an asset by their names, capital letters first: these two come first."""
+"""Dagster's UI sorts the plots of an asset by name, capital letters first, so these two come first."""
 
 UNREACHABLE: Final = "unreachable"
 
@@ -40,8 +40,9 @@ UNREACHABLE: Final = "unreachable"
 class QueueLimits:
     """The limits of a queue's checks.
 
-    More than `max_messages` may wait, or one message for more than `max_seconds`, for at most `grace` seconds. There
-    may be at most `max_dead_letters` at any time.
+    The check `lag` is red if more than `max_messages` wait, or a message waits for more than `max_seconds`, and this
+    lasts for longer than `grace` seconds. The check `delivered` is red if there are more than `max_dead_letters` dead
+    letters.
 
     None sets no limit. Raises `ValidationError` for a negative number.
     """
@@ -60,7 +61,7 @@ DEFAULT_LIMITS: Final = QueueLimits()
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """A queue over all shards; `lags` has one for each shard that could be reached and has the queue."""
+    """A queue over all shards; `lags` has an entry for each shard that could be reached and has the queue."""
 
     name: str
     lags: Sequence[QueueLag] = ()
@@ -114,12 +115,12 @@ def build_queue_checks(
     *,
     severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
 ) -> list[QueueCheck]:
-    """The checks of a queue: `lag`, red while too many messages wait or one waits too long, and `delivered`, red while
-    the queue has dead letters.
+    """The checks of a queue.
 
-    `asset` is that of `queue_asset`. A check without a limit is left out. Both are also red while a shard is down,
-    because the numbers there are unknown. Messages are counted up to 10,000 of each state. Raises `ValidationError` for
-    another asset.
+    `lag` is red while too many messages wait or one waits for too long, and `delivered` while there are too many dead
+    letters. `asset` comes from `queue_asset`. A check without a limit is left out. Both are also red while a shard is
+    down, because the numbers there are unknown. In each state, up to 10,000 messages are counted. Raises
+    `ValidationError` for another asset.
     """
     queue = _queue_of(asset)
     checks = []
@@ -192,7 +193,7 @@ class _DeliveredRule:
             f"{state.dead} dead letters: `eventsql queue peek` on the queue of dead letters shows their history, "
             f"`eventsql queue redrive {self.queue}` moves them back",
             state.metadata(),
-            # Further dead letters are news, up to the number that is counted.
+            # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
         )
 
@@ -216,10 +217,10 @@ def build_queue_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that observes the depth and age of queues about every `interval_seconds`, and evaluates `checks`.
 
-    `assets` are those of `queue_asset`. Each observation has the numbers `Depth`, `Age seconds` (the time for which a
-    visible message has waited longest), `Visible`, `In flight`, `Delayed`, `Blocked` and `Dead letters`, which Dagster
-    plots. A queue that stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported as by
-    `build_lag_sensor`. No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
+    `assets` come from `queue_asset`. Each observation has the numbers `Depth`, `Age seconds` (the longest wait of a
+    visible message), `Visible`, `In flight`, `Delayed`, `Blocked` and `Dead letters`, which Dagster plots. A queue that
+    stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported as by `build_lag_sensor`.
+    No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
     """
     queues = {spec.key: _queue_of(spec) for spec in assets}
     strangers = sorted(check.key.to_user_string() for check in checks if check.key.asset_key not in queues)

@@ -22,16 +22,16 @@ CONSUMERS: Final = "consumers"
 LAST_EVENTS: Final = "last events"
 
 SHOWN_CHARACTERS: Final = 200
-"""The most characters of a key or a value in a sample."""
+"""Maximum number of characters of a key or a value in a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopicSample:
-    """The last events that a topic's page shows: their number, and whether keys and values are left out.
+    """The sample of last events on a topic's page: their number, and whether keys and values are left out.
 
-    Dagster's storage keeps the sample as long as the report, for everybody who sees Dagster's UI. So a sample has sizes
-    instead of contents, unless `redact` is False.
-    Raises `ValidationError` for a number below 0 or above 100.
+    Dagster's storage keeps the sample as long as the report, and everybody who can open Dagster's UI sees it. So a
+    sample has sizes instead of contents, unless `redact` is False. Raises `ValidationError` for a number below 0 or
+    above 100.
     """
 
     events: int = 3
@@ -50,7 +50,8 @@ def topic_page(
 ) -> Mapping[str, Any]:
     """Metadata of a topic on one shard whose log ends at offset `end`. `arrived` events came in `seconds` seconds.
 
-    Without a scan of the log, its events are at most as many as its offsets. Raises `TopicNotFoundError`.
+    The log is not scanned, so the page shows the number of its offsets: the log has at most so many events. Raises
+    `TopicNotFoundError`.
     """
     registered = shard.registry.topic(topic)
     schema = shard.database.schema

@@ -19,15 +19,15 @@ def build_view_check(
     partial: bool = False,
     severity: dg.AssetCheckSeverity = dg.AssetCheckSeverity.ERROR,
 ) -> dg.AssetChecksDefinition:
-    """A check `recomputation` of the asset of a view: red if the view differs from what its consumed events say.
+    """A check `recomputation` of a view's asset: red if the view differs from a recomputation of its consumed events.
 
-    Each execution computes the whole view anew in a table of its own, and drops it. `fill` makes the object
-    that computes it in bulk, such as `lambda: SparkViewFill(spark_session())`. See `Views.compare`.
+    Each execution computes the whole view anew in a table of its own, and drops it. `fill` makes the object that
+    computes the view in bulk, such as `lambda: SparkViewFill(spark_session())`. See `Views.compare`.
     """
 
     @dg.asset_check(
         asset=view_key(feed.view), name=RECOMPUTATION_CHECK,
-        description=f"View {feed.view.name} is as a recomputation of the events of {feed.topic} has it.",
+        description=f"View {feed.view.name} is equal to a recomputation of the events of {feed.topic}.",
     )  # fmt: skip
     def check(eventsql: EventSQLResource) -> dg.AssetCheckResult:
         views = Views(eventsql.platform.database)
@@ -35,7 +35,7 @@ def build_view_check(
         metadata: dict[str, Any] = {
             "Missing": compared.missing, "Surplus": compared.surplus, "Examples": "\n".join(compared.examples),
         }  # fmt: skip
-        told = f"The view lacks {compared.missing} entries of a recomputation, and has {compared.surplus} others."
+        told = f"The view lacks {compared.missing} entries of the recomputation, and has {compared.surplus} too many."
         return dg.AssetCheckResult(
             passed=compared.equal, severity=severity, metadata=metadata, description=None if compared.equal else told
         )
