@@ -95,7 +95,7 @@ def default_launcher() -> RunLauncher[dg.DagsterInstance]:
 def load_location(origin: RepositoryPythonOrigin) -> None:
     """Import a repository and build its jobs. Later loads in this process and its forks find them.
 
-    A pointer to a file would execute the file again at each load.
+    Without the cache, a location that is a file would execute the file again at each load.
     """
     code_pointer.load_python_file = functools.cache(code_pointer.load_python_file)
     recon_repository_from_origin(origin).get_definition().get_all_jobs()
@@ -131,8 +131,8 @@ def working_directory(origin: RepositoryPythonOrigin) -> str:
 class CodeServer:
     """The code server of a location.
 
-    A reload changes `id`, which is empty if no server is known. `remote` tells that Dagster did not start the server,
-    and that it may be on another machine.
+    A reload changes `id`, which is empty if no server is known. `remote` is true if Dagster did not start the server
+    and the server may be on another machine.
     """
 
     id: str = ""
@@ -154,7 +154,7 @@ def code_server(workspace: BaseWorkspaceRequestContext | None, location: str) ->
 
 
 def code_servers(workspace: IWorkspaceProcessContext[Any]) -> dict[str, str]:
-    """The locations of a workspace now, each with the id of its code server; empty if none is known."""
+    """The present locations of a workspace, each with its code server's id; the id is empty if no server is known."""
     now = workspace.create_request_context()
     return {name: code_server(now, name).id if now.has_code_location(name) else "" for name in now.code_location_names}
 

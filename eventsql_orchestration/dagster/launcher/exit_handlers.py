@@ -15,7 +15,8 @@ _OF_EACH_PROCESS: Final = ("logging", "multiprocessing.util", "weakref")
 class ExitHandlers:
     """The exit handlers and finalizers of a location, to run when the server ends.
 
-    A module may delete its temporary directory, for example. The first run to end must not do that for all runs.
+    For example, a module may delete its temporary directory at exit. The first run that ends must not delete it for all
+    runs.
     """
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class ExitHandlers:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record in the block: Python does not tell which handlers are registered."""
+        """Record the handlers that are registered during the block: Python does not list them."""
         register = atexit.register
 
         def record(function: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Whether this process may be forked: one thread, and no sockets but those that it was given. For Linux."""
+"""Whether this process may be forked: it has one thread, and no sockets except the given ones. For Linux."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def obstacle(given: set[int]) -> str | None:
 
 
 def _threads_after_fork() -> int:
-    """The threads that are left after a fork: libraries that allow forks, as OpenBLAS does, end theirs before it."""
+    """The number of threads after a fork. Libraries that allow forks, as OpenBLAS does, end their threads before it."""
     child = os.fork()
     if child == 0:
         os._exit(0)

@@ -18,17 +18,17 @@ _SOURCES: Final = (".py", ".so", ".yaml", ".yml", ".toml")
 """Endings of source files. A source file that is added to or removed from a directory is a change of the location."""
 
 _LOOKED_AT: Final = 1_000
-"""Entries of a new directory that are looked at for a source. A directory of data has more."""
+"""Maximum number of entries of a new directory that are searched for a source. A directory of data has more."""
 
 
 class LoadedFiles:
     """The files and directories that this process has read to load a location.
 
-    Modules, files that the location opened, and directories outside of the environment's packages. A file that changed
-    while it was loaded counts as changed: `since` is the time before the process started, in ns since the epoch. A file
-    that was changed in the future is taken for unchanged: it comes from a machine whose clock is fast.
+    They are modules, files that the location opened, and directories outside of the environment's packages. A file that
+    changed while it was loaded counts as changed: `since` is the time before the process started, in ns since the
+    epoch. A file whose change time is in the future counts as unchanged: it comes from a machine whose clock is fast.
 
-    The time at which the inode of a package's file changed does not count. Installers link one copy of a package into
+    For a package's file, the change time of the inode does not count. Installers link one copy of a package into
     several environments, and each link sets that time.
     """
 
@@ -42,8 +42,8 @@ class LoadedFiles:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record in the block. Python cannot remove an audit hook, so a process may do this once."""
-        # A directory that Python has listed before would not be listed again.
+        """Record during the block. Python cannot remove an audit hook, so a process may do this only once."""
+        # Otherwise, Python would not list again a directory that it has listed before, and the hook would miss it.
         importlib.invalidate_caches()
         sys.addaudithook(self._audit)
         self._recording = True
@@ -64,7 +64,7 @@ class LoadedFiles:
         self._stamps.setdefault(path, self._file_stamp(path))
 
     def changed(self) -> str | None:
-        """The path of a file that changed, came or went; None if all is as it was loaded."""
+        """The path of a file that was changed, added or removed since the load; None if there is none."""
         if self._changed is None:
             for path, stamp in self._stamps.items():
                 if isinstance(stamp, frozenset):
@@ -87,7 +87,7 @@ class LoadedFiles:
             return
         if event != "open":
             if not f"{path}{os.sep}".startswith(self._packages):
-                # Listing the directory and its subdirectories causes audit events of its own.
+                # Listing the directory and its subdirectories causes further audit events.
                 self._recording = False
                 self._stamps[path] = _directory_stamp(path)
                 self._recording = True
@@ -114,7 +114,7 @@ def _writes(flags: object) -> bool:
 def _directory_stamp(path: str) -> frozenset[str]:
     """The sources in a directory, and the directories in it that have sources.
 
-    Other files and directories may be what the location's runs write.
+    Other files and directories do not count, because the location's runs may write them.
     """
     try:
         with os.scandir(path) as entries:
@@ -128,7 +128,7 @@ def _is_source(entry: os.DirEntry[str]) -> bool:
 
 
 def _has_source(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory with a source among the first entries in it and below it."""
+    """Whether an entry is a directory that has a source among the first entries in and below it."""
     directories, left = [entry], _LOOKED_AT
     while directories and left:
         entry = directories.pop(0)

@@ -25,16 +25,17 @@ from eventsql_orchestration.threads import start_thread
 logger = logging.getLogger(__name__)
 
 TERMINATE_TAG: Final = "eventsql/terminate"
-"""The tag of a run that a process of another machine wants to end. Its value is the run's id."""
+"""The tag of a run that a process on another machine wants to terminate. Its value is the run's id."""
 
 _ATTEMPTS: Final = 4
-"""Servers that one launch may start, if files go on changing or servers go on dying."""
+"""Maximum number of servers that one launch starts, if files keep changing or servers keep dying."""
 
 _UNFORKABLE_FOR: Final = 600.0
-"""Seconds for which Dagster's launcher runs a location that cannot be forked. A reload of the location ends them."""
+"""Seconds for which Dagster's launcher launches the runs of a location that cannot be forked. A reload of the location
+ends this time."""
 
 _WATCH_EVERY: Final = 2.0
-"""Seconds between two looks for runs that a process of another machine wants to end, and for unused servers."""
+"""Seconds between two looks for runs that a process on another machine wants to terminate, and for unused servers."""
 
 
 class LauncherClosedError(internals.DagsterUserCodeUnreachableError):
@@ -48,7 +49,7 @@ class LauncherClosedError(internals.DagsterUserCodeUnreachableError):
 class _Slot:
     """The present server of a location, or the reason why it has none.
 
-    `why` is the reason for which the next server starts.
+    `why` is the reason why the next server starts.
     """
 
     lock: threading.Lock
@@ -62,7 +63,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Servers:
-    """The servers of an instance, and the thread that looks for runs to be terminated and for servers to be ended."""
+    """The servers of an instance, and the thread that looks for runs to terminate and for servers to end."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     slots: dict[str, _Slot] = field(default_factory=dict)
@@ -79,9 +80,10 @@ _SHARING: Final = threading.Lock()
 class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.ConfigurableClass):
     """Launches each run as a fork of a process that has imported Dagster and the code location.
 
-    `max_runs` bounds the runs of one location at once. `import_timeout_seconds` is the time that the import of a
-    location may take. `same_code` tells that this machine always has the code of code servers on other machines. A
-    location that cannot be forked runs as with Dagster's `DefaultRunLauncher`; the log of its next run says why.
+    `max_runs` is the maximum number of runs of one location at once. `import_timeout_seconds` is the time that the
+    import of a location may take. `same_code` states that this machine always has the code of code servers on other
+    machines. If a location cannot be forked, Dagster's `DefaultRunLauncher` launches its runs; the log of the next run
+    says why.
     """
 
     def __init__(
@@ -105,7 +107,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
     def config_type(cls) -> dict[str, Any]:
         """The options in dagster.yaml."""
         return {
-            "max_runs": dg.Field(int, default_value=100, description="Runs of one location at once."),
+            "max_runs": dg.Field(int, default_value=100, description="Maximum number of runs of one location at once."),
             "import_timeout_seconds": dg.Field(
                 int, default_value=120, description="Seconds that the import of a location may take."
             ),
@@ -128,7 +130,8 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         super().register_instance(instance)
         self._default.register_instance(instance)
         with _SHARING:
-            # Threads that ask an instance for its launcher at the same time make several: they have the same servers.
+            # Threads that ask an instance for its launcher at the same time make several launchers, which share the
+            # servers.
             self._servers = _SHARED.setdefault(instance, self._servers)
 
     def launch_run(self, context: internals.LaunchRunContext) -> None:
@@ -151,7 +154,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             )
 
     def _fork(self, context: internals.LaunchRunContext | internals.ResumeRunContext, *, resume: bool) -> bool:
-        """Whether a process was forked. If not, the location cannot be forked."""
+        """Fork a process for a run. Returns False if the location cannot be forked."""
         run = context.dagster_run
         if run.job_code_origin is None or run.remote_job_origin is None:
             return False
@@ -169,7 +172,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                     return False
                 pid = server.launch(run.run_id, resume=resume)
                 if resume:
-                    # Until the process writes its tag, run monitoring would see the one that died.
+                    # Until the new process writes its tag, run monitoring would see the tag of the process that died.
                     self._instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, pid).tags())
                 return True
             except ReplacedError as error:
@@ -179,7 +182,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 return False
         with slot.lock:
             slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR
-        reason = "its files go on changing, or its processes go on dying"
+        reason = "its files keep changing, or its processes keep dying"
         self._say_unforkable(run, location, reason, resume=resume)
         return False
 
@@ -197,7 +200,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
 
             # A launch with an older view of the workspace may come after a reload.
             if code_server.id not in {"", slot.code_server, slot.replaced_code_server}:
-                # The data that the location reads when it is imported, from a database for example, may differ.
+                # The data that the location reads when it is imported, for example from a database, may have changed.
                 self._end(slot, "the location was reloaded")
                 slot.replaced_code_server, slot.code_server = slot.code_server, code_server.id
                 slot.unforkable_until = 0.0
@@ -237,7 +240,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         self._servers.ending = [server for server in self._servers.ending if not server.has_ended()]
 
     def _say_started(self, run: dg.DagsterRun, slot: _Slot, server: ServerProcess, seconds: float) -> None:
-        """Tell in a run's log why it starts later than others."""
+        """Write into a run's log why the run starts later than others."""
         message = f"Fork server {server.pid} imported location {slot.location} in {seconds:.1f} s, because {slot.why}"
         logger.info(message)
         self._instance.report_engine_event(message, run, cls=self.__class__)
@@ -250,7 +253,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         self._instance.report_engine_event(message, run, cls=self.__class__)
 
     def terminate(self, run_id: str) -> bool:
-        """Ask the process of a run to end it. Gives False if there is no such process."""
+        """Ask a run's process to end the run. Returns False if there is no such process."""
         run = self._instance.get_run_by_id(run_id)
         if run is None or run.is_finished:
             return False
@@ -276,7 +279,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         status = internals.WorkerStatus
         worker = Worker.of(run.run_id, run.tags)
         if worker is None:
-            # The code server of Dagster's default launcher reports the end of its processes itself.
+            # With Dagster's default launcher, the code server itself reports the end of its processes.
             return internals.CheckRunHealthResult(status.RUNNING)
         if worker.is_here:
             if worker.is_alive():
@@ -302,7 +305,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 self._end(slot, "its launcher ends")
 
     def join(self, timeout: int = 30) -> None:
-        """Wait until the launched runs have ended and their servers, too. Raises `TimeoutError`."""
+        """Wait until the launched runs and their servers have ended. Raises `TimeoutError`."""
         self.dispose()
         deadline = time.monotonic() + timeout
         while any(not server.has_ended() for server in self._servers.ending):
@@ -348,7 +351,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                 slot.lock.release()
 
     def _end_terminated_runs(self, ended: set[str]) -> set[str]:
-        """End the runs of this machine that another process wants to end. Skips the runs in `ended`.
+        """End the runs of this machine that another process wants to terminate. Skips the runs in `ended`.
 
         Returns the ids of all runs that were asked to end and have not ended yet.
         """

@@ -1,7 +1,7 @@
 """The fork server: a process with one thread that has imported a location, and forks a child for each run.
 
-`python -m eventsql_orchestration.dagster.launcher.server DESCRIPTOR` is started by the launcher, with one end of a pair
-of sockets. The server ends when the other end is closed and the runs under way have ended.
+The launcher starts `python -m eventsql_orchestration.dagster.launcher.server DESCRIPTOR` with one end of a pair of
+sockets. The server ends when the other end is closed and the runs under way have ended.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class ForkServer:
         self._files = files
         self._exits = exits
         self._max_runs = max_runs
-        # The run of each child; None for a child that reports the end of another.
+        # The run of each child; None for a child that reports the end of another child.
         self._children: dict[int, str | None] = {}
         self._unreported: deque[_Death] = deque()
         self._woken, self._wake = os.pipe()
         for end in (self._woken, self._wake):
             os.set_blocking(end, False)
-        # A handler, because the end of a child is announced only if one is set.
+        # Set a handler: without one, Python does not announce the end of a child.
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         # Ctrl-C in a terminal reaches every process: the runs heed it, and the launcher closes the channel.
@@ -84,7 +84,7 @@ class ForkServer:
     def serve(self) -> Callable[[], int] | None:
         """Serve until the launcher is gone and the runs have ended.
 
-        In a child, gives the work of the child, a function that returns the exit code.
+        In a child, returns the work of the child: a function that returns the exit code.
         """
         listening = True
         while listening or self._children or self._unreported:
@@ -102,7 +102,7 @@ class ForkServer:
                 work = self._launch(str(request["run"]), resume=bool(request["resume"]))
             except ChannelClosedError:
                 listening = False
-                # Otherwise `select` finds it ready for ever.
+                # Otherwise `select` would find the channel ready for ever.
                 self._channel.close()
             if work is not None:
                 return work
@@ -132,7 +132,7 @@ class ForkServer:
         return None
 
     def _fork_with_pipe(self, run: str) -> tuple[int, int, int]:
-        """Fork; gives the child's number and the ends of a pipe to it. Raises `OSError`, without a child or pipe."""
+        """Fork. Returns the child's number and the ends of a pipe to it. If it raises `OSError`, it leaves neither."""
         start, starting = os.pipe()
         try:
             return self._fork(run), start, starting
@@ -166,7 +166,7 @@ class ForkServer:
         return pid
 
     def _reap(self) -> Callable[[], int] | None:
-        """Wait for the children that have ended. In the child that reports a crash, gives the report."""
+        """Wait for the children that have ended. In the child that reports a crash, returns the report."""
         while self._children:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
@@ -190,7 +190,7 @@ class ForkServer:
 
 
 def _execute(ref: internals.InstanceRef, run_id: str, *, resume: bool, start: int) -> int:
-    # A server that dies before its answer leaves a run that the launcher launches again.
+    # If the server died before it could answer, the launcher launches the run again.
     if not os.read(start, 1):
         return 0
     os.close(start)
@@ -202,7 +202,7 @@ def _execute(ref: internals.InstanceRef, run_id: str, *, resume: bool, start: in
             if run is None or _has_other_process(run, worker):
                 return _DONE
             if run.status is dg.DagsterRunStatus.CANCELING:
-                # Dagster would take it for a run that was begun before.
+                # Dagster would take it for a run that has begun before.
                 instance.report_run_canceled(run)
                 return _DONE
 
@@ -251,14 +251,14 @@ def _report_crash(ref: internals.InstanceRef, death: _Death) -> None:
 
 
 def _draw_new_seeds() -> None:
-    """Draw new seeds where libraries hold one: children must not draw the same numbers. Python's own are drawn."""
+    """Draw new seeds in libraries, so that children do not draw the same numbers. Python renews its own seed."""
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed()
 
 
 def _load(location: Location, files: LoadedFiles, exits: ExitHandlers, given: set[int]) -> dict[str, Any]:
-    """Load the location; gives the message about it."""
-    # The file may come while the location is loaded.
+    """Load the location. Returns the message to the launcher."""
+    # The file may be created while the location is loaded.
     files.watch(str(Path.cwd() / ".env"))
     try:
         with files.recorded(), exits.recorded():
@@ -305,7 +305,7 @@ def _end(code: int) -> Never:
 
     The teardown would take a fifth of the processor time of a short run.
     """
-    # Both are what Python itself calls. `multiprocessing` ends its children in the same way.
+    # Python itself calls both when it ends. `multiprocessing` ends its children in the same way.
     threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001
     atexit._run_exitfuncs()  # noqa: SLF001
     # Objects in cycles may hold files, for example in the traceback of a handled error.

@@ -23,7 +23,7 @@ _ANSWER_TIMEOUT = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Unforkable(Exception):  # noqa: N818 - a finding, after which the run is launched in another way
-    """A location that no server can load for forks. `reason` says why."""
+    """No server can load the location and then be forked. `reason` says why."""
 
     reason: str
 
@@ -45,7 +45,7 @@ class LocationChangedError(ReplacedError):
 
 
 class TooManyRunsError(internals.DagsterUserCodeUnreachableError):
-    """As many runs as the launcher allows are under way; Dagster's queue tries again."""
+    """The maximum number of runs is under way; Dagster's queue tries again."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
@@ -56,7 +56,7 @@ class TooManyRunsError(internals.DagsterUserCodeUnreachableError):
 
 
 class MachineBusyError(internals.DagsterUserCodeUnreachableError):
-    """The system refused a process for a run; Dagster's queue tries again. `reason` is the system's own."""
+    """The system refused a process for a run; Dagster's queue tries again. `reason` is the system's message."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -115,10 +115,10 @@ class ServerProcess:
         return self._process.pid
 
     def launch(self, run_id: str, *, resume: bool) -> int:
-        """Fork a process for a run; gives its number.
+        """Fork a process for a run. Returns the process number.
 
-        Raises `ServerGoneError`, `LocationChangedError`, `TooManyRunsError`, and `MachineBusyError`, in each case
-        without a process.
+        Raises `ServerGoneError`, `LocationChangedError`, `TooManyRunsError` and `MachineBusyError`. Then there is no
+        process.
         """
         answer = self._ask(run=run_id, resume=resume)
         if "changed" in answer:
@@ -137,7 +137,7 @@ class ServerProcess:
                 try:
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)
                 except TimeoutError:
-                    # Once it is dead, its answer is there or never comes: a run is not launched twice.
+                    # A dead server has answered, or never will. So the run is not launched twice.
                     self._process.kill()
                     why = f"its server did not answer for {_ANSWER_TIMEOUT:.0f} s"
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)
@@ -187,13 +187,13 @@ def _environment(executable: str) -> dict[str, str]:
 def obstacle_here(origin: internals.RepositoryPythonOrigin, *, remote: bool, same_code: bool) -> str | None:
     """Why runs of a location must not be forked on this machine; None if they may be.
 
-    `remote` tells that the code server may be on another machine, `same_code` that this machine has its code.
+    `remote` states that the code server may be on another machine, and `same_code` that this machine has its code.
     """
     if not Path("/proc/self/task").exists():
         return "this system does not tell how many threads a process has: runs are forked on Linux"
     own, image = os.environ.get("DAGSTER_CURRENT_IMAGE"), origin.container_image
     if own and image and own != image:
-        return f"its image is {image}, and this process is of {own}"
+        return f"its image is {image}, and the image of this process is {own}"
     if remote and not same_code and not (own and image):
         return (
             "its code server may have other code than this machine: set DAGSTER_CURRENT_IMAGE for both, or `same_code` "

@@ -1,4 +1,4 @@
-"""The process of a run, as a tag of the run names it: machine, process number and start time. For Linux."""
+"""The process of a run: machine, process number and start time. A tag of the run names it. For Linux."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final, Self
 from eventsql_orchestration.dagster.tags import FORMER, HIDDEN
 
 WORKER_TAG: Final = f"{HIDDEN}worker"
-"""The tag of a run with its process. A re-execution copies the tag, so the tag names its run, too."""
+"""The tag that names a run's process. A re-execution copies the tag, so the tag names its run, too."""
 
 _FORMER_TAG: Final = f"{FORMER}worker"
 
@@ -23,8 +23,8 @@ _FORMER_TAG: Final = f"{FORMER}worker"
 class Worker:
     """A process that executes a run.
 
-    `host` is the machine's name, for messages: it may change. `processes` names the set of process numbers that `pid`
-    belongs to. `started` tells the process from a later one with the same number.
+    `host` is the machine's name, which may change: it is only for messages. `processes` names the boot of the machine
+    and the PID namespace of `pid`. `started` tells the process from a later process with the same number.
     """
 
     run: str
@@ -72,7 +72,7 @@ class Worker:
 
 
 def visible_processes() -> str:
-    """The name of the set of process numbers that this process sees; empty if the system has no such names."""
+    """The boot and the PID namespace of this process; empty if the system does not tell them."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
@@ -81,7 +81,7 @@ def visible_processes() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started, in clock ticks since the machine did; None for a process that has ended."""
+    """The start time of a process in clock ticks since the boot; None for a process that has ended."""
     try:
         # The name of the program, in parentheses, may hold spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
