@@ -40,9 +40,9 @@ COLUMNS: Final = ("key", "value", "topic", "partition", "offset", "timestamp")
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The events to load: the events of a range; with `origin`, only those with these entries in their metadata.
+    """The events to load: all events of a range, or with `origin` only the events with these entries in their metadata.
 
-    `shard` holds the range; None if there is one database.
+    `shard` is the shard of the range; None if there is one database.
     """
 
     range: OffsetRange
@@ -61,33 +61,33 @@ class Selection:
 class EventSQLIOManager(dg.ConfigurableIOManager):
     """Publishes the values of assets to their topics, and loads topics as inputs of assets.
 
-    The topic of an asset is named by its metadata `topic`, by `topics` here, or by its key `topic/<name>`. The topic
+    The metadata `topic` of an asset, the field `topics` or the asset's key `topic/<name>` names its topic. The topic
     that a consumer reads is not its output topic.
 
     An asset may return a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and
     optionally `key`, `partition` and `headers`; or an iterable of publications or of mappings with `value`, `key`,
-    `partition` and `metadata`. Wrap a generator in a `dg.Output`, else Dagster takes its items for events of Dagster.
-    The value is published in one transaction, exactly once for each asset, partition and run: retried steps and
+    `partition` and `metadata`. Wrap a generator in a `dg.Output`. Otherwise, Dagster takes its items for Dagster's own
+    events. The value is published in one transaction, exactly once for each asset, partition and run: retried steps and
     re-executed runs publish nothing again.
 
     An input is a Spark DataFrame unless it is annotated as a pandas DataFrame, `pyarrow.Table`,
-    `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic as it is then. If `reads` (here, or in the
-    input's metadata) is `materialization`, it holds the events of the asset's last materialization; a partitioned asset
-    is always read so, for each partition that is asked for. The input's metadata `after`, `upto` and `topic partition`
-    name a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's name in the input's
-    metadata `shard`.
+    `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic at the time of loading. If `reads` (here, or
+    in the input's metadata) is `materialization`, it holds the events of the asset's last materialization; a
+    partitioned asset is always read in this way, for each requested partition. The input's metadata `after`, `upto` and
+    `topic partition` select a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's
+    name in the input's metadata `shard`.
 
-    Errors are of this package; after an error, nothing is published. An input that retention has dropped a part of
-    raises `DataLossError`. The whole topic begins with its oldest event.
+    All errors are errors of this package; after an error, nothing is published. If retention has dropped a part of an
+    input's range, the input raises `DataLossError`. The whole topic begins with its oldest remaining event.
     """
 
     eventsql: EventSQLResource
     topics: dict[str, str] = Field(
-        default={}, description="Topics of assets whose metadata and key name none, by asset key: a/b"
+        default={}, description="The topics of assets whose metadata and key name no topic, by asset key: a/b"
     )
     reads: Reads = Field(default="topic", description="Contents of inputs: the whole topic, or a materialization")
     spark_config: dict[str, str] = Field(
-        default={}, description="Settings for the Spark session, where inputs need one and none is active"
+        default={}, description="Settings for the Spark session that an input starts if no session is active"
     )
 
     @field_validator("topics")
@@ -98,9 +98,9 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         return value
 
     def topic_of(self, key: dg.AssetKey) -> str | None:
-        """The topic of an asset whose metadata names none; None if it has no topic. Override it for keys of your own.
+        """The topic of an asset whose metadata names no topic; None if it has none. Override it for your own keys.
 
-        `topics` goes first, then a key `topic/<name>`.
+        An entry in `topics` takes precedence over a key `topic/<name>`.
         """
         if (name := self.topics.get(key.to_user_string())) is not None:
             return name
@@ -134,7 +134,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         if len(parts) == 1:
             context.add_input_metadata(input_metadata(topic, ranges))
         else:
-            # Dagster observes one partition of an input at most.
+            # Dagster can record an observation for one partition of an input at most.
             context.log.info("input %s is loaded from %s of topic %s", context.name, ranges, topic)
         return getattr(self, f"_load_{form}")(selections)
 
@@ -157,7 +157,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         )
 
     def _selections(self, context: dg.InputContext, topic: str) -> list[list[Selection]]:
-        """The selections for each partition of the asset that is asked for."""
+        """The selections for each requested partition of the asset."""
         metadata = {name: _plain(value) for name, value in context.definition_metadata.items()}
         reads = metadata.get(READS, self.reads)
         if reads not in typing.get_args(Reads):
@@ -193,7 +193,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             found = shard.registry.topic(topic)
             # A topic that was repartitioned may have had more partitions.
             check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
-        # Where no beginning is named, the topic begins with the oldest event that retention has left.
+        # Without `after`, the range begins with the oldest event that retention has left.
         oldest = max(0, shard.reader.floor(topic) - 1)
         after = metadata.get(AFTER, oldest)
         # An explicit end is taken as it is: events may still arrive before it.
@@ -258,7 +258,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
 
 def _check_kept(reader: Reader, offsets: OffsetRange) -> None:
-    """Raise `DataLossError` if retention has dropped offsets of a range, which was read a moment ago."""
+    """Raise `DataLossError` if retention has dropped offsets of a range that was just read."""
     first, last = offsets.after + 1, min(reader.floor(offsets.topic) - 1, offsets.upto)
     if first <= last:
         raise DataLossError(

@@ -21,16 +21,16 @@ def publish_events(
     claim: Claim | None = None,
     batch: int = 0,
 ) -> dict[str, Any]:
-    """Publish the output of an asset in one transaction; gives metadata for the materialization.
+    """Publish the output of an asset in one transaction. Returns metadata for the materialization.
 
     `events` is a DataFrame of Spark or pandas, an Arrow table or RecordBatchReader, with a column `value` and
     optionally `key`, `partition` and `headers`, or an iterable of publications or of mappings. The metadata of each
     event names the run, the asset and its partition. `claim` is committed in the same transaction, so its events are
     consumed and the output is published exactly once. Without a claim, each step publishes once per run, partition,
-    topic and `batch`, also when it is retried or its run re-executed: a second call in a step for the same topic needs
-    another `batch`.
+    topic and `batch`, also when it is retried or its run is re-executed. So a second call in a step for the same topic
+    needs another `batch`.
 
-    The events are transferred at once, so that the metadata can say their offsets. Raises `ClaimLostError`,
+    The events are transferred at once, so that the metadata can name their offsets. Raises `ClaimLostError`,
     `TopicNotFoundError`, `ValidationError` or `DatabaseError`; then nothing was published.
     """
     output = f"step {step_of(context)}"
@@ -57,8 +57,8 @@ def publish(
 ) -> Published:
     """Publish the output of an asset: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
 
-    Once for each asset, partition, topic, `output` and `batch` of a run and its re-executions, or of a `claim`. Raises
-    as `publish_events`.
+    It is published once for each asset, partition, topic, `output` and `batch` of a run and its re-executions, or of a
+    `claim`. Raises the errors of `publish_events`.
     """
     require_topic(eventsql.platform, topic)
     published = publication.publish(

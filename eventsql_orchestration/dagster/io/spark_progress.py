@@ -66,7 +66,7 @@ class SparkStatus(Protocol):
 
 
 class _OwnStatus:
-    """The figures of a session of this process. Its jobs are those of a job group."""
+    """The figures of a Spark session of this process, for the jobs of a job group."""
 
     def __init__(self, spark: SparkSession, group: str) -> None:
         self._context: Any = spark.sparkContext
@@ -104,9 +104,9 @@ def _own_stage(stage: int, data: Any) -> StageProgress:
 
 
 class _ServerStatus:
-    """The figures of a Spark Connect server, from the monitoring API of its UI. Its jobs are those with a tag.
+    """The figures of a Spark Connect server, for the jobs with a tag. They come from the monitoring API of its UI.
 
-    Without a UI, there are none.
+    Without a UI, there are no figures.
     """
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
@@ -129,7 +129,7 @@ class _ServerStatus:
         if self._url is None:
             return []
         with requests.Session() as http:
-            # The server is this machine or one of its cluster: no proxy leads there.
+            # The server is on this machine or in its cluster, and no proxy leads there.
             http.trust_env = False
             answer = http.get(f"{self._url}/{what}", timeout=ANSWER_SECONDS)
         answer.raise_for_status()
@@ -140,7 +140,7 @@ class _ServerStatus:
 def _server_stage(data: dict[str, Any]) -> StageProgress:
     return StageProgress(
         id=data["stageId"],
-        # Its own name is the text of the plan.
+        # The stage's own name is the text of the plan.
         name="Spark Connect",
         status=data["status"],
         tasks=data["numTasks"],
@@ -165,7 +165,7 @@ class SparkProgress:
     def metadata(self) -> dict[str, Any]:
         """Metadata for a materialization: the numbers of jobs, stages and tasks, and each stage's rows in and out.
 
-        Empty if Spark's figures cannot be had: they are no reason to fail a run whose work is done.
+        Empty if Spark gives no figures: that must not fail a run whose work is done.
         """
         try:
             jobs, stages = self._status.look()
@@ -184,8 +184,8 @@ class SparkProgress:
 
 
 def _unavailable() -> tuple[type[Exception], ...]:
-    """The errors of figures that cannot be had."""
-    # It comes with Spark, and assets without Spark import this module, too.
+    """The errors by which Spark shows that it gives no figures."""
+    # py4j comes with Spark, and assets without Spark import this module, too.
     from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
 
     return (Py4JError, requests.RequestException)
@@ -193,7 +193,7 @@ def _unavailable() -> tuple[type[Exception], ...]:
 
 @contextmanager
 def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
-    """Make the Spark jobs that this thread starts in the block one group; gives their figures."""
+    """Put the Spark jobs that this thread starts in the block into one group, and yield their figures."""
     from pyspark.sql.utils import is_remote  # noqa: PLC0415 - an optional package
 
     group = f"{run_id}/{uuid.uuid4().hex[:8]}"
@@ -203,7 +203,7 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
         try:
             yield _ServerStatus(spark, group)
         except BaseException:
-            # Otherwise the server would go on for a run that has ended. A server that is gone need not be waited for.
+            # Otherwise the server would go on working for a run that has ended. Do not wait for a server that is gone.
             start_thread("interrupt", spark.interruptTag, group).join(ANSWER_SECONDS)
             raise
         finally:
@@ -222,11 +222,11 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
 def spark_progress(
     context: ExecutionContext, spark: SparkSession, *, every: float = EVERY_SECONDS
 ) -> Iterator[SparkProgress]:
-    """Log the progress of Spark's stages while the block runs: the changes, `every` so many seconds.
+    """Log the progress of Spark's stages while the block runs: after `every` so many seconds, the stages that changed.
 
     The Spark jobs that this thread starts in the block are one group. Spark's own UI shows it under the run's id. Give
-    `metadata()` to the materialization. With Spark Connect, the figures come from the server's UI, and a block that
-    fails ends its work there.
+    `metadata()` to the materialization. With Spark Connect, the figures come from the server's UI, and if the block
+    fails, its work on the server ends.
     """
     with _grouped(spark, context.run.run_id) as status:
         progress = SparkProgress(status)

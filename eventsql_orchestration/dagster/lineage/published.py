@@ -75,7 +75,7 @@ def add_up(published: Iterable[Mapping[str, Any]], topic: str) -> dict[str, Any]
         keys.PUBLISHED_EVENTS: events,
         keys.ROW_COUNT: events,
         **(_offsets_of(spans) if spans else {}),
-        # The links of the last one: all are of one run and one topic.
+        # The links of the last publication: all publications are of one run and one topic.
         **{name: metadata[name] for metadata in mine for name in _LINKS if name in metadata},
     }
 

@@ -50,7 +50,7 @@ SIGNS_OF_LIFE: Final = 3
 """Signs of life of a run within its `lease`: two may fail."""
 
 END_SECONDS: Final = 30.0
-"""Seconds that a run waits at its end for a sign of life under way: it would overwrite the tags of later changes."""
+"""Seconds that a run waits at its end for its last sign of life. A later sign would overwrite newer tags."""
 
 DEFAULT_LIMITS: Final = WorkLimits()
 DEFAULT_OPTIONS: Final = AssetOptions()
@@ -77,8 +77,8 @@ def queue_asset(
 ) -> dg.AssetSpec:
     """A queue as an external asset, `queue/<name>`: services and consumers send to it.
 
-    `build_queue_sensor` shows its depth and age. `deps` are the assets whose runs send to it. A `translator` has the
-    last word, except on the key. Raises `InvalidNameError`.
+    `build_queue_sensor` shows its depth and age. `deps` are the assets whose runs send to it. A `translator` may change
+    everything except the key. Raises `InvalidNameError`.
     """
     spec = dg.AssetSpec(
         queue_key(name), deps=list(deps), description=description or f"Messages of queue {name}.",
@@ -108,7 +108,7 @@ class WorkerDefinition:
     publishes: tuple[Topic, ...] = ()
 
     def register(self, platform: EventSQL) -> QueueDefinition:
-        """Create the topics that it publishes to, and the queue, or give an existing queue the declared options.
+        """Create the worker's topics and its queue, or give an existing queue the declared options.
 
         Raises `RedefinitionError`.
         """
@@ -142,9 +142,8 @@ def worker_asset(
     that acknowledges the messages, with the run in their metadata, and the topics become assets of the same run.
 
     The job `register` creates the queue and those topics, and gives an existing queue the `queue_options` that are set.
-    A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name), the job and
-    the sensor are called `work_<name>`.
-    Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
+    A sensor requests a run if messages wait. The asset's name is `name` (by default the function's name). The job and
+    the sensor are called `work_<name>`. Raises `ValidationError` or `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
@@ -172,7 +171,7 @@ def worker_asset(
         job = dg.define_asset_job(
             f"work_{asset_name}",
             selection=dg.AssetSelection.assets(*asset.keys).without_checks(),
-            description=f"Works queue {queue} off, a batch at a time.",
+            description=f"Handles the messages of queue {queue}, a batch at a time.",
             executor_def=dg.in_process_executor,
             tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
         )
@@ -217,7 +216,7 @@ def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
 
 @dataclass(frozen=True)
 class _Step:
-    """The step of a worker's asset: it works the queue off, reports, and materializes the asset."""
+    """The step of a worker's asset: it handles the queue's messages, reports, and materializes the asset."""
 
     queue: str
     options: QueueOptions
@@ -236,7 +235,7 @@ class _Step:
             self._work(context, shard, resources, done)
             self._report(context, done)
         except BaseException:
-            # The messages that a failing run handled are acknowledged, so they belong to the asset's history.
+            # A failing run has acknowledged the messages that it handled, so they belong to the asset's history.
             for key, metadata in self._results(done, shard):
                 context.log_event(dg.AssetMaterialization(key, metadata=metadata))
             raise
@@ -282,7 +281,7 @@ class _Step:
         publications = [] if returned is None else returned
         if not isinstance(publications, Sequence):
             raise ValidationError(
-                f"the worker of queue {self.queue!r} returns a list of publications or None, not "
+                f"the worker of queue {self.queue!r} has to return a list of publications or None, not "
                 f"{type(returned).__name__}"
             )
         topics = {topic.name for topic in self.publishes}
@@ -316,7 +315,7 @@ class _Step:
 
 @contextmanager
 def _signs_of_life(context: dg.AssetExecutionContext, lease: float) -> Iterator[None]:
-    """Show ticks during the block that the run lives. A run that ends before its first sign is due gives none."""
+    """Give signs of life to ticks during the block. A run that ends before its first sign is due gives none."""
     stop = threading.Event()
 
     def beat() -> None:

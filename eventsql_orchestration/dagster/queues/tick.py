@@ -1,7 +1,7 @@
-"""The tick of a worker's sensor: it requests a run if messages wait and no run works them off.
+"""The tick of a worker's sensor: it requests a run if messages wait and no run handles them.
 
-A tick receives nothing: the run receives the messages itself, batch after batch. So nothing has to survive between tick
-and run, and a run too many does no harm: it finds no messages, and ends. The table lists each possible end:
+A tick receives nothing: the run receives the messages itself, batch after batch. So no state has to survive between
+tick and run, and a superfluous run does no harm: it finds no messages, and ends. The table lists each possible end:
 
 | the tick or the run ends | what is left | what follows |
 |---|---|---|
@@ -39,7 +39,7 @@ LOOKED_BACK: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest."""
+    """The visible messages of a queue, counted up to a limit, and the longest wait of a message in seconds."""
 
     messages: int
     seconds: float
@@ -64,15 +64,15 @@ def is_alive(run: RunState, limits: WorkLimits, options: TickOptions) -> bool:
 
 
 def why_not(waiting: Waiting, runs: RecentRuns, limits: WorkLimits, options: TickOptions) -> dg.SkipReason | None:
-    """Why a tick requests no run; None if it does."""
+    """Why a tick requests no run; None if it requests one."""
     late = waiting.seconds > limits.max_wait
     if waiting.messages < limits.min_messages and not (waiting.messages and late):
-        counted = "no messages wait" if not waiting.messages else f"{waiting.messages} messages wait, not for long"
+        counted = "no messages wait" if not waiting.messages else f"{waiting.messages} messages wait, but not for long"
         return NothingYet(counted)
 
     alive = [run for run in runs.unfinished if is_alive(run, limits, options)]
     if alive and (len(alive) >= limits.max_runs or not late or not all(run.started for run in alive)):
-        return dg.SkipReason(f"run {alive[0].run_id} is {alive[0].label}, and works the messages off")
+        return dg.SkipReason(f"run {alive[0].run_id} is {alive[0].label}, and handles the messages")
 
     left = backoff(runs.failures, options) - runs.since_failure
     if left > 0:
@@ -128,7 +128,8 @@ class QueueWatch:
         failures = 0
         for record in finished:
             run = record.dagster_run
-            # A run that only had failing messages did its work; Dagster copies tags to the retries of a run.
+            # A run that failed only because messages failed did its work. The tag has to name this run: Dagster copies
+            # tags to the retries of a run.
             if run.status != dg.DagsterRunStatus.FAILURE or run.tags.get(HANDLED_TAG) == run.run_id:
                 break
             failures += 1

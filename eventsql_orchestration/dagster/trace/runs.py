@@ -88,7 +88,7 @@ class ServedRuns:
     """The runs that a webserver of Dagster serves at a URL."""
 
     def __init__(self, url: str) -> None:
-        """Raises `ValidationError` for what is no URL of HTTP."""
+        """Raises `ValidationError` if the URL is not an HTTP URL."""
         self._webserver = Webserver(url, timeout=TIMEOUT)
 
     def run(self, run_id: str) -> RunFacts | None:
