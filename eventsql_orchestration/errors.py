@@ -135,7 +135,7 @@ class PermissionDeniedError(DatabaseError):
         message: str | None = None,
         *,
         role: str | None = None,
-        object: str | None = None,  # noqa: A002 - the field's word
+        object: str | None = None,  # noqa: A002 - the usual word
     ) -> None:
         super().__init__(message)
         self.role = role

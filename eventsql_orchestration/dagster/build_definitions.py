@@ -1,4 +1,4 @@
-"""A whole code location from its consumers: adds everything else that a location needs, with defaults."""
+"""Builds a whole code location from its consumers: adds everything else that a location needs, with defaults."""
 
 import logging
 import os
@@ -43,7 +43,7 @@ def build_definitions(
     options: LocationOptions = DEFAULT_LOCATION,
     **fields: Unpack[LocationFields],
 ) -> dg.Definitions:
-    """Everything that a location with these consumers needs, for `defs` of its module.
+    """Everything that a code location with these consumers needs, for the variable `defs` of its module.
 
     - The consumers' assets, jobs and sensors; with `backfills`, the asset and the jobs of `build_backfill` for each.
     - As external assets: the topics to which no consumer publishes, and with `dead_letters` their dead letter topics.
@@ -51,13 +51,12 @@ def build_definitions(
     - With `workers`, their assets, jobs and sensors, their queues as external assets, and the sensor `queues`.
     - The transfer, the lag sensor and housekeeping, and the job `register` (`build_register_job`). Run that job once
       after each deployment that adds topics or consumers.
-    - The resource `eventsql`, by default `environment_resource()`, and what else `LocationOptions` name.
+    - The resource `eventsql`, by default `environment_resource()`, and the other parts that `LocationOptions` names.
 
-    Each field of `LocationOptions` is also a keyword, which goes before `options`: `build_definitions([ledger],
-    prepare=create_table)`. A location may merge several of these definitions. Give each one except the first a `name`
-    and `platform=False`.
-    Raises `ValidationError` for two consumers with one name, two definitions of one consumer, or a topic with two
-    numbers of partitions.
+    Each field of `LocationOptions` is also a keyword, which overrides the field of `options`:
+    `build_definitions([ledger], prepare=create_table)`. A location may merge several of these definitions. Give each
+    one except the first a `name` and `platform=False`. Raises `ValidationError` if two consumers have the same name, a
+    consumer is defined twice, or a topic is declared with two different numbers of partitions.
     """
     check_distinct(consumers)
     chosen = replace(options, **fields)
@@ -72,11 +71,11 @@ def common_definitions(
 ) -> dg.Definitions:
     """Definitions that consumers share: topics, registration, lag, alerts, and with `platform` the rest of a location.
 
-    `checks` are those of the consumers, so the `lag` of the options is not read, nor are its `backfills`.
+    `checks` are the checks of the consumers. The fields `lag` and `backfills` of the options are not used here.
     """
     suffix = "" if options.name is None else f"_{options.name}"
     known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
-    # Several definitions may consume one topic, but only one of them can have its asset.
+    # Several merged definitions may consume the same topic, but only one of them can have the topic's asset.
     external = _external(
         consumers, options.workers, known if options.platform else options.topics, dead_letters=options.dead_letters
     )  # fmt: skip
@@ -127,7 +126,7 @@ def common_definitions(
 def queue_assets(
     workers: Sequence[WorkerDefinition], translator: EventSQLTranslator | None = None
 ) -> list[dg.AssetSpec]:
-    """The assets of the queues that workers work off, each once."""
+    """The assets of the workers' queues, each queue once."""
     return [queue_asset(name, translator=translator) for name in dict.fromkeys(worker.queue for worker in workers)]
 
 
@@ -159,8 +158,9 @@ def _external(
     consumers: Sequence[ConsumerDefinition], workers: Sequence[WorkerDefinition], topics: Sequence[Topic],
     *, dead_letters: bool,
 ) -> list[Topic]:  # fmt: skip
-    """The topics that are external assets: no consumer and no worker publishes to them. With `dead_letters`, also the
-    dead letter topics of their consumers.
+    """The topics that are external assets: no consumer and no worker publishes to them.
+
+    With `dead_letters`, also the dead letter topics of their consumers.
     """
     assets = [*(consumer.asset for consumer in consumers), *(worker.asset for worker in workers)]
     published = {key for asset in assets for key in asset.keys}
@@ -173,9 +173,9 @@ def _external(
 def _declared(
     consumers: Sequence[ConsumerDefinition], topics: Sequence[Topic], workers: Sequence[WorkerDefinition]
 ) -> list[Topic]:
-    """The topics of consumers, those that consumers and workers publish to, and further ones, each once.
+    """The topics of consumers, the topics that consumers and workers publish to, and further topics, each once.
 
-    Raises `ValidationError` if a topic is declared with two numbers of partitions.
+    Raises `ValidationError` if a topic is declared with two different numbers of partitions.
     """
     named = dict[str, Topic]()
     published = [topic for consumer in consumers for topic in consumer.publishes]
@@ -223,15 +223,16 @@ def build_register_job(
 ) -> dg.JobDefinition:
     """A job that migrates the schema and creates topics, consumers, and the queues of workers. It can be repeated.
 
-    It creates the topics of consumers, those that consumers and workers publish to, and `topics`. An existing topic
-    gets the declared retention. If it has events or consumers and another number of partitions than declared, the run
-    fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
-    declares, and an existing queue the options that its worker declares. The run's log and the metadata of its only
-    step show each change, and the other consumers of these topics, which may have been removed from this location.
+    It creates the topics of consumers, the topics that consumers and workers publish to, and `topics`. An existing
+    topic gets the declared retention. If it has events or consumers and another number of partitions than declared, the
+    run fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
+    declares. An existing queue gets the options that its worker declares. The run's log and the metadata of its only
+    step show each change. They also name the registered consumers of these topics that this location does not declare:
+    they may have been removed from it.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
-    repeatable. Raises `ValidationError` as `build_definitions`.
+    repeatable. Raises `ValidationError` as `build_definitions` does.
     """
     check_distinct(consumers)
     declared = _declared(consumers, topics, workers)
@@ -261,7 +262,7 @@ def build_register_job(
 
     @dg.job(
         name=name,
-        description="Create topics and consumers, or find them.",
+        description="Creates topics, consumers and queues, or gives existing ones their declared settings.",
         executor_def=dg.in_process_executor,
         tags={DEV_TAG: DEV_SETUP},
     )

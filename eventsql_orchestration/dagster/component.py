@@ -47,7 +47,7 @@ class ConsumerParams(BaseModel):
     """Parameters of `dg scaffold`."""
 
     topic: str = Field(default="orders", description="Name of the topic")
-    partitions: int = Field(default=NOT_PARTITIONED, description="Its number of partitions, -1 for one without")
+    partitions: int = Field(default=NOT_PARTITIONED, description="Its number of partitions, -1 for none")
 
 
 class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
@@ -60,8 +60,8 @@ class ConsumerScaffolder(dg.Scaffolder[ConsumerParams]):
     def scaffold(self, request: dg.ScaffoldRequest[ConsumerParams]) -> None:
         """Write the files. A function that already exists stays.
 
-        The consumer's name is that of its folder, changed to a name that Dagster accepts. The consumer has the platform
-        if no other component of the project has it.
+        The consumer gets the name of its folder, changed to a name that Dagster accepts. It gets `platform: true` if no
+        other component of the project has it.
         """
         folder, name = request.target_path, usable_name(request.target_path.name)
         others = [file for file in with_platform(request.project_root or folder.parent) if file.parent != folder]
@@ -94,7 +94,7 @@ def _is_name(text: str) -> bool:
 
 
 def with_platform(root: Path) -> list[Path]:
-    """The files below a folder with components that have `platform: true`: each file once per component."""
+    """The files below a folder with components that have `platform: true`. A file occurs once for each of them."""
     found = []
     for folder, folders, files in os.walk(root):
         # Skip hidden folders and environments.
@@ -108,7 +108,7 @@ def with_platform(root: Path) -> list[Path]:
 
 
 def _documents(file: Path) -> list[Any]:
-    """The YAML documents of a file; none if it is invalid, which Dagster reports."""
+    """The YAML documents of a file; no documents if the file is invalid, because Dagster reports that."""
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, yaml.YAMLError):
@@ -116,7 +116,7 @@ def _documents(file: Path) -> list[Any]:
 
 
 def _has_platform(document: Any) -> bool:
-    """Whether a document is a component of this package that has the platform."""
+    """Whether a document is a component of this package that has `platform: true`."""
     kind = str(document.get("type")) if isinstance(document, dict) else ""
     if not kind.startswith("eventsql_orchestration.") or not kind.endswith(".EventSQLConsumerComponent"):
         return False
@@ -175,7 +175,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
     "max_attempts": partial(check_whole, "it", least=1),
     "start": read_place,
 }
-"""Refuse an invalid value of a field here, so that the message names the field of the file."""
+"""The checks of fields. They refuse an invalid value early, so that the message names the field of the file."""
 
 
 @dg.scaffold_with(ConsumerScaffolder)
@@ -183,11 +183,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
     """A consumer of a topic with everything that it needs: asset, job, sensors, checks, transfer, lag, housekeeping.
 
     Its function is in `file` beside `defs.yaml`, in the form that `consumer_asset` takes. In a project with several of
-    these components, one has `platform: true`: it has the resource `eventsql`, the transfer and housekeeping, and the
-    sensor `lag` and the job `register` of all. The others have `platform: false`; `dg scaffold` sets it. `topics` are
-    further topics: the job `register` creates them, and they are external assets as in `build_definitions`. With
-    `backfills`, ranges can be replayed. `limits`, `options`, `sensor`,
-    `max_attempts`, `filter` and `start` are those of `consumer_asset`; `filter: every event` ends a filter.
+    these components, one has `platform: true`. It has the resource `eventsql`, the transfer and housekeeping, and for
+    all components the sensor `lag` and the job `register`. The others have `platform: false`, which `dg scaffold`
+    writes. `topics` are further topics: the job `register` creates them, and they are external assets as in
+    `build_definitions`. With `backfills`, ranges can be replayed. `limits`, `options`, `sensor`, `max_attempts`,
+    `filter` and `start` are those of `consumer_asset`; `filter: every event` removes a filter.
     """
 
     name: str
@@ -224,11 +224,11 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         return component
 
     def loaded_by(self, context: dg.ComponentLoadContext) -> None:
-        """Note the context that finds the component's file."""
+        """Keep the context: it has the path of the component's file."""
         self._context = context
 
     def build_defs(self, context: dg.ComponentLoadContext) -> dg.Definitions:
-        """Raises `ConfigurationError` if the file or its function is missing, or another component has the platform."""
+        """Raises `ConfigurationError` if file or function is missing, or another component has `platform: true`."""
         if self.platform:
             self._has_the_platform_alone(context.defs_module_path)
         self.loaded_by(context)
@@ -236,7 +236,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
         project = context.component_tree.get_all_components(EventSQLConsumerComponent)
         is_loaded = any(each is self for each in project)
         if not self.platform and is_loaded and any(each.platform for each in project):
-            # The component with the platform has the lag and the registration of this one.
+            # The component with `platform: true` has the sensor `lag` and the job `register` for this component.
             return own
 
         parts = [self, *(each for each in project if each is not self)] if self.platform else [self]

@@ -1,4 +1,4 @@
-"""Options of a code location: what it has beside its consumers."""
+"""Options of a code location: the parts that it has beside its consumers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,24 +27,25 @@ class LocationOptions:
 
     - `topics`: further topics. The job `register` creates them. They are external assets if no consumer publishes to
       them.
-    - `eventsql`: the resource `eventsql`. None is the database, or the shards, that the environment names.
+    - `eventsql`: the resource `eventsql`. None stands for the database, or the shards, that the environment names.
     - `resources`: further resources, by their keys.
     - `dead_letters`: whether the dead letter topics of the consumers' topics are created, and are external assets.
     - `backfills`: whether each consumer has the asset and the jobs of `build_backfill`.
     - `prepare`: prepares the consumers' targets, for example their tables. The job `register` calls it.
     - `lag`: the allowed lag of each consumer. None leaves out the check `lag`.
-    - `notify`: is called by an alert sensor if a check fails or passes again. None leaves out the sensor.
-    - `name`: the job and the sensors carry it (`register_<name>`, `lag_<name>`). Of several merged definitions, all
-      except the first need one.
+    - `notify`: a function. An alert sensor calls it when a check fails and when it passes again. None leaves out the
+      sensor.
+    - `name`: a part of the names of the job and the sensors (`register_<name>`, `lag_<name>`). If definitions are
+      merged, each except the first needs a name.
     - `platform`: whether the definitions have the resource `eventsql`, the transfer, housekeeping, and the assets of
-      topics outside of `topics`. Of several merged definitions, all except the first have none.
-    - `assets`: further assets. One whose metadata `topic` names a topic, as the IO manager reads it, has an edge to
-      this topic.
-    - `translator`: has the last word on the assets of topics; consumers have theirs in `AssetOptions`.
-    - `workers`: the workers of queues: their assets, jobs and sensors. The job `register` creates their queues, which
-      are external assets; `queue_lag` has their checks, and the sensor `queues` observes them.
-    - `queue_lag`: what each queue may hold. None leaves out the checks of queues.
-    - `sample`: the last events on the page of a topic to which no consumer publishes.
+      topics outside of `topics`. If definitions are merged, only the first has the platform.
+    - `assets`: further assets. An asset with the metadata `topic`, which the IO manager reads, has an edge to this
+      topic.
+    - `translator`: changes the assets of topics after all other options. Consumers have their own in `AssetOptions`.
+    - `workers`: the workers of queues, with their assets, jobs and sensors. The job `register` creates their queues.
+      The queues are external assets, and the sensor `queues` observes them.
+    - `queue_lag`: the limits of each queue's checks. None leaves out the checks.
+    - `sample`: the last events that the page of a topic shows if no consumer publishes to the topic.
     """
 
     topics: Sequence[Topic] = ()

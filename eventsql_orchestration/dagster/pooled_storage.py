@@ -1,7 +1,7 @@
 """`PooledPostgresStorage`: Dagster's storage in PostgreSQL, with connections that are used again.
 
-`DagsterPostgresStorage` connects anew for each access, which is some 50 times in a short run. To connect costs more
-than most accesses do, in the process and in the server.
+`DagsterPostgresStorage` connects anew for each access, some 50 times in a short run. Connecting costs the process and
+the server more than most accesses.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from dagster_postgres.utils import pg_config, pg_url_from_config
 from sqlalchemy import Connection, Engine, create_engine
 
 _POOL_SIZE: Final = 5
-"""Connections that an instance keeps. Threads that need more connect for one access, as in Dagster's own storage."""
+"""Connections that an instance keeps. A thread that finds all of them in use connects for one access, as in Dagster's
+own storage."""
 
 _RECYCLE_AFTER: Final = 300.0
-"""Seconds until a connection is replaced. Load balancers forget idle connections, AWS's after 350 s, without a word."""
+"""Seconds until a connection is replaced. Load balancers drop idle connections silently, AWS's after 350 s."""
 
 
 _ENGINES: Final[WeakSet[Engine]] = WeakSet()
@@ -34,7 +35,7 @@ _COMPLETE: Final[set[str | None]] = set()
 
 
 def tables_exist() -> None:
-    """Tell that the tables of every storage exist. This process and its forks do not look for them."""
+    """Declare that the tables of every storage exist: this process and its forks do not look for them."""
     _COMPLETE.add(None)
 
 

@@ -68,7 +68,7 @@ def projection_asset(
 ) -> dg.AssetSpec:  # fmt: skip
     """A projection of the event store as an external asset, `event_store/projection/<name>`.
 
-    `build_subscription_sensor` shows the lag of one that follows by a subscription.
+    `build_subscription_sensor` shows the lag of a projection that a subscription feeds.
     """
     tables = ", ".join(f"{projection.schema}.{table}" for table in projection.tables)
     return dg.AssetSpec(
@@ -91,8 +91,8 @@ def view_asset(
 ) -> dg.AssetSpec:  # fmt: skip
     """A declared view as an external asset, `view/<name>`.
 
-    `deps` are the assets that it follows from: the topic whose events a service writes to it, or the asset of the
-    consumer that does.
+    `deps` are the view's sources: the asset of the consumer that writes to the view, or, if a service writes to it, the
+    asset of the topic.
     """
     retention = "for ever" if definition.retention is None else str(definition.retention)
     return dg.AssetSpec(

@@ -27,14 +27,14 @@ RESOURCE_KEY = "eventsql"
 """The resource name of a code location's `EventSQLResource`; the builders of this package require it."""
 
 CONNECT_SECONDS: Final = 3
-"""Connect timeout of a tick in seconds, for one of several shards whose URL sets none: the other shards wait."""
+"""Connect timeout of a tick in seconds, if there are several shards and a shard's URL sets none: the others wait."""
 
 
 class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
     """The events platform on one database, or over several that are its shards.
 
-    The first use of `platform` connects. The end of the run or the tick closes all connections. The ticks of the
-    transfer schedule transfer events in the background; other runs and ticks never do.
+    The first use of `platform` connects. The end of the run or the tick closes all connections. Only the ticks of the
+    schedule `transfer` move events in the background.
 
     `dsn` takes the URLs of several shards, with spaces or line ends between them. Then `platform` covers all shards,
     and `shard(name)` covers one. A run consumes on one shard, and `claim.shard` names it.
@@ -94,8 +94,8 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
     def bounded(self, timeout: float) -> EventSQL:
         """A separate platform that limits each statement to `timeout` seconds. The caller closes it.
 
-        It is for ticks: a tick that Dagster gave up must not go on holding locks. It never migrates the schema, because
-        a migration may take longer.
+        It is for ticks: after Dagster gave a tick up, the tick must not go on holding locks. It never migrates the
+        schema, because a migration may take longer.
         """
         urls = split_urls(self.dsn)
         if len(urls) > 1:
@@ -106,7 +106,7 @@ class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):
         def limit(connection: Any, _record: object) -> None:
             driver: psycopg.Connection[Any] = getattr(connection, "driver_connection", connection)
             if is_pooled(driver):
-                # The setting would bound the sessions of all clients (docs/poolers.md).
+                # Behind a pooler, the setting would bound the sessions of all clients (docs/poolers.md).
                 return
             autocommit, driver.autocommit = driver.autocommit, True
             driver.execute(
@@ -150,7 +150,7 @@ class TopicResource(dg.ConfigurableResource[Any]):
     @field_validator("partitions", mode="before")
     @classmethod
     def _partitions_are_possible(cls, value: int) -> int:
-        # `EnvVar.int(…)` is an int without its number yet.
+        # `EnvVar.int(…)` is an int that does not have its number yet.
         return check_partitions(value) if type(value) is int else value
 
     @property

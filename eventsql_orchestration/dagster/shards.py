@@ -41,7 +41,7 @@ class ShardsLeftOutError(dg.Failure):
                 [
                     *([f"{', '.join(down)} cannot be reached: start the server, or correct its URL"] if down else []),
                     *([f"it failed on {', '.join(other)}"] if other else []),
-                    "every other shard is done, and the next run does what is left",
+                    "every other shard is done, and the next run does the rest",
                 ]
             ),
             metadata={shard: str(error) for shard, error in errors.items()},
@@ -52,7 +52,7 @@ class ShardsLeftOutError(dg.Failure):
 def on_each(shards: Sequence[Shard], do: Callable[[Shard], T_co]) -> OnShards[T_co]:
     """Call a function on one shard after the other. A failure on one shard does not stop the others.
 
-    On an only database, the function's error is raised.
+    If there is only one database, the function's error is raised.
     """
     if len(shards) == 1:
         return OnShards({shards[0].name: do(shards[0])}, {})

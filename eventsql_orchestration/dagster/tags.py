@@ -11,7 +11,7 @@ HIDDEN: Final = ".dagster/eventsql_"
 """The beginning of tags that only this package reads. Dagster's UI hides tags that begin with `.dagster/`."""
 
 FORMER: Final = "eventsql/"
-"""The same on runs from before these tags were hidden."""
+"""The beginning of the same tags on older runs, from before they were hidden."""
 
 TOPIC_TAG: Final = "eventsql/topic"
 CONSUMER_TAG: Final = "eventsql/consumer"
@@ -21,14 +21,14 @@ SHARD_TAG: Final = "eventsql/shard"
 
 CLAIM_TAG: Final = f"{HIDDEN}claim"
 CLAIMED_AT_TAG: Final = f"{HIDDEN}claimed_at"
-"""The time of the run's claim, in microseconds since 1970: ids of claims come again in a database that is restored or
-made anew."""
+"""The time of the run's claim, in microseconds since 1970. A restored or recreated database uses ids of claims
+again."""
 
 AFTER_TAG: Final = f"{HIDDEN}after"
-"""The offset before the run's claim. It counts the failures of runs from one offset."""
+"""The offset before the run's claim. Ticks find the failed runs from one offset by this tag."""
 
 SUCCEEDS_TAG: Final = f"{HIDDEN}succeeds"
-"""On a run that takes a partition over from a run that drains it; its value is the draining run."""
+"""On a run that takes over the partition of a draining run; its value is the draining run."""
 
 SHARED_TAG: Final = f"{HIDDEN}shared"
 """On runs that several consumers share. A consumer without a claim consumes its waiting events."""
@@ -44,13 +44,13 @@ LATE_TAG: Final = f"{HIDDEN}late"
 """On a run that found its claim lost when it tried to take the claim over."""
 
 QUEUE_TAG: Final = "eventsql/queue"
-"""On the runs that work a queue off."""
+"""On the runs that handle a queue's messages."""
 
 ALIVE_TAG: Final = f"{HIDDEN}alive"
-"""A sign of life of a run that works a queue off: a number that grows."""
+"""A sign of life of a run that handles a queue's messages: a number that grows."""
 
 HANDLED_TAG: Final = f"{HIDDEN}handled"
-"""On a run that failed because messages failed, and worked all others off. Its value is the run."""
+"""On a run that failed because messages failed, and handled all other messages. Its value is the run."""
 
 BACKFILL_TAG: Final = "eventsql/backfill"
 """On every run of a backfill; its value is the backfill's id."""
@@ -64,8 +64,8 @@ TRANSFER_TAG: Final = "eventsql/transfer"
 """On every run of the transfer."""
 
 SPARK_POOL: Final = "eventsql/spark"
-"""The Dagster pool of assets that start a Spark session. A run queue limits all their runs by it, wherever they are
-launched."""
+"""The Dagster pool of assets that start a Spark session. The run queue limits all runs of these assets by the pool,
+wherever the runs are launched."""
 
 POOL_TAG: Final = "eventsql/pool"
 """On the steps of this package's assets that are in a pool; its value is the pool's name. Dagster limits either
@@ -75,7 +75,7 @@ HOUSEKEEPING_TAG: Final = f"{HIDDEN}housekeeping"
 """The kind of a run, for housekeeping: `consumer`, `internal` or `backfill`."""
 
 FORMER_HOUSEKEEPING_TAG: Final = f"{FORMER}housekeeping"
-"""The name of that tag on history from before it was hidden, which housekeeping has to delete too."""
+"""The name of the same tag on older history, from before it was hidden. Housekeeping deletes this history too."""
 
 HOUSEKEEPING_CONSUMER: Final = "consumer"
 HOUSEKEEPING_INTERNAL: Final = "internal"
@@ -83,7 +83,7 @@ HOUSEKEEPING_BACKFILL: Final = "backfill"
 
 CONSUMER_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_CONSUMER}
 INTERNAL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_INTERNAL}
-"""Also on the observations, materializations, sensors and schedules of this package."""
+"""Also the tags of the observations, materializations, sensors and schedules of this package."""
 
 BACKFILL_RUN: Final = {HOUSEKEEPING_TAG: HOUSEKEEPING_BACKFILL}
 

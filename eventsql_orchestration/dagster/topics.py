@@ -25,8 +25,8 @@ KINDS: Final = frozenset({"eventsql"})
 """The kinds of consumers."""
 
 TOPIC_KINDS: Final = frozenset({"topic", "postgresql"})
-"""The kinds of topics. Dagster has icons for the kinds of a fixed list. Of these, `postgresql` suits a topic; of the
-other assets of this package, only captured tables have it."""
+"""The kinds of topics. Dagster has icons only for a fixed list of kinds; `postgresql` is in the list. Of the other
+assets of this package, only captured tables have this kind."""
 
 COLUMN_SCHEMA: Final = "dagster/column_schema"
 """The metadata key in which Dagster's UI looks for the columns of an asset."""
@@ -93,7 +93,7 @@ def topic_asset(
     `@asset(key=topic_key(…))`. `deps` are the assets that its events come from. `owners` are e-mail addresses or
     `team:…`, as for any asset. `columns` describe its values. `kinds` are added to the kinds of every topic.
     `freshness` is the time without an event after which the topic is stale; a sensor reports the events to Dagster
-    (`topic_observations`). A `translator` has the last word, except on the key.
+    (`topic_observations`). A `translator` may change everything except the key.
     """
     spec = dg.AssetSpec(
         key=topic_key(topic.name),
@@ -143,10 +143,10 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
     """The events that entered the logs of external topics since `seen`, the offsets of an earlier look.
 
     Pass them to a sensor's `SensorResult(asset_events=…)`, and keep `TopicNews.seen` in its cursor. They are
-    materializations because a freshness policy counts nothing else. The first look at a topic only records its end: its
-    events may be as old as the topic. A topic that is not registered is `missing`, with the reason. If there are
-    several shards, each has its own materialization, which names the shard. The events of a shard that is down follow
-    when it is back.
+    materializations because a freshness policy counts only materializations. The first look at a topic only records its
+    end: its events may be as old as the topic. A topic that is not registered is `missing`, with the reason. If there
+    are several shards, each has its own materialization, which names the shard. The events of a shard that is down
+    follow when it is back.
     """
     reported: dict[str, int] = {}
     materializations: list[dg.AssetMaterialization] = []

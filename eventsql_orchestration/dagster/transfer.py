@@ -21,7 +21,7 @@ from eventsql_orchestration.publishing.transfer import OnMoved, Transfer
 from eventsql_orchestration.threads import start_thread
 
 STOP_TIMEOUT: Final = 10.0
-"""Seconds that a stopped transfer has to finish its move. After that, the end of the process rolls its transaction
+"""Seconds in which a stopped transfer may finish its move. After them, the process ends and its transaction is rolled
 back."""
 
 HOLD_SECONDS: Final = 150.0
@@ -47,13 +47,13 @@ def build_transfer_schedule(
     look_around: float = 1.0,
     default_status: dg.DefaultScheduleStatus = dg.DefaultScheduleStatus.RUNNING,
 ) -> dg.ScheduleDefinition:
-    """The transfer, as a schedule of one minute. It requests no runs.
+    """The transfer, as a schedule that ticks every minute. It requests no runs.
 
     A tick moves the events in the buffer, for a few seconds at most. Then the code server goes on moving events in the
-    background, each within `polling_delay` seconds, until no tick has come for some minutes. The next tick skips, and
-    its reason has the numbers of events that were moved since. A tick fails if the events of a topic cannot be moved,
-    or if no database can be reached. Every `look_around` seconds, the background finishes publications over several
-    shards, and starts consumers on added shards. The transfers of several processes share the topics.
+    background, each within `polling_delay` seconds, until no tick has come for some minutes. Each tick skips, and its
+    reason has the numbers of events that were moved since the previous tick. A tick fails if the events of a topic
+    cannot be moved, or if no database can be reached. Every `look_around` seconds, the background finishes publications
+    over several shards, and starts consumers on added shards. The transfers of several processes share the topics.
 
     The job of the same name is for people: a run moves events for `limit_seconds` seconds.
     """
@@ -129,7 +129,7 @@ def _said(moved: Mapping[str, int]) -> str:
 
 
 class BackgroundTransfer:
-    """The transfer of a platform in the background of this process, until it is not prolonged any more."""
+    """The transfer of a platform in the background of this process. It ends when no tick prolongs it any more."""
 
     def __init__(self, eventsql: EventSQLResource, polling_delay: float, look_around: float) -> None:
         self._platform = eventsql.separate()
@@ -148,8 +148,9 @@ class BackgroundTransfer:
         return self._ended.is_set()
 
     def prolong(self, seconds: float) -> bool:
-        """Go on for `seconds` seconds from now. False if the transfer has ended, or ends because it no longer moves the
-        events of a shard: begin another one.
+        """Go on for `seconds` seconds from now.
+
+        False if the transfer has ended, or ends because it no longer moves the events of a shard. Then begin another.
         """
         with self._lock:
             if self._moving is not None and self._moving.faults:
@@ -163,7 +164,7 @@ class BackgroundTransfer:
             return True
 
     def take(self) -> Counter[str]:
-        """The number of events by topic that were moved since the last call."""
+        """The number of events that were moved since the last call, by topic."""
         with self._lock:
             taken, self._moved = self._moved, Counter()
         return taken
@@ -324,7 +325,7 @@ class _Moving:
 def _let_consumers_go(log: logging.Logger, platform: EventSQL) -> None:
     """Let consumers start on an added shard once they have come far enough on the others.
 
-    Also finish publications over several shards that are on some of the shards only.
+    Also finish publications over several shards that have not reached all of their shards.
     """
     try:
         platform.unfinished()

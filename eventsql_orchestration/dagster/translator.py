@@ -1,4 +1,4 @@
-"""How consumers and topics become assets: a team changes keys, groups and whatever else an asset has in one place."""
+"""How consumers and topics become assets. A team can change keys, groups and other properties in one place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from eventsql_orchestration.errors import ValidationError
 
 @dataclass(frozen=True, slots=True)
 class EventSQLAssetProps:
-    """The thing that an asset stands for: `consumer` of a topic, or the topic itself if `consumer` is None.
+    """The subject of an asset: the consumer `consumer` of a topic, or the topic itself if `consumer` is None.
 
     For a queue, `topic` is None and `queue` is its name; `consumer` is the name of a worker's asset, or None for the
     queue itself. `spec` is the asset as it would be without a translator.
@@ -24,7 +24,7 @@ class EventSQLAssetProps:
 
 
 class EventSQLTranslator:
-    """Gives consumers and topics their assets. Override `get_asset_spec`, and change what its superclass returns:
+    """Gives consumers and topics their assets. Override `get_asset_spec`, and change the result of the superclass:
 
         class Shop(EventSQLTranslator):
             def get_asset_spec(self, props):
@@ -32,8 +32,9 @@ class EventSQLTranslator:
                 return spec.replace_attributes(group_name=props.topic)
 
     Give it to `AssetOptions` for a consumer and the topics that it publishes to, or for a worker; and to `topic_asset`,
-    `queue_asset` or `build_definitions` for other topics and queues. The key of a topic stays `topic/<name>`, and that
-    of a queue `queue/<name>`: several code locations find the same one by it, and so do the links of their runs.
+    `queue_asset` or `build_definitions` for other topics and queues. The key of a topic stays `topic/<name>`, and the
+    key of a queue stays `queue/<name>`: other code locations find the topic or the queue by its key, and so do links in
+    the UI.
     """
 
     def get_asset_spec(self, props: EventSQLAssetProps) -> dg.AssetSpec:
