@@ -73,7 +73,7 @@ defs = dg.Definitions(
     assets=[*(consumer.asset for consumer in CONSUMERS), *(backfill.asset for backfill in BACKFILLS)],
     jobs=[*(consumer.job for consumer in CONSUMERS), *(job for backfill in BACKFILLS for job in backfill.jobs)],
     sensors=[sensor for consumer in CONSUMERS for sensor in consumer.sensors],
-    # Dagster's own backfills run the job of all assets, and a process for each step takes a processor for seconds.
+    # Dagster's own backfills run the job of all assets. A process for each step would take seconds of processor time.
     executor=dg.in_process_executor,
     resources={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"))},
 )

@@ -61,7 +61,7 @@ housekeeping = build_housekeeping_schedule(
 
 @dg.sensor(target=[ledger.asset], default_status=dg.DefaultSensorStatus.RUNNING, minimum_interval_seconds=1)
 def somebody_elses() -> dg.SkipReason:
-    """A sensor that is not this package's."""
+    """A sensor that does not belong to this package."""
     return dg.SkipReason("nothing to do")
 
 

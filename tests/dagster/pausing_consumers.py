@@ -74,7 +74,7 @@ CONSUMERS = {
         consumer(windows.AFTER_LAST_COMMIT),
         in_range,
         *SHARERS,
-        # It is under way until its successor has come, whether or not anything does.
+        # Its run waits for its successor long enough, whether or not events come.
         consumer(windows.HANDED_OVER, STEADY, drain_seconds=2 * windows.LEAD, drain_idle=60.0),
     )
 }

@@ -1,7 +1,7 @@
 """Points at which a real process stops until it is killed, and a daemon that has two of them.
 
-A point is an advisory lock of the events' database. A test holds it; whichever process comes there waits for it in a
-session that is named after the point and the process, and so is found and killed.
+A point is an advisory lock of the events' database, and a test holds the lock. A process that comes to the point waits
+for the lock. The name of its session has the point and the process, so that the test can find and kill the process.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def stop_at(point: str) -> None:
 
 @contextmanager
 def held(platform: EventSQL, point: str) -> Iterator[None]:
-    """Let whatever process comes to a point stop there for the block."""
+    """Stop each process that comes to a point during the block."""
     connection = platform.database.dedicated()
     try:
         connection.execute("SELECT pg_advisory_lock(hashtext(%s))", (point,))

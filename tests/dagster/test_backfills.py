@@ -1,4 +1,4 @@
-"""Backfills: what a plan says, and that a range takes effect once however it is cut, killed or started twice."""
+"""Backfills: the contents of a plan, and that a range takes effect once, whether it is cut, killed or started twice."""
 
 from __future__ import annotations
 
@@ -151,7 +151,9 @@ def test_a_range_of_time_ends_before_its_end(bench: Workbench, backfills: Backfi
     assert recent.events == 15
 
 
-def test_windows_of_time_hold_what_was_logged_in_the_same_period(bench: Workbench, backfills: Backfills) -> None:
+def test_windows_of_time_hold_the_events_that_were_logged_in_the_same_period(
+    bench: Workbench, backfills: Backfills
+) -> None:
     ids = bench.publish("orders", 6)
     noon = datetime(2026, 5, 1, 12, tzinfo=UTC)
     with bench.platform.database.connection() as connection:
@@ -275,7 +277,9 @@ def test_keys_and_ids_are_read_as_they_were_written() -> None:
 # Registered backfills
 
 
-def test_a_backfill_takes_over_the_form_the_attempts_and_the_filter(bench: Workbench, backfills: Backfills) -> None:
+def test_a_backfill_takes_over_the_form_the_attempts_and_the_filter_of_the_consumer(
+    bench: Workbench, backfills: Backfills
+) -> None:
     bench.publish("orders", 4)
     bench.platform.registry.register_consumer(
         location.fragile.consumer, filter=EventFilter(key_prefix="a"), max_attempts=2
@@ -445,7 +449,7 @@ def test_an_event_that_keeps_failing_becomes_a_dead_letter(bench: Workbench, bac
     replay_all(bench, location.fragile_backfill, plan, backfill)
     assert bench.effects() == ids
     bench.platform.transfer.run_once()
-    assert bench.platform.dead_letters.list("orders") == [], "those of backfills are listed apart"
+    assert bench.platform.dead_letters.list("orders") == [], "letters of backfills are listed separately"
     (letter,) = bench.platform.dead_letters.list("orders", LetterFilter(backfill="one"))
     assert letter.origin is not None
     assert str(poison) in letter.origin
@@ -560,7 +564,7 @@ def test_a_run_does_not_wait_for_the_lease_of_an_ended_run(bench: Workbench, bac
     assert bench.effects() == ids
 
 
-# What is left when it is done
+# What a finished backfill leaves
 
 
 def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backfills: Backfills) -> None:

@@ -1,4 +1,4 @@
-"""Checks of consumers: what turns them red and green again, without a run and with one, and who is told."""
+"""Checks of consumers: when they turn red and green again, with and without a run, and their alerts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RIDES = Topic("rides", 2)
 
 
 def refuse(events: Sequence[Event], connection: Connection) -> None:
-    """Takes what can be read as a number alone."""
+    """Fails for an event whose value is not a number."""
     for event in events:
         if event.value == b"poison":
             raise ValueError("not a number")
@@ -133,7 +133,7 @@ def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(benc
 def test_a_check_executed_by_hand_knows_when_the_lag_began(bench: Workbench) -> None:
     check = build_lag_check(eager, max_events=0, grace=60.0)
     bench.publish("rides", 1)
-    assert executed(bench, check).passed, "nobody has seen it before"
+    assert executed(bench, check).passed, "no check has seen the lag before"
     Watch(bench, check).at(time.time() - 61.0)
     assert not executed(bench, check).passed
 
@@ -150,7 +150,7 @@ def test_a_check_is_reported_when_it_changes_and_seldom_otherwise(bench: Workben
     assert len(watch.at(red + IDLE_INTERVAL)) == 1
     bench.platform.registry.pause("rides", "eager")
     (other,) = watch.at(red + IDLE_INTERVAL + 15)
-    assert "stopped: it is paused" in str(other.description), "another cause is news"
+    assert "stopped: it is paused" in str(other.description), "another cause is reported at once"
 
 
 def test_a_check_is_reported_again_after_a_materialization_because_dagster_hides_it(
@@ -200,7 +200,7 @@ def test_bad_limits_are_refused_at_definition() -> None:
 
 
 def poison(bench: Workbench, *, partition: int = 1) -> int:
-    """An event that the consumer gives up at once; gives its offset."""
+    """Publish an event that the consumer gives up at once. Returns its offset."""
     before = bench.platform.reader.end("rides")
     bench.platform.publisher.publish(Publication("rides", b"poison", partition=partition))
     bench.platform.transfer.run_once()
@@ -265,7 +265,9 @@ def test_letters_of_other_consumers_and_of_a_deleted_topic_do_not_count(bench: W
     registry.register_topic(Topic("rides_dlt"))
     poison(bench)
     bench.platform.transfer.run_once()
-    assert [each.passed for each in watch.at(1_015.0)] == [False], "its ids began anew, below those looked at before"
+    assert [each.passed for each in watch.at(1_015.0)] == [False], (
+        "its ids begin again, below the ids that the check has searched"
+    )
 
 
 def test_many_letters_are_counted_up_to_a_limit_and_the_oldest_are_named(bench: Workbench) -> None:
@@ -311,7 +313,7 @@ def test_an_alert_is_sent_when_a_check_turns_red_and_when_it_is_green_again(benc
 
     assert tick() == [], "it was never evaluated"
     watch.at(1_000.0)
-    assert tick() == [], "a check that is green from the beginning is no news"
+    assert tick() == [], "a check that is green from the beginning alerts nobody"
     bench.publish("rides", 2)
     watch.at(1_015.0)
     (red,) = tick()
@@ -319,7 +321,7 @@ def test_an_alert_is_sent_when_a_check_turns_red_and_when_it_is_green_again(benc
     assert red.metadata["Lag events"] == 2
     assert red.asset == eager.key
     watch.at(1_015.0 + IDLE_INTERVAL)
-    assert tick() == [], "it is told once"
+    assert tick() == [], "each alert is sent once"
     bench.platform.consumers.consume_once("rides", "eager", record)
     watch.at(2_000.0)
     (green,) = tick()

@@ -1,4 +1,4 @@
-"""A code location whose sources cannot be loaded is found out before Dagster starts, and without running it."""
+"""A code location whose sources cannot be loaded is noticed before Dagster starts, without running the location."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ RUNS = "raise RuntimeError('it runs')\n"
         "import beside\n",
     ],
 )
-def test_sources_that_look_well_are_not_run(directory: Path, source: str) -> None:
+def test_sources_without_visible_faults_are_not_run(directory: Path, source: str) -> None:
     write(directory, {"definitions.py": source + RUNS, "spaces/inner.py": "name = 1\n", "lib/beside.py": ""})
     location = CodeLocation(Path("definitions.py"), imports=Path("lib"))
     location.check()

@@ -66,7 +66,7 @@ def test_the_example_is_a_whole_location_that_consumes(
     with bench.platform.database.connection() as connection:
         assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
 
-    # What a backfill hands over again changes nothing, and no event fails.
+    # The events that a backfill replays change nothing, and no event fails.
     backfills = Backfills(bench.platform.shards)
     plan = backfills.plan("orders", "ledger", ReplayRange(Earliest()))
     backfill = backfills.register(plan, "again")
@@ -87,7 +87,7 @@ def test_the_example_is_a_whole_location_that_consumes(
     assert {key.name for key in repository.asset_graph.asset_check_keys} == {"lag", "delivered"}
 
 
-def test_a_topic_that_a_consumer_publishes_to_is_its_own_and_no_external_asset() -> None:
+def test_a_topic_that_a_consumer_publishes_to_is_the_consumers_asset_and_no_external_asset() -> None:
     @range_asset(topic=Topic("orders", 2), consumer="sums", publishes=Topic("sums"), name="sum_orders")
     def sums(claim: Claim) -> None: ...
 
@@ -106,7 +106,7 @@ def test_the_topics_of_dead_letters_are_assets_since_a_red_check_links_to_them()
     one = build_definitions([ledger], eventsql=resource)
     assert keys(one) == {"orders", "orders_dlt"}
     assert "orders_dlt" not in keys(build_definitions([ledger], dead_letters=False))
-    # Of several parts, that which has a topic has its dead letters.
+    # If a location has several parts, the part with a topic has the topic's dead letters.
     part = build_definitions([slow], name="slow", platform=False, resources={"eventsql": resource})
     assert keys(dg.Definitions.merge(one, part)) == {"orders", "orders_dlt"}
     alone = build_definitions([slow], platform=False, topics=[slow.topic], resources={"eventsql": resource})
@@ -120,7 +120,7 @@ def test_a_location_has_the_backfills_of_its_consumers_when_it_asks_for_them() -
     assert with_them.resolve_asset_graph().get(dg.AssetKey("ledger_backfill")).is_partitioned
 
 
-def test_registering_prepares_tables_before_a_consumer_is_there_and_may_be_repeated(bench: Workbench) -> None:
+def test_registering_prepares_tables_before_a_consumer_exists_and_may_be_repeated(bench: Workbench) -> None:
     seen: list[tuple[int, int]] = []
 
     def prepare(platform: Shard) -> None:
@@ -133,7 +133,7 @@ def test_registering_prepares_tables_before_a_consumer_is_there_and_may_be_repea
 
 
 def registers(bench: Workbench, definition: ConsumerDefinition) -> dict[str, object]:
-    """Run the job `register` of a location with one consumer; gives the metadata that its step has."""
+    """Run the job `register` of a location with one consumer. Returns the metadata of its step."""
     location = build_definitions([definition], eventsql=bench.eventsql)
     done = location.resolve_job_def("register").execute_in_process(instance=bench.instance)
     (output,) = done.filter_events(lambda event: event.is_successful_output)
@@ -196,7 +196,7 @@ def claim_nothing(claim: Claim) -> None: ...
 
 @pytest.mark.parametrize("wrong", [{"filter": {"keys": ["a"]}}, {"start": "now"}, {"max_attempts": 0}])
 @pytest.mark.parametrize("decorate", [consumer_asset, range_asset])
-def test_a_declaration_that_cannot_be_is_refused_at_definition(
+def test_an_impossible_declaration_is_refused_at_definition(
     decorate: Callable[..., Any], wrong: dict[str, object]
 ) -> None:
     with pytest.raises(ValidationError):
@@ -213,7 +213,7 @@ def test_a_consumer_that_was_registered_in_another_form_fails_the_job_and_is_lef
     assert [each.partition for each in bench.platform.registry.consumer("orders", "mailer")] == [-1]
 
 
-def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_who_sets_a_limit() -> None:
+def test_a_location_has_an_alert_sensor_only_with_notify_and_a_lag_check_only_with_a_limit() -> None:
     def notify(alert: CheckAlert) -> None: ...
 
     told = build_definitions([ledger], notify=notify).get_repository_def()
@@ -223,7 +223,7 @@ def test_an_alert_sensor_is_there_for_who_wants_to_be_told_and_a_lag_check_for_w
     assert {key.name for key in silent.asset_graph.asset_check_keys} == {"delivered"}
 
 
-def test_keywords_of_a_location_go_before_its_options() -> None:
+def test_keywords_of_a_location_override_its_options() -> None:
     shared = LocationOptions(lag=None, resources={"eventsql": EventSQLResource(dsn="postgresql://nowhere")})
     part = build_definitions([ledger], shared, name="shop", platform=False)
     assert {key.name for key in part.resolve_asset_graph().asset_check_keys} == {"delivered"}
@@ -301,7 +301,7 @@ def test_dg_scaffolds_a_consumer(project: Path) -> None:
 @pytest.mark.timeout(180)
 def test_dg_lists_the_definitions_of_scaffolded_consumers(project: Path) -> None:
     scaffold(project, "billing")
-    # A second one, in a folder whose name is none for Dagster.
+    # A second consumer, in a folder whose name Dagster does not accept.
     second = yaml.safe_load((scaffold(project, "my-mailer") / "defs.yaml").read_text())["attributes"]
     assert (second["name"], second["platform"]) == ("my_mailer", False)
     listed = json.loads(dg_command(project, "list", "defs", "--json"))
@@ -447,7 +447,7 @@ def test_a_defs_yaml_may_declare_filter_start_and_attempts(
     assert registered(filter="every event") == (3, None, 3)
 
 
-def test_a_folder_gives_a_name_that_dagster_takes() -> None:
+def test_the_name_of_a_folder_becomes_a_name_that_dagster_accepts() -> None:
     names = {text: usable_name(text) for text in ("billing", "my-mailer", "type", "rides and fares", "—")}
     assert names == {
         "billing": "billing",
@@ -459,7 +459,7 @@ def test_a_folder_gives_a_name_that_dagster_takes() -> None:
 
 
 @deprecated
-def test_two_components_with_the_platform_are_refused_by_the_name_of_the_field_and_both_files() -> None:
+def test_two_components_with_the_platform_are_refused_and_the_error_names_the_field_and_both_files() -> None:
     with create_defs_folder_sandbox() as sandbox:
         for name in ("billing", "mailer"):
             sandbox.scaffold_component(

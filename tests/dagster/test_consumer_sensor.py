@@ -1,4 +1,4 @@
-"""One sensor for all partitions of a consumer: what a tick of it does, and what that costs."""
+"""One sensor for all partitions of a consumer: what its ticks do, and what they cost."""
 
 from __future__ import annotations
 
@@ -113,16 +113,16 @@ def test_a_look_at_hundreds_of_partitions_takes_few_statements(
     with counted(monkeypatch) as waiting:
         tick = evaluate(bench)
     assert tick.skip_message == f"{PARTITIONS - 10} of {PARTITIONS} partitions have no events; 10 are leased"
-    # One says when all of them were made.
+    # One more statement reads the times of all claims.
     assert waiting.total() <= idle.total() + 1, "claims without a run wait for their lease, and cost no statement each"
 
 
-def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(bench: Workbench) -> None:
+def test_a_tick_requests_some_runs_and_the_next_tick_goes_on_after_them(bench: Workbench) -> None:
     four_runs = defined(max_requests=4)
     publish(bench, *range(10))
     first = evaluate(bench, four_runs)
     assert (partitions_of(first), first.cursor) == ([0, 1, 2, 3], "4")
-    # Those that had their turn have events again, and wait for the others all the same.
+    # The partitions that had their turn have events again, but wait for the others.
     for request in first.run_requests or []:
         bench.run(wide, request)
     publish(bench, *range(4))
@@ -132,18 +132,18 @@ def test_a_tick_requests_some_runs_and_the_next_goes_on_after_them(bench: Workbe
     assert partitions_of(third) == [8, 9, 0, 1]
 
 
-def test_a_tick_that_has_used_its_time_up_goes_on_in_the_next(bench: Workbench) -> None:
+def test_the_next_tick_goes_on_where_a_tick_ran_out_of_time(bench: Workbench) -> None:
     publish(bench, 3, 4)
     assert evaluate(bench, defined(budget=0.0), cursor="4").cursor == "4"
     assert partitions_of(evaluate(bench, cursor="4")) == [4, 3]
 
 
-def test_a_cursor_of_a_partition_that_is_gone_begins_at_the_first(bench: Workbench) -> None:
+def test_a_tick_whose_cursor_names_a_deleted_partition_begins_at_the_first_partition(bench: Workbench) -> None:
     publish(bench, 0, 1)
     assert partitions_of(evaluate(bench, cursor="900")) == [0, 1]
 
 
-def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_one_keeps_its_own(bench: Workbench) -> None:
+def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_run_keeps_its_range(bench: Workbench) -> None:
     publish(bench, 1, 2, 3)
     dead, queued, running = evaluate(bench).run_requests or []
     bench.requested(wide, dead, dg.DagsterRunStatus.FAILURE)
@@ -156,7 +156,7 @@ def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_one_keeps_its_own
     (again,) = tick.run_requests or []
     assert again.run_key != dead.run_key
 
-    # The lease of the queued one was prolonged; that of the one that does not renew it ends.
+    # The lease of the queued run was prolonged. The dead run does not renew its lease, which ends.
     bench.end_lease(wide)
     tick = evaluate(bench)
     assert partitions_of(tick) == [1, 3]
@@ -179,7 +179,7 @@ def test_a_skip_reason_says_what_holds_partitions_up(bench: Workbench) -> None:
     assert evaluate(bench).skip_message == "299 of 300 partitions have no events; 1: the consumer is paused"
 
 
-def test_what_was_claimed_before_the_database_went_away_is_requested(
+def test_runs_are_requested_for_claims_made_before_the_database_went_away(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(bench, 1, 2, 3)
@@ -211,7 +211,7 @@ def test_overlapping_evaluations_claim_each_partition_once(bench: Workbench) -> 
     assert len(bench.claims()) == 12
 
 
-def test_a_consumer_of_a_whole_topic_may_have_such_a_sensor_too(bench: Workbench) -> None:
+def test_a_consumer_of_a_whole_topic_may_have_one_sensor_for_all_partitions_too(bench: Workbench) -> None:
     whole = consumer_asset(
         topic=TOPIC, consumer="whole", sensor="consumer", name="whole", limits=RunLimits(max_wait=0.0)
     )(record)
@@ -220,7 +220,7 @@ def test_a_consumer_of_a_whole_topic_may_have_such_a_sensor_too(bench: Workbench
     assert partitions_of(evaluate(bench, whole)) == [-1]
 
 
-def test_what_is_not_registered_is_told(bench: Workbench, platform: EventSQL) -> None:
+def test_a_skip_reason_names_the_topic_or_consumer_that_is_not_registered(bench: Workbench, platform: EventSQL) -> None:
     elsewhere = consumer_asset(
         topic=Topic("elsewhere", 2), consumer="c", partitioned=True, sensor="consumer", name="elsewhere"
     )(record)
@@ -245,9 +245,7 @@ def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: W
     assert partitions_of(evaluate(bench, changing)) == [2]
 
 
-def test_a_topic_that_is_repartitioned_is_consumed_on_in_its_new_partitions(
-    bench: Workbench, platform: EventSQL
-) -> None:
+def test_a_tick_goes_on_with_the_new_partitions_of_a_repartitioned_topic(bench: Workbench, platform: EventSQL) -> None:
     changing = consumer_asset(
         topic=Topic("changing", 1),
         consumer="c",

@@ -53,7 +53,9 @@ def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     return {"description": data.description, **{name: value.value for name, value in data.metadata.items()}}
 
 
-def test_a_run_counts_its_own_lag_only_and_not_for_long(bench: Workbench, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     definition = define()
     bench.platform.registry.register_consumer(Consumer("rides", "other"))
     bench.publish("rides", 5)
@@ -111,7 +113,7 @@ def test_a_run_executes_in_one_process(bench: Workbench) -> None:
     assert bench.job(ledger).executor_def.name == "in_process"
 
 
-def test_a_run_drains_what_came_meanwhile_and_commits_each_range_by_itself(
+def test_a_run_drains_the_events_that_came_meanwhile_and_commits_each_range_separately(
     bench: Workbench, metadata: Metadata
 ) -> None:
     definition = define(max_events=10, drain_seconds=30.0, drain_idle=0.0)
@@ -197,7 +199,7 @@ def test_a_claim_lost_before_the_run_began_fails_it(bench: Workbench) -> None:
 
 
 def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch_and_fails_the_run(bench: Workbench) -> None:
-    """A consumer that knows nothing of leases, of the Java library, say, passed by."""
+    """A consumer without leases, for example one of the Java library, consumed the same events meanwhile."""
     overtaken = False
 
     def overtake(events: Sequence[Event], connection: Connection) -> None:
@@ -229,7 +231,7 @@ def test_another_owner_fails_the_run_between_batches(bench: Workbench) -> None:
     result = bench.run(definition, request(bench, definition))
     assert not result.success
     assert "lost" in failure_of(result)
-    # The batch in which the epoch moved was a transaction of this run, nothing after it is.
+    # This run committed the batch in which the epoch moved, and nothing after it.
     assert bench.effects() == ids[:20]
     assert bench.offset(definition) == ids[19]
 
@@ -265,7 +267,7 @@ def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> Non
     assert found["error"] == "ValueError: 3 is not to be had"
     assert "rides_dlt" in found["advice"]
     assert f"event {ids[3]} of topic rides failed once in consumer c" in found["description"]
-    # What went before it is done, and the offset says so.
+    # The events before it are handled, and the offset shows it.
     assert bench.effects() == ids[:3]
     assert bench.offset(definition) == ids[2]
     (entry,) = bench.instance.all_logs(result.run_id, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
@@ -273,7 +275,7 @@ def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> Non
     assert entry.asset_materialization.metadata["events"].value == 3
 
 
-def test_a_failing_event_blocks_its_partition_loudly_where_no_topic_takes_dead_letters(bench: Workbench) -> None:
+def test_without_a_dead_letter_topic_a_failing_event_fails_the_run_and_blocks_its_partition(bench: Workbench) -> None:
     definition = define(fail_at(b"0"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
@@ -286,7 +288,7 @@ def test_a_failing_event_blocks_its_partition_loudly_where_no_topic_takes_dead_l
 
 
 class FactoryOfNone(EventSQLResource):
-    """The platform of a location whose dead letter factory makes none."""
+    """The platform of a location whose dead letter factory makes no dead letters."""
 
     @property
     def platform(self) -> EventSQL:
@@ -295,7 +297,7 @@ class FactoryOfNone(EventSQLResource):
         return opened
 
 
-def test_an_event_of_which_the_factory_makes_no_dead_letter_says_so(bench: Workbench) -> None:
+def test_a_failure_says_if_the_factory_made_no_dead_letter_of_the_event(bench: Workbench) -> None:
     definition = define(fail_at(b"0"))
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
@@ -332,7 +334,7 @@ def test_a_dead_letter_is_passed_and_the_run_succeeds_and_says_so(bench: Workben
     assert [letter.value for letter in bench.platform.dead_letters.list("rides")] == [b"3"]
 
 
-def test_a_failing_event_is_retried_by_the_next_tick_and_buried_in_the_end(bench: Workbench) -> None:
+def test_a_failing_event_is_retried_by_the_next_tick_and_becomes_a_dead_letter_in_the_end(bench: Workbench) -> None:
     definition = define(fail_at(b"1"))
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=2)
@@ -343,7 +345,7 @@ def test_a_failing_event_is_retried_by_the_next_tick_and_buried_in_the_end(bench
     assert bench.effects() == [ids[0], ids[2]]
 
 
-def test_a_run_that_is_launched_by_hand_claims_what_waits_in_every_partition(
+def test_a_run_that_is_launched_by_hand_claims_the_waiting_events_of_every_partition(
     bench: Workbench, metadata: Metadata
 ) -> None:
     ids = [*bench.publish("orders", 3, partition=0), *bench.publish("orders", 2, partition=1)]

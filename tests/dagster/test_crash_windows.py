@@ -1,4 +1,4 @@
-"""A machine and its processes that die at every step between a claim and its offset: nothing is lost, nothing twice."""
+"""A machine and its processes die at every step between a claim and its offset. Each event takes effect once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SLOW = 600.0
 """Seconds that a busy machine may take for a step of many processes."""
 
 PATIENT = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "600", "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS": "600"}
-"""Code servers of a machine that is busy take their time."""
+"""Code servers of a busy machine answer slowly."""
 
 IN_TICKS = [
     stopping.AFTER_THE_PROBE,
@@ -76,7 +76,7 @@ class Machine:
         return os.getpgid(pid) == self._process.pid
 
     def die(self) -> None:
-        """Every process at once, as when the power goes."""
+        """Kill every process at once, as a power failure does."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(60)
@@ -102,7 +102,7 @@ def consumer_runs(bench: Workbench) -> list[dg.DagsterRun]:
 
 
 def all_retried(bench: Workbench) -> bool:
-    """Whether the automatic retry of each run that is to have one has ended."""
+    """Whether all automatic retries that Dagster is to launch have ended."""
     runs = {run.run_id: run for run in consumer_runs(bench)}
     retries = [run.tags.get(AUTO_RETRY_TAG) for run in runs.values() if run.tags.get("dagster/will_retry") == "true"]
     return bool(retries) and all(retry in runs and runs[retry].is_finished for retry in retries)
@@ -113,7 +113,7 @@ def all_retried(bench: Workbench) -> bool:
 def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothing_twice(
     orders: Workbench, home: Path
 ) -> None:
-    """Each machine finds what the one before left, and dies one step later."""
+    """Each machine finds the state that the previous machine left, and dies one step later."""
     ids: list[int] = []
     for point in IN_TICKS:
         ids += orders.publish("orders", 10)
@@ -140,7 +140,7 @@ def test_a_machine_that_dies_at_any_step_of_a_tick_loses_nothing_and_does_nothin
 def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothing_twice(
     orders: Workbench, home: Path
 ) -> None:
-    """Each run finds what the one before left, and is killed one step later."""
+    """Each run finds the state that the previous run left, and is killed one step later."""
     ids = orders.publish("orders", 10)
     with Machine(home), contextlib.ExitStack() as holding:
         holding.enter_context(held(orders.platform, IN_RUNS[0]))
@@ -157,7 +157,7 @@ def test_a_run_whose_process_is_killed_at_any_step_loses_nothing_and_does_nothin
         wait_until(lambda: len(consumer_runs(orders)) >= len(IN_RUNS) + 1, "the last run", seconds=SLOW)
         wait_until(lambda: all_retried(orders), "the end of the retries of the runs that failed", seconds=SLOW)
     assert orders.effects() == ids
-    # Those that were killed with a claim of theirs are no phantoms that take up the queue.
+    # The killed runs that had a claim do not take up slots of the queue.
     dead = [run for run in consumer_runs(orders) if run.status is dg.DagsterRunStatus.FAILURE]
     assert len(dead) >= 2
     assert all(Worker.of(run.run_id, run.tags) is not None for run in dead), "the launcher forked them"
@@ -178,7 +178,7 @@ def timed_out(bench: Workbench) -> int:
 def test_ticks_that_hang_for_longer_than_dagster_waits_lose_nothing_and_do_nothing_twice(
     orders: Workbench, home: Path
 ) -> None:
-    """Dagster gives a tick up after its claim and evaluates the next one; the first goes on in the code server."""
+    """Dagster gives a tick up after its claim. The tick goes on in the code server while Dagster evaluates the next."""
     point = stopping.AFTER_THE_CLAIM
     ids = orders.publish("orders", 10)
     with Machine(home, DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS="5"):

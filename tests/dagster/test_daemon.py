@@ -1,4 +1,4 @@
-"""A real daemon over two shards: ticks, the queue, runs in processes of their own, and one of these killed."""
+"""A real daemon over two shards: ticks, the queue, runs in their own processes, and a killed run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
         sys.stderr.write(log.read_text())
         raise
     finally:
-        # Told to end, it would wait for the ticks under way.
+        # A daemon that is told to end would wait for the ticks under way.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(60)
@@ -146,7 +146,7 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
     command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "housekeeping"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
     assert not ticks(platform, "consume_slow", before=now)
-    assert ticks(platform, "somebody_elses", before=now), "they are somebody else's to purge"
+    assert ticks(platform, "somebody_elses", before=now), "another location purges these"
 
 
 def ticks(platform: EventSQL, sensor: str, *, before: float) -> int:

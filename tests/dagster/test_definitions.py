@@ -67,13 +67,13 @@ def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
     assert {"consume_consume", "transfer", "housekeeping"} <= set(repository.job_names)
 
 
-def test_a_topic_is_no_text() -> None:
+def test_a_topic_given_as_text_is_refused() -> None:
     for builder in (consumer_asset, range_asset):
         with pytest.raises(ValidationError, match="must be Topic"):
             builder(topic="rides", consumer="c")  # type: ignore[arg-type]
 
 
-def test_importing_the_package_starts_neither_spark_nor_loads_it() -> None:
+def test_importing_the_package_neither_loads_nor_starts_spark() -> None:
     code = "import sys, eventsql_orchestration.dagster; print('pyspark' in sys.modules, 'pyarrow' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout.split() == ["False", "False"]
@@ -138,7 +138,7 @@ def test_tags_go_to_the_runs_of_a_consumer() -> None:
     assert (tags["eventsql/topic"], tags["eventsql/consumer"]) == ("rides", "c")
 
 
-def test_spark_assets_and_their_backfills_are_in_the_pool_that_limits_their_runs_and_others_in_one_if_asked() -> None:
+def test_spark_assets_and_their_backfills_are_in_the_spark_pool_and_other_assets_in_the_pool_that_they_name() -> None:
     spark = range_asset(topic=TOPIC, consumer="c", name="spark")(consume_range)
     replayed = build_backfill(spark)
     assert spark.asset.op.pool == replayed.asset.op.pool == SPARK_POOL
@@ -187,7 +187,7 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
 
 @pytest.mark.parametrize("build", [build_definitions, build_register_job])
 def test_a_topic_with_two_numbers_of_partitions_is_refused(build: Callable[..., object]) -> None:
-    """`register` would give the topic one of them, and fail when it runs again."""
+    """`register` would give the topic one of the numbers, and fail when it runs again."""
     sums = range_asset(topic=TOPIC, consumer="sums", publishes=Topic("totals"), name="sums")(consume_range)
     reader = consumer_asset(topic=Topic("totals", 2), consumer="c", name="reader")(consume)
     with pytest.raises(ValidationError, match="'totals' is declared with partitions=-1 and with partitions=2"):
@@ -252,7 +252,7 @@ def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limit
         RunLimits(**limits)
 
 
-def test_a_batch_has_an_event_at_least() -> None:
+def test_a_batch_has_at_least_one_event() -> None:
     with pytest.raises(ValidationError):
         consumer_asset(topic=TOPIC, consumer="c", batch=0)
 
@@ -291,7 +291,7 @@ def test_a_lag_check_needs_a_threshold() -> None:
         build_lag_check(definition, max_events=-1)
 
 
-def test_a_consumer_name_that_is_no_tag_or_asset_name_is_none_the_less_usable() -> None:
+def test_a_consumer_name_may_be_one_that_dagster_accepts_neither_for_tags_nor_for_assets() -> None:
     name = "Abrechnung für Fahrten, " + "x" * 170
     definition = consumer_asset(topic=TOPIC, consumer=name, name="billing")(consume)
     assert definition.consumer.name == name

@@ -1,4 +1,4 @@
-"""Dagster on this machine: one owner at a time, what a killed one left, ports, proxies, and failures that say why."""
+"""Dagster on this machine: one owner at a time, the remains of a killed owner, ports, proxies, and clear failures."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_an_instance_has_one_owner_at_a_time(tmp_path: Path) -> None:
         pass
 
 
-def test_temporary_files_go_with_the_processes_also_where_an_owner_was_killed(
+def test_temporary_files_are_deleted_with_the_processes_even_if_the_owner_was_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tmp").mkdir()
@@ -69,7 +69,7 @@ def test_the_processes_of_an_owner_that_was_killed_are_ended(tmp_path: Path, nam
         assert orphan.wait(PATIENCE) < 0
 
 
-def test_a_group_that_starts_does_not_stand_under_the_number_of_an_earlier_one(tmp_path: Path) -> None:
+def test_the_number_of_an_earlier_process_group_is_deleted_before_a_new_group_starts(tmp_path: Path) -> None:
     lock = tmp_path / PROCESSES_LOCK
     lock.write_text("12345")
     noted = []
@@ -130,7 +130,7 @@ with reserved_port(int(sys.argv[1])) as port:
 """
 
 
-def test_two_that_start_at_once_do_not_choose_the_same_port() -> None:
+def test_two_commands_that_start_at_once_choose_different_ports() -> None:
     port = free_port(0)
     command = [sys.executable, "-c", RESERVING, str(port)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
@@ -288,7 +288,7 @@ def test_the_end_tells_runs_and_does_not_wait_for_a_webserver_that_does_not_answ
             CodeLocation(tmp_path / "definitions.py"), instance_home=tmp_path, port=server.server_port,
             on_stop=said.append,
         )  # fmt: skip
-        # It heeds no signal, as a daemon whose tick is under way.
+        # It heeds no signal, like a daemon whose tick is under way.
         dagster._process = subprocess.Popen(["sh", "-c", "trap '' INT TERM; exec sleep 600"], start_new_session=True)
         process = dagster._process
         dagster.stop()

@@ -46,7 +46,7 @@ def alerts(pages: list[str]) -> dict[str, Any]:
     return names
 
 
-def test_the_example_of_failed_runs_pages_the_run_its_job_and_why(
+def test_the_example_of_failed_runs_pages_the_run_its_job_and_the_reason(
     alerts: dict[str, Any], pages: list[str], instance: dg.DagsterInstance
 ) -> None:
     result = failing.execute_in_process(instance=instance, raise_on_error=False)

@@ -1,4 +1,4 @@
-"""A partition under steady traffic goes from one run to the next, and is never without one."""
+"""A partition under steady traffic goes from one run to the next, and always has a run."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
     successors: list[dg.RunRequest] = []
 
     def tick(ahead: float) -> Sequence[dg.RunRequest]:
-        """A tick with its clock so many seconds ahead: the windows of runs end sooner for it."""
+        """A tick whose clock is so many seconds ahead, so that the windows of runs end sooner for it."""
         budget = Budget(math.inf, 1)
         tick = Tick(platform.shards[0], shared_instance, logging.getLogger(), budget, lambda: time.time() + ahead)
         return watch.evaluate(tick, None).run_requests or []
@@ -125,7 +125,7 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
     assert record_of_first is not None
     assert record_of_first.end_time is not None
     taken = min(at for owner, at in _claims(platform) if owner == f"run {ended.run_id}")
-    assert taken < record_of_first.end_time, "nobody had the partition in between"
+    assert taken < record_of_first.end_time, "the partition always had a run"
     bench.eventsql.platform.close()
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Wor
     bench.publish("long", 3)
 
     watch = PartitionWatch(Topic("long"), long.consumer, "long", long.limits, "s")
-    # For a run that has not adopted its claim, a clock that is an hour ahead is past the time to do so.
+    # With a clock an hour ahead, the time in which a run has to adopt its claim is over.
     clock = time.time if adopted else lambda: time.time() + 3600
     tick = Tick(bench.platform.shards[0], bench.instance, logging.getLogger(), Budget(math.inf, 1), clock)
     answer = watch.attend(claim if adopted else seen, record, None, tick)
@@ -175,7 +175,7 @@ def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Wor
     assert bench.instance.get_runs(dg.RunsFilter([run_id], statuses=[dg.DagsterRunStatus.STARTED]))
 
 
-def test_a_successor_that_starts_is_waited_for_and_one_that_ended_is_not(bench: Workbench) -> None:
+def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_successor(bench: Workbench) -> None:
     bench.publish("long", 3)
     ended = bench.run(long)
     bench.publish("long", 3)
@@ -252,7 +252,7 @@ def test_a_successor_comes_soon_once_it_has_left_the_queue(bench: Workbench) -> 
     assert not comes_soon("other", bench.instance)
 
 
-def test_a_successor_for_which_nothing_comes_ends_with_the_run_before_it(bench: Workbench) -> None:
+def test_a_successor_that_gets_no_events_ends_with_the_run_before_it(bench: Workbench) -> None:
     succeeded = bench.run(long)
     ended = bench.job(long).execute_in_process(
         instance=bench.instance,

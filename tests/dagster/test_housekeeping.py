@@ -134,7 +134,7 @@ def test_a_negative_retention_is_refused(field: str) -> None:
         HistoryRetention(**{field: -1.0})
 
 
-def test_the_job_keeps_topics_to_their_retention(
+def test_the_job_applies_the_retention_of_topics(
     instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
@@ -165,17 +165,19 @@ def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(bench: Workbe
         )
     before = datetime.now(UTC) - timedelta(days=30)
     assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 1, (
-        "ids grow with time: those after a young one are young"
+        "ids grow with time: claims after a young claim are young"
     )
     with bench.platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days'")
     assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 2
-    assert [state for _, _, state in bench.claims()] == ["committed", "claimed"], "one ended just now, one has not"
+    assert [state for _, _, state in bench.claims()] == ["committed", "claimed"], (
+        "one claim ended just now, and one has not ended"
+    )
     with pytest.raises(ClaimLostError, match="ended long ago"):
         bench.platform.claims.get(1)
 
 
-def test_the_windows_of_a_backfill_go_with_its_last_run(bench: Workbench) -> None:
+def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbench) -> None:
     backfill = build_backfill(eager)
     name = str(backfill.partitions.name)
     location = dg.Definitions(
@@ -249,7 +251,7 @@ def reported(platform: EventSQL) -> tuple[int, int]:
     return found["event_logs"], found["asset_check_executions"]
 
 
-def test_old_reports_are_deleted_except_the_newest_and_those_of_others(
+def test_old_reports_are_deleted_except_the_newest_and_the_reports_of_others(
     stored: dg.DagsterInstance, platform: EventSQL
 ) -> None:
     for _ in range(3):
@@ -348,7 +350,8 @@ TICK = {
 """A tick of a sensor as Dagster stores it: there is no public way to make one."""
 
 PER_HOUR = int(os.environ.get("EVENTSQL_TEST_RUNS_PER_HOUR", "1"))
-"""Runs of the transfer in the simulated week. There are 60; deleting a week of those takes minutes."""
+"""Runs of the transfer in each hour of the simulated week. A real hour has 60; deleting a week of them takes
+minutes."""
 
 
 def test_the_history_of_a_simulated_week_is_bounded(
@@ -449,7 +452,7 @@ def _repeat_tick(platform: EventSQL, *, count: int, end: datetime, status: str =
 
 
 def _bytes(platform: EventSQL) -> dict[str, int]:
-    """What Dagster's tables of history take, with their indexes."""
+    """The size of Dagster's tables of history, with their indexes."""
     with platform.database.connection() as connection:
         return dict(
             connection.execute(

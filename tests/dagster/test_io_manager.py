@@ -1,4 +1,4 @@
-"""The IO manager: what assets return is published once, and what they take is read from a topic."""
+"""The IO manager publishes the values of assets once, and loads their inputs from topics."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def registered(bench: Workbench) -> None:
 
 
 def asset(value: object, **options: Any) -> dg.AssetsDefinition:
-    """An asset of topic `sums` that returns a value, or what a function makes of its context."""
+    """An asset of topic `sums` that returns a value, or the result of a function of its context."""
     given: dict[str, Any] = {"name": "sums", "metadata": {"topic": "sums"}, "io_manager_key": "topics", **options}
 
     def compute(context: dg.AssetExecutionContext):  # type: ignore[no-untyped-def]  # Dagster would check it
         made = value(context) if callable(value) else value
-        # A generator that is returned as it is, Dagster takes for one of its events.
+        # Dagster takes a returned generator for a generator of its own events.
         return dg.Output(made) if isinstance(made, Generator) else made
 
     # Dagster takes the annotation itself, not its text.
@@ -87,7 +87,7 @@ def events(bench: Workbench) -> list[tuple[str | None, bytes]]:
 
 
 def stored(bench: Workbench) -> int:
-    """Events of topic `sums`, transferred or not, and events that are staged for any."""
+    """Events of topic `sums`, transferred or not, and staged events of any topic."""
     bench.platform.transfer.run_once()
     with bench.platform.database.connection() as connection:
         staged = connection.execute("SELECT count(*) FROM eventsql.spark_staged_event").fetchone()
@@ -231,7 +231,7 @@ def test_each_dynamic_output_is_published(bench: Workbench) -> None:
 def test_a_retried_step_publishes_nothing_again(
     bench: Workbench, materialize: Materialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The step dies between its publication and Dagster's knowledge of it.
+    # The step dies between its publication and the report to Dagster.
     publish = EventSQLIOManager.handle_output
     attempts: list[int] = []
 
@@ -291,7 +291,7 @@ def test_a_re_executed_run_publishes_nothing_again_and_names_the_first_run(
 def test_two_processes_that_publish_at_once_publish_once(
     bench: Workbench, materialize: Materialize, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The other one is between its look for a publication and its own: it has staged, and then comes second.
+    # The other process has looked for a publication and has staged its own. Then it comes second.
     stage = staging.stage
     inner: list[Published] = []
 
@@ -308,7 +308,7 @@ def test_two_processes_that_publish_at_once_publish_once(
     assert events(bench) == [(None, b"first")]
     assert (inner[0].repeated, outer.repeated) == (False, True)
     assert outer.spans == inner[0].spans != ()
-    assert stored(bench) == 1, "what the second one staged is gone"
+    assert stored(bench) == 1, "the staged events of the second process are gone"
 
 
 def test_an_empty_value_is_a_publication(
@@ -362,7 +362,7 @@ def test_a_value_that_cannot_be_published_is_refused_as_a_whole(
     with pytest.raises(error, match=message):
         materialize(asset(value))
     assert stored(bench) == 0
-    # What was refused is no publication: mended, it is published.
+    # A refused value does not count as published: after a correction, it is published.
     assert materialize(asset([{"value": "v"}])).success
     assert stored(bench) == 1
 
@@ -492,19 +492,19 @@ def test_the_last_materialization_of_an_asset_is_loaded(
     def compute(_: object) -> Iterator[Publication]:
         for value in next(made):
             yield Publication("sums", value.encode())
-            # Another's event lies within the range of offsets.
+            # An event of another publisher lies within the range of offsets.
             bench.platform.publisher.publish(Publication("sums", b"another"))
 
     source = asset(compute, metadata={}, name=None, key=topic_key("sums"))
     for _ in range(2):
         materialize(source)
     materialize(source, taker(seen, form(), metadata={"reads": "materialization"}), selection=["taker"])
-    # They are in two partitions, perhaps.
+    # The events may be in two partitions.
     assert sorted(value for _, value in seen[0]) == [b"1", b"2"]
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table", "events")])
-def test_of_events_that_retention_dropped_the_topic_begins_later_and_a_range_is_missed(
+def test_a_topic_begins_after_dropped_events_and_a_range_with_dropped_events_is_refused(
     bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
 ) -> None:
     source = asset([{"value": "dropped"}], metadata={}, name=None, key=topic_key("sums"))

@@ -110,8 +110,8 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
     with run_process(bench, request, delay=0.2) as process:
         wait_until(lambda: len(bench.effects()) >= location.SLOW_BATCH, "a batch")
         process.send_signal(signal.SIGSTOP)
-        # The connection of a process that stands still goes on holding its row, as one lost in the network does; the
-        # database ends it in the end.
+        # The connection of a stopped process keeps its row lock, like a connection that is lost in the network. After a
+        # while, the database ends it.
         with bench.platform.database.connection() as connection:
             connection.execute(
                 "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = current_database() "

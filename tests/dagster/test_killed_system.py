@@ -1,4 +1,4 @@
-"""A whole Dagster of which every kind of process is killed, while consumers and backfills are at work.
+"""Every kind of process of a whole Dagster is killed while consumers and backfills are at work.
 
 The daemon, its code server, the fork server, runs, the webserver and the command `eventsql backfill` die by SIGKILL;
 runs also stand still for longer than their leases. Dagster's run retries are on. Every event of every range takes
@@ -42,7 +42,7 @@ from tests.dagster.test_crash_windows import PATIENT, ROOT
 from tests.waiting import wait_until
 
 SECONDS: Final = 600.0
-"""How long the system has after the kills."""
+"""Seconds that the system may take after the kills."""
 
 BY_COMMAND, BY_DAGSTER = "by-command", "by-dagster"
 
@@ -83,7 +83,7 @@ class Processes:
             )  # fmt: skip
 
     def keep(self, name: str) -> None:
-        """Start it anew if it has ended."""
+        """Restart a program that has ended."""
         if name not in self._running or self._running[name].poll() is not None:
             self.start(name)
 
@@ -251,7 +251,7 @@ class Backfilled:
         self.launched = 0
 
     def launch(self) -> None:
-        """Have Dagster's daemon replay the windows that are left, unless it is at that."""
+        """Have Dagster's daemon replay the remaining windows, unless it already does."""
         partitions = location.totals_backfill.partitions.name
         assert partitions is not None
         self._instance.add_dynamic_partitions(partitions, self.keys)
@@ -312,7 +312,7 @@ def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_kil
     with platform.database.connection() as connection:
         connection.execute(location.EFFECTS)
     platform.registry.register_topic(location.ORDERS).register_topic(location.SUMS)
-    # Fewer than are published meanwhile, so that retention drops the first 300 in the end.
+    # Fewer events than are published meanwhile, so that retention drops the first 300 in the end.
     platform.registry.set_retention("orders", Retention(events=40))
     platform.publisher.publish_all(Publication("orders", b"%d" % n, key=str(n % 7)) for n in range(300))
     platform.transfer.run_once()

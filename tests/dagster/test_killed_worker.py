@@ -1,4 +1,4 @@
-"""A run that works a queue off and is killed in mid-batch: no message is lost, none takes effect twice."""
+"""A run that handles a queue's messages and is killed in mid-batch: no message is lost, none takes effect twice."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_the_sensor_reports_observations_to_dagster(bench: Workbench) -> None:
 
 def test_a_consumer_that_is_not_behind_is_observed_seldom(bench: Workbench) -> None:
     first = observe(bench, now=1_000.0)
-    assert set(observed(first)) == {"ledger", "eager"}, "a plot begins somewhere"
+    assert set(observed(first)) == {"ledger", "eager"}, "a plot needs a first point"
     second = observe(bench, cursor=first.cursor, now=1_015.0)
     assert observed(second) == {}
     assert second.skip_reason is not None
@@ -211,7 +211,7 @@ def test_arrivals_in_an_external_topic_are_reported_once_a_minute(bench: Workben
     rides = [Topic("rides")]
     bench.publish("rides", 1)
     first = observe_lag(bench.platform, [eager], topics=rides, cursor=None, now=1_000.0)
-    assert not arrivals(first), "what was there may be old"
+    assert not arrivals(first), "the events of the first look may be old"
     bench.publish("rides", 2)
     soon = observe_lag(bench.platform, [eager], topics=rides, cursor=first.cursor, now=1_015.0)
     assert not arrivals(soon)
@@ -275,7 +275,7 @@ def test_a_sample_reads_no_more_events_than_it_shows(bench: Workbench, monkeypat
 
     monkeypatch.setattr(LogReader, "read", counted)
     reported_page(bench, TopicSample(events=2))
-    assert found[-1] == 2, "the reads before are those of the publisher"
+    assert found[-1] == 2, "the publisher did the reads before"
 
 
 def test_a_topics_page_that_cannot_be_read_does_not_stop_the_report(

@@ -1,4 +1,4 @@
-"""Lineage: what events say of their run, what materializations say of events, and topics as assets."""
+"""Lineage: events name their run, materializations name events, and topics are assets."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
     }
 
 
-def test_each_op_of_a_run_publishes_for_itself_and_each_key_that_it_is_mapped_to(bench: Workbench) -> None:
+def test_each_op_of_a_run_publishes_separately_also_for_each_mapping_key(bench: Workbench) -> None:
     def publishing(name: str) -> dg.OpDefinition:
         @dg.op(name=name)
         def op(context, key: str) -> str:  # type: ignore[no-untyped-def]  # Dagster's own default
@@ -157,7 +157,7 @@ def test_each_op_of_a_run_publishes_for_itself_and_each_key_that_it_is_mapped_to
     assert values == [b"first a", b"first b", b"second a", b"second b"]
 
 
-def test_each_op_of_a_graph_asset_publishes_for_itself(bench: Workbench) -> None:
+def test_each_op_of_a_graph_asset_publishes_separately(bench: Workbench) -> None:
     @dg.op
     def first(context) -> int:  # type: ignore[no-untyped-def]  # Dagster's own default
         publish_events(context, [{"value": "first"}], eventsql=bench.eventsql, topic="sums")
@@ -280,7 +280,7 @@ def test_a_topic_asset_has_owners_columns_and_freshness() -> None:
     assert [dep.asset_key for dep in spec.deps] == [dg.AssetKey("web")]
 
 
-def test_columns_and_freshness_may_be_given_as_dagster_has_them() -> None:
+def test_columns_and_freshness_may_be_given_in_dagsters_own_types() -> None:
     columns = dg.TableSchema([dg.TableColumn("a", "int", description="An A.")])
     policy = dg.FreshnessPolicy.cron(deadline_cron="0 9 * * *", lower_bound_delta=timedelta(hours=1))
     assert topic_asset(RIDES, columns=columns, freshness=policy).freshness_policy == policy
@@ -291,7 +291,7 @@ def test_columns_and_freshness_may_be_given_as_dagster_has_them() -> None:
     assert "dagster/column_schema" not in plain.metadata
 
 
-def test_the_graph_goes_from_services_over_topics_to_what_consumers_publish() -> None:
+def test_the_graph_goes_from_services_over_topics_to_the_topics_that_consumers_publish_to() -> None:
     definition = sizes()
     graph = dg.Definitions(
         assets=[dg.AssetSpec("web"), topic_asset(RIDES, deps=["web"]), definition.asset],
@@ -302,7 +302,7 @@ def test_the_graph_goes_from_services_over_topics_to_what_consumers_publish() ->
     assert graph.get(topic_key("sums")).parent_keys == {definition.key}
 
 
-# What comes to external topics
+# Events of external topics
 
 
 def test_new_events_of_a_topic_are_reported_once_with_their_offsets(bench: Workbench) -> None:
@@ -341,7 +341,7 @@ def test_a_missing_topic_does_not_hide_the_others(bench: Workbench) -> None:
     assert "nowhere" in news.missing[0]
 
 
-def test_a_topic_that_was_created_anew_begins_anew(bench: Workbench) -> None:
+def test_a_topic_that_was_deleted_and_created_again_is_reported_from_its_beginning(bench: Workbench) -> None:
     ids = bench.publish("rides", 2)
     news = topic_observations(bench.platform, [RIDES], seen={"rides": 1_000})
     assert (news.seen, len(news.materializations)) == ({"rides": ids[-1]}, 1)

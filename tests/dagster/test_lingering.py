@@ -1,4 +1,4 @@
-"""A tick that found nothing waits for an event for a while, where there are threads for it."""
+"""A tick that found nothing waits for an event for a while, if there are enough threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 RIDES = Topic("rides", 2)
 THREADS = {"use_threads": True, "num_workers": 8}
 LONG = 100.0
-"""Longer than a test may take: what lingers that long fails by its timeout."""
+"""Longer than a test may take: a tick that lingers so long fails the test by its timeout."""
 
 
 def defined(name: str, *, linger: float = LONG, sensor: Any = "partition") -> ConsumerDefinition:
@@ -63,7 +63,7 @@ def test_an_event_that_comes_while_a_tick_lingers_is_claimed_by_it(
 ) -> None:
     tick = lingers(pool, threaded, sensor)
     if sensor in parted.sensors:
-        # It is told of these too, and they are not for it.
+        # The tick is notified of these too, but they belong to another partition.
         threaded.publish("rides", 3, partition=0)
     ids = threaded.publish("rides", 2, partition=1)
     (request,) = tick.result()
@@ -77,12 +77,12 @@ def test_a_tick_that_waits_in_vain_ends_as_any_other(threaded: Workbench) -> Non
     assert long_poll.LINGERING.ticks == 0
 
 
-def test_what_no_event_changes_is_not_waited_for(threaded: Workbench) -> None:
+def test_a_tick_does_not_linger_if_no_event_can_change_its_result(threaded: Workbench) -> None:
     threaded.platform.registry.pause("rides", "parted")
     assert threaded.tick(parted.sensors[0]) == "the consumer is paused"
 
 
-def test_only_so_many_ticks_linger_at_once(
+def test_only_a_limited_number_of_ticks_linger_at_once(
     threaded: Workbench, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(long_poll, "at_once", lambda *_: 1)
@@ -92,7 +92,7 @@ def test_only_so_many_ticks_linger_at_once(
     assert len(first.result()) == 1
 
 
-def test_none_lingers_where_sensors_are_evaluated_one_after_the_other(bench: Workbench) -> None:
+def test_no_tick_lingers_if_sensors_are_evaluated_one_after_the_other(bench: Workbench) -> None:
     parted.register(bench.platform)
     assert bench.tick(parted.sensors[0]) == "no events wait after offset 0"
 

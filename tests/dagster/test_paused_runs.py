@@ -1,8 +1,8 @@
 """Runs whose process stands still for longer than its lease, with Dagster's run retries on: nothing is lost or doubled.
 
-A process is stopped (SIGSTOP) in one window of its run. A tick, or whoever looks after processes, tells Dagster that it
-is dead, and Dagster launches a retry. The process wakes (SIGCONT) and writes its own end over that report before the
-retry begins.
+A process is stopped (SIGSTOP) in one window of its run. A tick, or a monitor of processes, reports to Dagster that the
+process is dead, and Dagster launches a retry. The process wakes (SIGCONT) and writes its own end over that report
+before the retry begins.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ BY_OTHERS = [
 """Windows in which a launcher, Dagster's monitoring or a person reports it as failed."""
 
 SAMPLE = [windows.BETWEEN_BATCHES, windows.AFTER_LAST_COMMIT]
-"""A window of each kind: the exhaustive ones take real processes many minutes."""
+"""A window of each kind: all windows together take many minutes."""
 
 ENDS_WELL = {windows.BEFORE_NEXT_CLAIM, windows.AFTER_LAST_COMMIT, windows.REPLAYED}
 """Windows in which a run has no claim to lose, or may find its work done."""
@@ -129,7 +129,7 @@ def paused(bench: Workbench, home: Path) -> Iterator[Paused]:
 
 
 def register(paused: Paused, chosen: Sequence[str]) -> None:
-    """The consumers of some windows, and what holds their runs there."""
+    """Register the consumers of some windows, and hold their runs there."""
     for window in chosen:
         paused.hold(window)
         if window == windows.REPLAYED:

@@ -1,4 +1,4 @@
-"""What ticks, traces and housekeeping ask finds its rows through an index, however long the log and the history are."""
+"""Queries of ticks, traces and housekeeping find rows through an index, however long log and history are."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def filled(server: EmbeddedPostgres, tmp_path_factory: pytest.TempPathFactory) -
                 "FROM generate_series(%s, 1, -1) n",
                 (REPORTS,),
             )
-            # Those that were made ahead are empty, and nothing is faster than to look at them.
+            # Segments that were made ahead are empty, and no index is faster than a scan of them.
             for (segment,) in connection.execute(
                 "SELECT inhrelid::regclass::text FROM pg_inherits WHERE inhparent = 'eventsql.orders_event'::regclass "
                 "ORDER BY inhrelid OFFSET 1"

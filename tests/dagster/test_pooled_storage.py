@@ -42,7 +42,7 @@ def instance(home: Path) -> Iterator[dg.DagsterInstance]:
 
 @pytest.fixture
 def connects(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
-    """What SQLAlchemy's engines of this process connect."""
+    """The connections that SQLAlchemy's engines of this process open."""
     made: list[object] = []
 
     def count(connection: object, _: object) -> None:

@@ -1,4 +1,4 @@
-"""The records of publications are deleted when nothing repeats them any more, and not before."""
+"""The record of a publication is deleted when nothing can repeat the publication any more, and not before."""
 
 from datetime import UTC, datetime, timedelta
 
@@ -78,7 +78,7 @@ def test_the_newest_batch_of_a_stream_stays_whatever_its_age(instance: dg.Dagste
     # The one before tells that those before it are gone.
     assert [batch for writer, batch in kept if writer == "stopped"] == [3, 4]
     assert [batch for writer, batch in kept if writer == "running"] == [5, 10, 15, 20, 25, 30, 35]
-    assert len(kept) == 2 + 7 + 2, "what is not known is kept"
+    assert len(kept) == 2 + 7 + 2, "records of unknown writers are kept"
     assert delete_publications(platform.shards[0], instance, before=now - LATER) == 0
 
 

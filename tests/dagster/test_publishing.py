@@ -87,7 +87,9 @@ def request(bench: Workbench) -> dg.RunRequest:
     return found
 
 
-def test_a_frame_that_is_published_in_a_span_carries_its_context(bench: Workbench, spark: LazyPySparkResource) -> None:
+def test_events_of_a_frame_that_is_published_in_a_span_carry_the_context_of_the_span(
+    bench: Workbench, spark: LazyPySparkResource
+) -> None:
     spans = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
@@ -137,7 +139,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
     assert bench.platform.reader.count("counts") == 2
 
 
-def test_over_shards_a_range_of_one_is_read_and_published_to_all_exactly_once(
+def test_a_range_of_one_shard_is_read_and_published_to_all_shards_exactly_once(
     shards: dict[str, Workbench], metadata: Metadata, spark: LazyPySparkResource
 ) -> None:
     platform = shards["shard-1"].eventsql.platform

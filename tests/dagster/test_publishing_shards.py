@@ -1,4 +1,4 @@
-"""What an asset returns is published over shards once, and its materialization says where it lies on each."""
+"""The value of an asset is published over shards once, and its materialization names the offsets on each shard."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -85,7 +85,7 @@ def claim_on(eventsql: EventSQLResource, name: str) -> Claim:
 
 def test_a_claim_of_one_shard_is_committed_with_events_on_all(eventsql: EventSQLResource) -> None:
     claims = [claim_on(eventsql, name) for name in NAMES]
-    assert claims[0].id == claims[1].id, "both shards have numbered their claims alike"
+    assert claims[0].id == claims[1].id, "the claims of both shards have equal ids"
     for number, claim in enumerate(claims, start=1):
         for repeated in (False, True):
             published = publish(Origin("run", "run", "fares"), ROWS, eventsql=eventsql, topic="fares", claim=claim)

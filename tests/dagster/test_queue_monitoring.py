@@ -95,7 +95,7 @@ def test_the_checks_are_red_beyond_their_limits_and_for_dead_letters(platform: E
     assert {name: passed for name, (passed, _) in healed.items()} == {"lag": True, "delivered": True}
 
 
-def test_a_check_that_a_person_executes_alerts_as_those_of_the_sensor(platform: EventSQL, dsn: str) -> None:
+def test_a_check_that_a_person_executes_alerts_as_a_check_of_the_sensor_does(platform: EventSQL, dsn: str) -> None:
     Queue(platform, "pictures").send_all([b"1", b"2"])
     checks = build_queue_checks(PICTURES, QueueLimits(max_messages=1, max_seconds=None, grace=0.0))
     sent: list[str] = []

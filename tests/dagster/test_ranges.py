@@ -131,7 +131,7 @@ def test_a_function_that_raises_has_its_range_claimed_again(bench: Workbench) ->
     assert sums(bench) == [b"3"]
 
 
-def test_a_function_that_raises_again_and_again_stops_its_partition_loudly(bench: Workbench) -> None:
+def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(bench: Workbench) -> None:
     broken = define(stumble, max_attempts=1)
     bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)

@@ -1,4 +1,4 @@
-"""Runs that are executed again, by a person or by Dagster: what was committed is repeated only where that is wanted."""
+"""Runs that a person or Dagster executes again: a committed range is repeated only on request."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def again(
     replay: bool,
     tags: dict[str, str] | None = None,
 ) -> dg.ExecuteInProcessResult:
-    """A run with the config of another, in which somebody has written `replay`."""
+    """A run with the config of another run, to which a person has added `replay`."""
     (op, config) = next(iter(requested.run_config["ops"].items()))
     return bench.job(definition).execute_in_process(
         instance=bench.instance,
@@ -138,7 +138,7 @@ def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_fir
 
 
 def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothing(reexecuting: Workbench) -> None:
-    """Whoever tries it again, Dagster's run retries or a person: all they know is that it failed."""
+    """Dagster's run retries, and a person who tries it again, only know that it failed."""
     ids = reexecuting.publish("orders", 5)
     requested = request(reexecuting, slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
@@ -164,11 +164,11 @@ def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_
 
 
 AUTOMATIC = {"dagster/retry_number": "1"}
-"""What Dagster's daemon gives to a run that it launches as a retry."""
+"""The tag that Dagster's daemon gives a run that it launches as a retry."""
 
 
 def test_an_automatic_retry_of_a_run_that_succeeded_after_all_replays_nothing(reexecuting: Workbench) -> None:
-    """Its process stood still, was reported as dead and retried, and ended well before the retry began."""
+    """Its process stood still, and was reported as dead and retried. Then it succeeded before the retry began."""
     ids = reexecuting.publish("orders", 5)
     requested = request(reexecuting, slow)
     first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
@@ -206,10 +206,10 @@ def test_an_automatic_retry_of_a_run_that_took_over_replays_nothing(reexecuting:
         assert reexecuting.effects() == [*before, *claimed]
 
 
-def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replayed_unasked(
+def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replayed_without_a_request(
     reexecuting: Workbench,
 ) -> None:
-    """Whoever executed it again may have done so while Dagster said that it had failed."""
+    """The person may have executed it again while Dagster showed it as failed."""
     ids = reexecuting.publish("orders", 5)
     requested = request(reexecuting, slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
@@ -276,10 +276,10 @@ def test_ancestors_are_told_once_whatever_the_tags_say(bench: Workbench) -> None
     assert list(ancestors(loop, bench.instance)) == ["gone"]
 
 
-# Replays that somebody asks for
+# Requested replays
 
 
-def test_a_replay_that_is_asked_for_hands_over_what_the_filter_lets_through(bench: Workbench) -> None:
+def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: Workbench) -> None:
     definition = define(batch=2)
     bench.platform.registry.register_consumer(definition.consumer, filter=EventFilter(keys=frozenset({"nobody"})))
     bench.publish("rides", 5)
@@ -294,7 +294,7 @@ def test_a_replay_that_is_asked_for_hands_over_what_the_filter_lets_through(benc
     assert materialized(found)["events"] == 5
 
 
-def test_a_replay_that_is_not_wanted_does_nothing(bench: Workbench) -> None:
+def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
     requested = request(bench, definition)
@@ -303,7 +303,7 @@ def test_a_replay_that_is_not_wanted_does_nothing(bench: Workbench) -> None:
     assert bench.effects() == ids
 
 
-def test_what_was_not_committed_cannot_be_replayed(bench: Workbench) -> None:
+def test_a_range_that_was_not_committed_cannot_be_replayed(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
     requested = request(bench, definition)
@@ -339,7 +339,7 @@ def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench)
     assert not again(bench, define(stumble, batch=2), requested, replay=True).success
     assert bench.effects() == [*ids, *ids[:2]]
     (state,) = bench.platform.registry.consumer("rides", "c")
-    assert (state.last_event_id, state.attempts) == (ids[-1], 0), "a replay's failure is nobody's attempt"
+    assert (state.last_event_id, state.attempts) == (ids[-1], 0), "a failure of a replay does not count as an attempt"
 
 
 def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbench) -> None:
@@ -360,7 +360,7 @@ def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbenc
 
 
 @pytest.mark.parametrize("tags", [AUTOMATIC, {}])
-def test_a_replay_that_is_asked_for_by_config_is_not_retried_by_dagster(bench: Workbench, tags: dict[str, str]) -> None:
+def test_dagster_does_not_retry_a_replay_that_the_config_requests(bench: Workbench, tags: dict[str, str]) -> None:
     """Its automatic retry would have the same config."""
     definition = define()
     ids = bench.publish("rides", 6)
@@ -421,7 +421,7 @@ def cut_connection(calls: Iterator[int]) -> Any:
     return consume
 
 
-# What else happens to runs and sensors
+# Deleted runs, renamed sensors, lost ticks
 
 
 def test_a_queued_run_that_was_deleted_from_history_leaves_its_range_to_the_next(bench: Workbench) -> None:
@@ -467,7 +467,7 @@ def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(
 
 
 def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
-    """Queue integrations that acknowledge in the tick lose what they acknowledged here."""
+    """A queue integration that acknowledges in the tick would lose the acknowledged events here."""
     definition = define()
     ids = bench.publish("rides", 5)
     request(bench, definition)  # and the daemon dies
@@ -478,7 +478,7 @@ def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
 
 
 def test_run_keys_differ_by_partition_and_by_try_where_offsets_do_not(bench: Workbench) -> None:
-    """A key of the offset alone would let Dagster swallow the second partition's run, and every second try."""
+    """If the key had only the offset, Dagster would ignore the second partition's run, and every second try."""
     partitioned = consumer_asset(
         topic=Topic("twins", 2),
         consumer="p",

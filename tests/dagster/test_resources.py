@@ -28,7 +28,7 @@ from eventsql_orchestration.errors import (
 
 
 def connections(platform: EventSQL) -> int:
-    """How many sessions others than this one has the database."""
+    """The number of sessions of the database, without this one."""
     with platform.database.connection() as connection:
         row = connection.execute(
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
@@ -84,20 +84,20 @@ def test_the_url_may_come_from_the_environment(dsn: str, monkeypatch: pytest.Mon
     assert topics == [[]]
 
 
-def test_a_schema_that_is_no_identifier_is_refused_by_its_name() -> None:
+def test_a_schema_that_is_not_an_identifier_is_refused_by_its_name() -> None:
     with pytest.raises(PydanticValidationError, match="db_schema"):
         EventSQLResource(dsn="postgresql://localhost/x", db_schema="No Schema")
 
 
 @pytest.mark.parametrize("dsn", ["mysql://user:secret@host/x", "secret", "postgresql://user:secret@host:port/x"])
-def test_a_url_that_is_none_is_refused_when_the_location_is_loaded_by_its_name_without_its_password(dsn: str) -> None:
+def test_loading_a_location_refuses_an_invalid_url_and_the_error_has_no_password(dsn: str) -> None:
     with pytest.raises(ConfigurationError, match="dsn of EventSQLResource") as caught:
         EventSQLResource(dsn=dsn)
     assert "secret" not in str(caught.value)
 
 
 def test_a_url_of_the_environment_is_refused_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Not when the location is loaded: its process may not have what its runs have.
+    # The URL is not checked when the location is loaded: that process may not have the variables that its runs have.
     resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
 
     @dg.op
@@ -170,9 +170,7 @@ def test_a_topic_publishes_reads_and_knows_its_lag(eventsql: EventSQLResource, p
     assert [lag.events for lag in topic.lag()] == [5]
 
 
-def test_what_an_asset_publishes_names_its_run_asset_and_partition(
-    eventsql: EventSQLResource, platform: EventSQL
-) -> None:
+def test_an_event_of_an_asset_names_its_run_asset_and_partition(eventsql: EventSQLResource, platform: EventSQL) -> None:
     days = dg.StaticPartitionsDefinition(["monday", "tuesday"])
 
     @dg.asset(partitions_def=days, key=topic_key("rides"))
@@ -188,7 +186,7 @@ def test_what_an_asset_publishes_names_its_run_asset_and_partition(
     assert [dict(event.metadata) for event in platform.reader.read("rides")] == [{"source": "web", **origin}, origin]
 
 
-def test_what_an_op_publishes_names_its_run(eventsql: EventSQLResource, platform: EventSQL) -> None:
+def test_an_event_of_an_op_names_its_run(eventsql: EventSQLResource, platform: EventSQL) -> None:
     topic = TopicResource(eventsql=eventsql, topic="rides")
     topic.register()
 
@@ -205,7 +203,7 @@ def test_what_an_op_publishes_names_its_run(eventsql: EventSQLResource, platform
     assert [dict(event.metadata) for event in platform.reader.read("rides")] == [{"dagster_run_id": result.run_id}]
 
 
-def test_a_topic_takes_no_publication_of_another(eventsql: EventSQLResource) -> None:
+def test_a_topic_takes_no_publication_of_another_topic(eventsql: EventSQLResource) -> None:
     topic = TopicResource(eventsql=eventsql, topic="rides")
     with pytest.raises(ValidationError, match="for topic 'orders' was given to topic 'rides'"):
         topic.publish(Publication("orders", b""))
@@ -214,7 +212,9 @@ def test_a_topic_takes_no_publication_of_another(eventsql: EventSQLResource) -> 
 
 
 @pytest.mark.parametrize(("value", "kind"), [("text", r"str \(encode"), (7, "int"), (None, "NoneType")])
-def test_what_is_no_event_is_refused_by_its_type(eventsql: EventSQLResource, value: Any, kind: str) -> None:
+def test_a_value_that_is_not_an_event_is_refused_and_the_error_names_its_type(
+    eventsql: EventSQLResource, value: Any, kind: str
+) -> None:
     topic = TopicResource(eventsql=eventsql, topic="rides")
     topic.register()
     with pytest.raises(ValidationError, match=f"not {kind}"):
@@ -225,7 +225,9 @@ def test_what_is_no_event_is_refused_by_its_type(eventsql: EventSQLResource, val
     assert topic.read() == []
 
 
-def test_what_is_published_through_a_connection_commits_with_it(eventsql: EventSQLResource, platform: EventSQL) -> None:
+def test_an_event_published_through_a_connection_commits_with_it(
+    eventsql: EventSQLResource, platform: EventSQL
+) -> None:
     topic = TopicResource(eventsql=eventsql, topic="rides")
     topic.register()
     for value, committed in ((b"lost", False), (b"kept", True)):
@@ -268,7 +270,7 @@ def test_a_consumer_that_publishes_through_its_connection_publishes_nothing_when
     assert (event.value, event.metadata["dagster_run_id"]) == (b"xx", runs[1])
 
 
-def test_a_topic_that_is_not_registered_takes_nothing(eventsql: EventSQLResource) -> None:
+def test_a_topic_that_is_not_registered_takes_no_events(eventsql: EventSQLResource) -> None:
     with pytest.raises(TopicNotFoundError):
         TopicResource(eventsql=eventsql, topic="rides").publish(b"")
 

@@ -1,4 +1,4 @@
-"""Dagster's history outlives the database: ids of claims that come again are those of other claims."""
+"""Dagster's history outlives the database: a claim's id that occurs again belongs to another claim."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def before(bench: Workbench) -> dg.RunRequest:
 
 @pytest.fixture
 def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbench]:
-    """The same Dagster over a schema that was dropped and made anew."""
+    """The same Dagster over a schema that was dropped and created again."""
     bench.eventsql.platform.close()
     with bench.platform.database.connection() as connection:
         connection.execute("DROP SCHEMA eventsql CASCADE")
@@ -70,7 +70,7 @@ def test_the_first_claim_of_a_new_schema_gets_a_run_of_its_own(
     assert first.tags[".dagster/eventsql_claim"] == before.tags[".dagster/eventsql_claim"]
     assert first.run_key != before.run_key, "Dagster takes no key twice"
 
-    # The run of the old claim has ended, and says nothing of the new one.
+    # The run of the old claim has ended, and says nothing about the new claim.
     assert not isinstance(anew.tick(definition.sensors[0]), list)
     assert anew.claims() == [(0, ids[-1], "claimed")]
     assert anew.run(definition, first).success
@@ -91,7 +91,7 @@ def test_a_run_that_was_requested_before_takes_no_claim_of_the_new_schema(
     assert anew.effects() == ids
 
 
-def test_a_run_of_before_replays_no_range_of_the_new_schema(before: dg.RunRequest, anew: Workbench) -> None:
+def test_a_run_from_before_the_new_schema_replays_no_range_of_it(before: dg.RunRequest, anew: Workbench) -> None:
     ids = anew.publish("rides", 5)
     assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
     config = {"ops": {"eager": {"config": {"claim": int(before.tags[".dagster/eventsql_claim"]), "replay": True}}}}

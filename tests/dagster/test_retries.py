@@ -104,7 +104,7 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
 
 
 def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Workbench) -> None:
-    """Retried, it would find its claim gone, and say that all is well."""
+    """A retry would find its claim gone, and succeed."""
 
     def stumble(claim: Claim) -> None:
         raise RuntimeError("out of memory")
@@ -118,7 +118,7 @@ def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Wor
     assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data)
 
 
-def test_a_run_of_which_dagster_was_told_that_it_is_dead_does_not_succeed_and_is_not_retried(
+def test_a_run_that_was_reported_as_dead_does_not_succeed_and_is_not_retried(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It stood still before it took its claim over."""
@@ -181,7 +181,7 @@ def shipped(bench: Workbench) -> Iterator[Workbench]:
 @pytest.mark.parametrize(
     ("tags", "retried"), [({"dagster/max_retries": "2"}, True), pytest.param({}, False, marks=pytest.mark.nightly)]
 )
-def test_a_tag_asks_dagster_to_run_it_again(shipped: Workbench, tags: dict[str, str], *, retried: bool) -> None:
+def test_a_tag_asks_dagster_to_retry_a_run(shipped: Workbench, tags: dict[str, str], *, retried: bool) -> None:
     def cut_off(claim: Claim) -> None:
         raise DatabaseUnavailableError
 
@@ -194,7 +194,7 @@ def test_a_tag_asks_dagster_to_run_it_again(shipped: Workbench, tags: dict[str, 
     assert run is not None
     assert run.tags["dagster/will_retry"] == str(retried).lower()
 
-    # What Dagster's daemon launches then is a run with the config and the tags of the first.
+    # Dagster's daemon then launches a run with the config and the tags of the first run.
     assert shipped.run(mended, requested).success
     assert sums(shipped) == [b"3"]
     assert shipped.run(mended, requested).success

@@ -1,4 +1,4 @@
-"""Backfills and traces over shards: offsets are each shard's own, and one id is for all of them."""
+"""Backfills and traces over shards: each shard has its own offsets, and one id covers all shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Housekeeping over shards: one that is down keeps no other from it, and is told of."""
+"""Housekeeping over shards: a shard that is down does not stop the others, and is reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def keep_house(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> dg.E
 
 
 def without_the_other(shards: dict[str, Workbench]) -> EventSQLResource:
-    """Both shards while the second one's server is not there."""
+    """Both shards while the server of the second one is down."""
     return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
 
 

@@ -1,4 +1,4 @@
-"""What a location over shards has beside its sensors: topics, lag, checks, the transfer, inputs, registration."""
+"""The parts of a location over shards beside its sensors: topics, lag, checks, the transfer, inputs, registration."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KEYS = {shard_of_key(key, [ONE, OTHER]): key for key in "abcdefgh"}
 
 @pytest.fixture
 def platform(shards: dict[str, Workbench]) -> EventSQL:
-    """The platform over both, where the consumer is registered."""
+    """The platform over both shards, with the registered consumer."""
     found = shards[ONE].eventsql.platform
     ledger.register(found)
     return found
@@ -57,7 +57,7 @@ def platform(shards: dict[str, Workbench]) -> EventSQL:
 
 @contextmanager
 def without_the_other(shards: dict[str, Workbench]) -> Iterator[EventSQL]:
-    """The platform while the second shard's server is not there."""
+    """The platform while the second shard is down."""
     with EventSQL(shards[ONE].platform.database.dsn, NOWHERE, migrate=False, transfer=False) as platform:
         yield platform
 
@@ -85,7 +85,7 @@ def test_a_topic_is_published_to_on_the_shard_of_the_key_and_read_from_one(
         topic.publish(b"3", key=KEYS[OTHER], connection=connection)
 
 
-def test_what_has_come_to_a_topic_is_told_for_each_shard_and_later_of_one_that_was_down(
+def test_new_events_of_a_topic_are_reported_for_each_shard_and_later_for_a_shard_that_was_down(
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     first = topic_observations(platform, ["orders", "nowhere"], seen={})
@@ -114,7 +114,7 @@ def test_lag_is_observed_for_each_partition_of_each_shard(platform: EventSQL, sh
     assert observed.metadata["Lag events [shard-2/1]"].value == 3
     assert "[shard-1/1] waiting" in str(observed.metadata["cause"].value)
 
-    # Who moves is told by the shard too.
+    # The partition that moves is told by its shard too.
     platform.shards[1].consumers.consume_once("orders", "ledger", record, max_events=1)
     (observed,) = observe_lag(platform, [ledger], cursor=first.cursor, now=1_015.0).asset_events
     assert isinstance(observed, dg.AssetObservation)
@@ -123,7 +123,7 @@ def test_lag_is_observed_for_each_partition_of_each_shard(platform: EventSQL, sh
     assert "[shard-1/1] waiting" in cause
 
 
-def test_a_shard_that_is_down_is_behind_by_nobody_knows_how_much_and_the_check_is_red(
+def test_the_lag_on_a_shard_that_is_down_is_unknown_and_the_check_is_red(
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     checks = [build_lag_check(ledger, max_events=10), build_delivered_check(ledger)]
@@ -138,7 +138,7 @@ def test_a_shard_that_is_down_is_behind_by_nobody_knows_how_much_and_the_check_i
         assert isinstance(delivered, dg.AssetCheckEvaluation)
         assert delivered.passed
         assert delivered.description == ("every event was delivered, as far as is known: shard-2 cannot be reached")
-        # It is observed as long as it is so, and not every five minutes.
+        # While the shard is down, the lag is observed at each look, and not every five minutes.
         again = observe_lag(alone, [ledger], cursor=seen.cursor, now=1_015.0)
         assert [type(event) for event in again.asset_events] == [dg.AssetObservation]
     back = observe_lag(platform, [ledger], checks=checks, cursor=seen.cursor, now=1_030.0)
@@ -146,7 +146,7 @@ def test_a_shard_that_is_down_is_behind_by_nobody_knows_how_much_and_the_check_i
     assert [event.passed for event in evaluations] == [True, True]
 
 
-def test_what_was_given_up_on_a_shard_is_named_with_it_and_stays_red_while_that_is_down(
+def test_a_dead_letter_is_named_with_its_shard_and_stays_red_while_the_shard_is_down(
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     def refuse(events: Sequence[Event], connection: Connection) -> None:
@@ -217,7 +217,7 @@ def test_the_transfer_moves_events_on_each_shard_and_does_not_wait_for_one_that_
     assert waiting() == {ONE: 0, OTHER: 3}
     assert not transfer(shards, f"{NOWHERE} {NOWHERE}2").success
 
-    # What is wrong with a shard is told by a run that fails, after the others' events were moved.
+    # A run fails with the fault of a shard after it has moved the events of the other shards.
     publish()
     with shards[OTHER].platform.database.connection() as connection:
         connection.execute("ALTER TABLE eventsql.event_buffer_lock RENAME TO gone")
@@ -261,7 +261,7 @@ def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_th
         assert set(requested) == {ONE, OTHER}
         for each in requested.values():
             assert third.run(ledger, each).success
-        assert requests() == {}, "nobody has let it go yet"
+        assert requests() == {}, "its consumers are not released yet"
         assert transfer(shards, over.dsn).success
         requested = requests()
         assert set(requested) == {added}
@@ -269,7 +269,7 @@ def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_th
         assert {name: each.effects() for name, each in {**shards, added: third}.items()} == ids
 
 
-def test_what_runs_of_two_shards_publish_with_claims_of_one_number_is_published_by_both(
+def test_runs_of_two_shards_both_publish_although_their_claims_have_the_same_id(
     platform: EventSQL, shards: dict[str, Workbench]
 ) -> None:
     platform.registry.register_topic(Topic("sums", 2))
@@ -307,7 +307,7 @@ def test_what_runs_of_two_shards_publish_with_claims_of_one_number_is_published_
 
 @pytest.fixture
 def load(shards: dict[str, Workbench]) -> Callable[..., Any]:
-    """Loads topic `orders` as an input of a type and with metadata; gives what the asset got."""
+    """Load topic `orders` as an input of a type and with metadata. Returns the input that the asset got."""
 
     def run(kind: Any, *records: Any, **metadata: Any) -> Any:
         got: list[Any] = []
@@ -349,7 +349,7 @@ def test_an_input_has_the_topic_of_all_shards_or_of_one(
         load(list[Event], after=1)
 
 
-def test_an_input_has_what_a_materialization_says_that_it_published_on_each_shard(
+def test_an_input_has_the_events_that_a_materialization_names_on_each_shard(
     platform: EventSQL, shards: dict[str, Workbench], load: Callable[..., Any]
 ) -> None:
     ids = {name: bench.publish("orders", 4) for name, bench in shards.items()}

@@ -49,7 +49,7 @@ def eventsql(shards: dict[str, Workbench]) -> EventSQLResource:
 
 @pytest.fixture
 def with_one_down(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> EventSQLResource:
-    """The same where the second shard's server is not there."""
+    """The same while the second shard is down."""
     return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
 
 
@@ -66,7 +66,7 @@ def shards_of(requests: Sequence[dg.RunRequest]) -> list[tuple[str, int]]:
 # The resource
 
 
-def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: EventSQLResource) -> None:
+def test_a_resource_gives_one_shard_by_its_name_and_the_platform_over_all_shards(eventsql: EventSQLResource) -> None:
     assert [shard.name for shard in eventsql.shards] == [ONE, OTHER]
     assert eventsql.shard(OTHER) is eventsql.platform.shards[1]
     with pytest.raises(ShardSetError, match="no shard 'shard-9': the shards are shard-1, shard-2"):
@@ -75,7 +75,7 @@ def test_a_shard_is_had_by_its_name_and_the_platform_is_over_all(eventsql: Event
         eventsql.shard(None)
 
 
-def test_a_shard_that_cannot_be_told_because_others_are_down_is_not_taken_for_another(
+def test_a_shard_that_cannot_be_identified_while_others_are_down_is_not_taken_for_another(
     with_one_down: EventSQLResource,
 ) -> None:
     assert with_one_down.shard(OTHER).name == OTHER, "the only one that is missing"
@@ -129,7 +129,7 @@ def test_the_urls_may_come_from_the_environment_and_statements_of_ticks_are_boun
     assert named == [ONE, OTHER]
 
 
-def test_a_tick_waits_less_for_a_connection_to_one_of_several_unless_its_url_says_how_long() -> None:
+def test_a_tick_has_a_short_connect_timeout_for_one_of_several_shards_unless_its_url_sets_one() -> None:
     dsns = ["postgresql://user:secret@a/x", "postgresql://b/x?connect_timeout=7"]
     with EventSQLResource(dsn=" ".join(dsns)).bounded(1.0) as platform:
         assert [shard.database.url.query["connect_timeout"] for shard in platform.shards] == ["3", "7"]
@@ -235,7 +235,7 @@ def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
     everything = [(ONE, 0), (ONE, 1), (OTHER, 0), (OTHER, 1)]
     assert evaluate(None) == (everything, None)
 
-    # None starves where a tick does not get to all of them.
+    # No partition starves if a tick does not reach all of them.
     few = consumer_asset(
         topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=LIMITS,
         ticks=TickOptions(max_requests=3),
@@ -260,7 +260,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_on_its_shard(
         assert shards[ONE].run(ledger, request).success
     _, other = requests
     config = {**other.run_config["ops"]["ledger"]["config"], "replay": True}
-    # Somebody takes the config of the run alone.
+    # A person launches a run with only the config of the earlier run.
     again = (
         shards[ONE]
         .job(ledger)
@@ -272,7 +272,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_on_its_shard(
     assert shards[OTHER].offset(ledger, 0) == ids[OTHER][-1]
 
 
-def test_a_claim_whose_shard_nobody_names_is_not_looked_for_on_any(
+def test_a_claim_without_the_name_of_its_shard_is_looked_for_on_no_shard(
     eventsql: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     shards[ONE].publish("orders", 1, partition=0)
@@ -290,7 +290,7 @@ def test_a_claim_whose_shard_nobody_names_is_not_looked_for_on_any(
     assert shards[ONE].effects() == []
 
 
-def test_a_run_that_somebody_launches_consumes_what_waits_on_every_shard_or_on_the_one_that_he_names(
+def test_a_run_launched_by_hand_consumes_the_waiting_events_of_every_shard_or_of_the_named_shard(
     eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Callable[..., dict[str, Any]]
 ) -> None:
     ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
@@ -325,12 +325,12 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     one, other = tick(bench, both[0].sensors[0])
     assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
 
-    # A run consumes what waits for all of them on its shard, and nothing of the other.
+    # A run consumes the events that wait for all consumers on its shard, and no events of the other shard.
     assert job.execute_in_process(instance=bench.instance, run_config=other.run_config, tags=dict(other.tags)).success
     assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
     assert shards[ONE].effects() == []
 
-    # While one is under way on a shard, the other shard has its own.
+    # While a run is under way on a shard, the other shard has its own run.
     run = bench.instance.create_run_for_job(
         job, run_config=one.run_config, tags=dict(one.tags), status=dg.DagsterRunStatus.STARTED
     )
@@ -364,7 +364,7 @@ def test_a_range_asset_is_given_a_claim_that_names_its_shard_and_commits_it_ther
     for name, bench in shards.items():
         assert bench.effects() == ids[name]
         assert bench.offset(whole) == ids[name][-1]
-    # And a run that goes from one shard to the other.
+    # A run that goes from one shard to the other also names the shard.
     for bench in shards.values():
         bench.publish("orders", 1)
     assert shards[ONE].run(whole).success
@@ -395,7 +395,7 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     assert job.execute_in_process(
         instance=bench.instance, run_config=request.run_config, tags=dict(request.tags)
     ).success
-    # And one that somebody launches.
+    # A run that a person launches skips the shard, too.
     ids += bench.publish("orders", 1, partition=0)
     result = job.execute_in_process(instance=bench.instance)
     (told,) = result.asset_materializations_for_node(definition.key.to_user_string())
@@ -403,13 +403,13 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     assert bench.effects() == ids
 
 
-def test_a_tick_fails_where_no_shard_can_be_reached(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
+def test_a_tick_fails_if_no_shard_can_be_reached(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> None:
     nothing = EventSQLResource(dsn=f"{NOWHERE} {NOWHERE}2")
     with pytest.raises(DatabaseUnavailableError):
         shards[ONE].tick(ledger.sensors[0], eventsql=nothing)
 
 
-def test_a_tick_fails_where_the_databases_are_no_set(
+def test_a_tick_fails_if_the_databases_are_not_the_shards_of_one_set(
     eventsql: EventSQLResource, shards: dict[str, Workbench], dsn: str
 ) -> None:
     stranger = EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {dsn}")

@@ -101,7 +101,7 @@ def materialized(result: dg.ExecuteInProcessResult) -> dict[str, int]:
     }
 
 
-def test_they_have_one_job_and_one_sensor() -> None:
+def test_consumers_that_share_runs_have_one_job_and_one_sensor() -> None:
     definitions = define()
     (sensor,) = {sensor.name for definition in definitions for sensor in definition.sensors}
     (job,) = {definition.job.name for definition in definitions}
@@ -109,7 +109,7 @@ def test_they_have_one_job_and_one_sensor() -> None:
     assert (definitions[0].job.tags or {})["team"] == "rides"
 
 
-def test_one_run_consumes_what_waits_for_all_of_them(bench: Workbench) -> None:
+def test_one_run_consumes_the_waiting_events_of_all_consumers(bench: Workbench) -> None:
     definitions = define()
     assert tick(bench, definitions) == "no events wait for rides/first, trips/second"
     ids = bench.publish("rides", 3) + bench.publish("trips", 4, partition=0) + bench.publish("trips", 5, partition=1)
@@ -121,7 +121,7 @@ def test_one_run_consumes_what_waits_for_all_of_them(bench: Workbench) -> None:
     assert tick(bench, definitions) == "no events wait for rides/first, trips/second"
 
 
-def test_a_consumer_for_which_nothing_waits_materializes_nothing(bench: Workbench) -> None:
+def test_a_consumer_without_waiting_events_materializes_nothing(bench: Workbench) -> None:
     definitions = define()
     bench.publish("trips", 4, partition=1)
     result = execute(bench, definitions, request(bench, definitions))
@@ -141,7 +141,7 @@ def test_nothing_is_claimed_while_a_run_is_under_way(bench: Workbench, status: d
     assert len(bench.claims()) == 1
 
 
-def test_a_run_that_died_is_followed_by_one_that_has_its_range_and_what_waits(bench: Workbench) -> None:
+def test_the_run_after_a_dead_run_consumes_its_range_and_the_waiting_events(bench: Workbench) -> None:
     definitions = define()
     ids = bench.publish("rides", 3)
     dead = request(bench, definitions)
@@ -157,7 +157,7 @@ def test_a_run_that_died_is_followed_by_one_that_has_its_range_and_what_waits(be
     assert len(bench.effects()) == len(ids), "its claim is another run's, and nothing waits"
 
 
-def test_each_has_its_turn_to_be_claimed_for(bench: Workbench) -> None:
+def test_ticks_claim_for_one_consumer_after_the_other(bench: Workbench) -> None:
     definitions = define()
     bench.publish("rides", 3)
     bench.publish("trips", 2, partition=0)
@@ -185,7 +185,7 @@ def test_the_range_of_a_run_is_kept_while_another_consumer_has_its_turn(bench: W
     assert owners == [f"run {result.run_id}"], "steps are in the order of their names"
 
 
-def test_one_that_fails_keeps_no_other_from_its_turn(bench: Workbench) -> None:
+def test_a_consumer_that_fails_keeps_no_other_from_its_turn(bench: Workbench) -> None:
     definitions = define(first=failing)
     bench.publish("rides", 3)
     ids = bench.publish("trips", 2, partition=0)
@@ -206,7 +206,7 @@ def shared_job() -> dg.JobDefinition:
     ).resolve_job_def("consume_together")
 
 
-def test_a_run_that_is_executed_again_replays_its_own_range_and_takes_nothing_that_waits(
+def test_a_run_that_is_executed_again_replays_its_own_range_and_consumes_no_waiting_events(
     bench: Workbench, shared_instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", dsn)
@@ -226,7 +226,7 @@ def test_a_run_that_is_executed_again_replays_its_own_range_and_takes_nothing_th
     assert request(bench, definitions).tags["eventsql/consumer"] == "second"
 
 
-def test_its_backfills_are_runs_of_their_own() -> None:
+def test_backfills_of_consumers_that_share_runs_have_their_own_runs() -> None:
     first, _ = define()
     tags = build_backfill(first).job.tags or {}
     assert tags["team"] == "rides"

@@ -1,4 +1,4 @@
-"""What Spark does for a run is in the run's log and in its metadata."""
+"""The log and the metadata of a run show what Spark does for the run."""
 
 import os
 import threading

@@ -52,7 +52,7 @@ def tick(instance: dg.DagsterInstance, dsn: str, **options: Any) -> str:
 
 
 def publish(platform: EventSQL, topic: str, count: int) -> None:
-    """Publish in a transaction, so into the buffer and not straight into the log."""
+    """Publish in a transaction, so that the events go into the buffer and not straight into the log."""
     with platform.database.transaction() as connection:
         publications = (Publication(topic, b"%d" % number) for number in range(count))
         platform.publisher.publish_all(publications, connection=connection)
@@ -81,7 +81,7 @@ def test_the_schedule_ticks_every_minute_and_needs_no_run(instance: dg.DagsterIn
     assert not instance.get_runs()
 
 
-def test_a_tick_moves_what_waits_and_says_so(
+def test_a_tick_moves_the_waiting_events_and_says_so(
     platform: EventSQL, instance: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish(platform, "rides", 1_200)
@@ -174,7 +174,7 @@ def test_two_transfers_at_once_keep_the_order(platform: EventSQL, instance: dg.D
 
 @pytest.fixture
 def broken(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two topics with an event each, of which one cannot be moved; ticks that have time for it on a busy machine."""
+    """Two topics with an event each, one of which cannot be moved. Ticks have enough time for a busy machine."""
     monkeypatch.setattr(transfer, "TICK_SECONDS", 60.0)
     monkeypatch.setattr(transfer, "ALL_SHARDS_SECONDS", 60.0)
     publish(platform, "rides", 1)
@@ -220,7 +220,9 @@ def test_a_tick_without_its_database_fails_and_the_next_one_moves_on(
     wait_until(lambda: platform.buffered() == {}, "the event")
 
 
-def test_a_database_that_is_not_migrated_skips_with_what_to_do(instance: dg.DagsterInstance, dsn: str) -> None:
+def test_a_tick_on_a_database_that_is_not_migrated_skips_and_names_the_remedy(
+    instance: dg.DagsterInstance, dsn: str
+) -> None:
     resources = {"eventsql": EventSQLResource(dsn=dsn, db_schema="other")}
     with dg.build_schedule_context(instance=instance, resources=resources) as context:
         assert "eventsql migrate" in str(build_transfer_schedule().evaluate_tick(context).skip_message)

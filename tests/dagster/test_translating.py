@@ -67,7 +67,7 @@ def sums(translator: EventSQLTranslator | None) -> ConsumerDefinition:
     return sum_orders
 
 
-def test_the_options_are_those_of_the_asset() -> None:
+def test_the_options_of_a_consumer_are_on_its_asset() -> None:
     condition = dg.AutomationCondition.eager()
     definition = ledger(
         key_prefix=["finance", "daily"],
@@ -118,7 +118,7 @@ def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench
     assert {"backfill_one", "backfill_other"} <= set(location.get_repository_def().job_names)
 
 
-def test_a_translator_has_the_last_word_on_consumers_and_topics() -> None:
+def test_a_translator_changes_consumers_and_topics_after_all_other_options() -> None:
     definition = sums(Shop())
     graph = build_definitions([definition], eventsql=RESOURCE, translator=Shop()).resolve_asset_graph()
     consumer = graph.get(dg.AssetKey(["shop", "sum_orders"]))
@@ -200,7 +200,7 @@ def test_an_asset_of_the_io_manager_has_an_edge_to_its_topic() -> None:
     assert graph.get(dg.AssetKey("ledger")).parent_keys == {topic_key("orders")}
 
 
-def test_an_io_manager_may_find_topics_by_keys_of_a_team(bench: Workbench) -> None:
+def test_a_subclass_of_the_io_manager_may_find_topics_by_its_own_keys(bench: Workbench) -> None:
     class Topics(EventSQLIOManager):
         def topic_of(self, key: dg.AssetKey) -> str | None:
             return key.path[-1].removesuffix("_published")

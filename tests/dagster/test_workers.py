@@ -1,4 +1,4 @@
-"""Workers of queues as assets: effects and acknowledgement are one transaction, whatever becomes of the run."""
+"""Workers of queues as assets: effects and acknowledgement are one transaction, whatever happens to the run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Work:
             connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
 
     def receives(self) -> list[tuple[int, int]]:
-        """How often each message was received that is left, and how often nobody handled it."""
+        """For each remaining message, how often it was received, and how often it was not handled."""
         with self.bench.platform.database.connection() as connection:
             found = connection.execute("SELECT eql_receives, eql_unhandled FROM eventsql.queue_message ORDER BY eql_id")
             return list(found)
@@ -97,7 +97,7 @@ def work(bench: Workbench) -> Work:
     return work
 
 
-def test_a_tick_requests_a_run_that_works_all_messages_off(work: Work, metadata: Callable[..., dict[str, Any]]) -> None:
+def test_a_tick_requests_a_run_that_handles_all_messages(work: Work, metadata: Callable[..., dict[str, Any]]) -> None:
     assert work.tick() == "no messages wait"
     ids = work.send(12)
     (request,) = work.tick()
@@ -158,7 +158,7 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
     assert calls == [5, 1, 1, 1, 1, 1, 1]
     assert work.bench.effects() == [*ids[:2], *ids[3:]]
 
-    # The receive that ends the last run buries the message, without its pause.
+    # The receive at the end of the last run makes the message a dead letter, without a pause.
     assert work.queue.statistics().dead == 1
     # The failures of messages make no pause between runs.
     work.send(1)
@@ -295,7 +295,7 @@ def test_messages_of_a_key_are_handled_in_order(work: Work) -> None:
 
 def test_a_run_shows_that_it_lives(work: Work, shared_instance: dg.DagsterInstance, until: Until) -> None:
     work.send(1)
-    # Threads share it: storage in memory refuses the one while the other writes.
+    # Threads share this storage. A storage in memory refuses one thread while another writes.
     instance = work.bench.instance = shared_instance
 
     def slow(messages: Sequence[Message], connection: Connection, context: dg.AssetExecutionContext) -> None:
@@ -324,7 +324,7 @@ def _run(status: dg.DagsterRunStatus, unchanged: float = 0.0) -> RunState:
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 301.0)]), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED, 301.0)]), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.CANCELING, 59.0)] * 2), False),
-        # A further run, once those under way have started and a message waits for too long all the same.
+        # A further run, if the runs under way have started and a message still waits for too long.
         (Waiting(3, 1.0), RecentRuns([_run(STATUS.STARTED)]), False),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED)]), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED)] * 2), False),
@@ -378,7 +378,7 @@ def test_a_location_has_the_queue_and_its_worker_with_their_options(platform: Ev
     assert Queue(platform, "pictures").definition().max_receives == 3
 
 
-def test_a_translator_has_the_last_word_but_on_the_key_of_a_queue() -> None:
+def test_a_translator_may_change_everything_except_the_key_of_a_queue() -> None:
     assert queue_asset("pictures", translator=Shop()).group_name == "pictures_None"
     definition = worker(write, options=AssetOptions(translator=Shop()))
     assert next(iter(definition.asset.specs)).group_name == "pictures_thumbnails"
@@ -400,7 +400,7 @@ def test_a_translator_has_the_last_word_but_on_the_key_of_a_queue() -> None:
         {"limits": {"batch": 5}},
     ],
 )
-def test_what_no_worker_can_have_is_refused_at_definition(given: dict[str, Any]) -> None:
+def test_an_impossible_worker_is_refused_at_definition(given: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         worker(write, **given)
 
@@ -423,7 +423,7 @@ def no_threads_left() -> Iterator[None]:
     assert not [each.name for each in threading.enumerate() if each.name.startswith(("heartbeat-", "signs-"))]
 
 
-def test_the_example_of_the_document_is_a_location_that_works_a_queue_off(platform: EventSQL, dsn: str) -> None:
+def test_the_example_of_the_document_is_a_location_that_handles_messages(platform: EventSQL, dsn: str) -> None:
     (example,) = [each for each in examples(DAGSTER) if "make_thumbnails" in each]
     names: dict[str, Any] = {}
     exec(compile(example, str(DAGSTER), "exec"), names)
@@ -464,7 +464,7 @@ def test_answers_are_published_with_the_acknowledgement_or_not_at_all(
 
 
 @pytest.mark.parametrize("returned", [b"x", [Publication("others", b"x")], [b"x"]])
-def test_what_is_no_answer_fails_and_publishes_nothing(work: Work, returned: object) -> None:
+def test_an_invalid_answer_fails_and_publishes_nothing(work: Work, returned: object) -> None:
     work.send(1)
 
     def answer(messages: Sequence[Message], connection: Connection) -> object:

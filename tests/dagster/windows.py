@@ -19,7 +19,7 @@ AFTER_LAST_COMMIT: Final = "after_last_commit"
 IN_RANGE: Final = "in_range"
 SHARED: Final = "shared"
 SHARING: Final = "sharing"
-"""The consumer that has its runs together with `SHARED`."""
+"""The consumer that shares its runs with `SHARED`."""
 HANDED_OVER: Final = "handed_over"
 REPLAYED: Final = "replayed"
 

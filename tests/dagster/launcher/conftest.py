@@ -1,4 +1,4 @@
-"""A deployment for tests of the launcher: an instance, a code server, and locations that are written by the test."""
+"""A deployment for tests of the launcher: an instance, a code server, and locations that the test writes."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ def in_processes():
 
 defs = dg.Definitions(jobs=[short, in_processes])
 """
-"""A location. `VERSION` stands before it. Its runs leave a file with their process, its parent, and what they see."""
+"""The source of a location, without the first line, which sets `VERSION`. Each run writes a file with its process, the
+parent process, the version and a variable."""
 
 
 class Deployment:
@@ -136,7 +137,7 @@ class Deployment:
         (self.root / location / "go").unlink(missing_ok=True)
         run_id = self.launch("wait", location=location)
         seen = self.root / location / run_id
-        # The file is there a moment before its text.
+        # The file exists a moment before its text does.
         wait_until(lambda: seen.exists() and seen.read_text(), "the step of a run")
         return run_id
 
@@ -145,7 +146,7 @@ class Deployment:
         (self.root / location / "go").touch()
 
     def seen(self, run_id: str, *, location: str = "first") -> tuple[int, int, str, str]:
-        """What a run saw: its process, the parent of that, the version, the variable of its location."""
+        """The values that a run saw: its process, the parent process, the version, and the variable of its location."""
         pid, parent, version, variable = (self.root / location / run_id).read_text().split()
         return int(pid), int(parent), version, variable
 
@@ -164,13 +165,13 @@ class Deployment:
         return [entry.get_dagster_event().engine_event_data.error for entry in logs]
 
     def servers(self, location: str = "first") -> list[int]:
-        """The processes that have loaded a location for forks, in their order."""
+        """The fork servers that have loaded a location, the first one first."""
         lines = (self.root / location / "imports").read_text().splitlines()
         return [int(pid) for pid, in_server in map(str.split, lines) if in_server == "True"]
 
 
 def write_location(root: Path, name: str, *, version: str = "1", before: str = "") -> Path:
-    """Write a location, or write it anew; gives its file. `before` stands before its own code."""
+    """Write a location, or overwrite it. Returns its file. `before` is code that precedes the location's own code."""
     directory = root / name
     directory.mkdir(exist_ok=True)
     (directory / ".env").write_text(f"OF_LOCATION={name}\n")

@@ -23,7 +23,7 @@ from eventsql_orchestration.dagster.launcher import dagster_internals as interna
 
 @pytest.fixture
 def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Undo afterwards what a load of a location changes in Dagster."""
+    """Undo after the test the changes that the load of a location makes in Dagster."""
     monkeypatch.setattr(code_pointer, "load_python_file", code_pointer.load_python_file)
 
 

@@ -1,4 +1,4 @@
-"""Processes of forked runs that die: the rows of docs/dagster_failures.md that no other test of this directory has."""
+"""Processes of forked runs that die: the rows of docs/dagster_failures.md that no other test here covers."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def test_a_run_that_is_killed_while_it_is_canceled_is_reported_as_canceled(monit
     assert monitored.ended(run) is CANCELED
 
 
-def test_the_death_of_a_run_is_reported_after_that_of_the_daemon(monitored: Deployment) -> None:
+def test_the_death_of_a_run_is_reported_after_the_death_of_the_daemon(monitored: Deployment) -> None:
     run = monitored.waiting()
     server = psutil.Process(monitored.servers()[-1])
-    # The other end of the channel is closed, as the end of the daemon's process does it.
+    # Close the other end of the channel, as the end of the daemon's process does.
     monitored.launcher._servers.slots.popitem()[1].server._channel.close()  # type: ignore[union-attr]
     os.kill(monitored.worker(run).pid, signal.SIGKILL)
     assert monitored.ended(run) is FAILURE
@@ -115,7 +115,7 @@ def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str
 
 
 @pytest.mark.nightly
-def test_runs_of_a_location_that_is_replaced_under_load_execute_once_and_new_ones_have_the_new_code(
+def test_each_run_executes_once_while_its_location_is_replaced_and_new_runs_have_the_new_code(
     tmp_path: Path,
 ) -> None:
     with deployed(tmp_path, "first") as deployment, ThreadPoolExecutor(3) as threads:

@@ -22,7 +22,7 @@ def leave():
 """
 
 
-def test_runs_leave_what_the_import_made_to_the_server_and_run_the_exit_handlers_of_their_own(tmp_path: Path) -> None:
+def test_runs_execute_their_own_exit_handlers_and_the_server_executes_those_of_the_import(tmp_path: Path) -> None:
     with deployed(tmp_path, "first", before=REGISTERING) as deployment:
         runs = [deployment.launch("use")]
         assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS

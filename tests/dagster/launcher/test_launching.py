@@ -24,7 +24,7 @@ def ended(process: psutil.Process) -> bool:
     return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
-def test_each_run_is_a_process_of_its_own_forked_from_the_one_that_imported_the_location(
+def test_each_run_is_a_process_forked_from_the_process_that_imported_the_location(
     deployment: Deployment,
 ) -> None:
     runs = [deployment.launch() for _ in range(2)]
@@ -184,7 +184,7 @@ def test_the_server_of_a_reloaded_location_ends_without_a_further_run(deployment
 
 @pytest.mark.nightly
 def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployment) -> None:
-    """Threads of the daemon that ask an instance for its launcher at the same time make several."""
+    """Threads of the daemon that ask an instance for its launcher at the same time make several launchers."""
     assert deployment.ended(deployment.launch()) is SUCCESS
     server = deployment.servers()[-1]
     other = PreforkRunLauncher()

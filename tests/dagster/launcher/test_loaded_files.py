@@ -1,4 +1,4 @@
-"""Which files a loaded location depends on, and the changes of them that are noticed. Each in a process of its own."""
+"""The files that a loaded location depends on, and which changes of them are noticed, each in its own process."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _write(file: Path) -> None:
 
 
 def _replace(file: Path, text: str) -> None:
-    """Replace a file, and give the new one the times of the old one."""
+    """Replace a file, and give the new file the times of the old one."""
     before = file.stat()
     assert len(text) == before.st_size
     file.write_text(text)
@@ -90,7 +90,7 @@ def changed(
         return process.stdout.readline().strip()
 
 
-def test_a_change_of_a_directory_names_what_came(directory: Path) -> None:
+def test_a_change_of_a_directory_names_the_new_file(directory: Path) -> None:
     assert changed(directory, CHANGES["a new module"]) == str(directory / "new_module.py")
 
 

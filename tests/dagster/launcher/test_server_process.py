@@ -79,7 +79,7 @@ def test_a_location_whose_program_is_not_on_this_machine_is_refused(tmp_path: Pa
         ("one", "two", False, False, False),
     ],
 )
-def test_runs_are_forked_where_the_code_is_known_to_be_that_of_the_code_server(
+def test_runs_are_forked_only_if_this_machine_surely_has_the_code_of_the_code_server(
     monkeypatch: pytest.MonkeyPatch, *, own: str, image: str | None, remote: bool, same_code: bool, forked: bool
 ) -> None:
     monkeypatch.setenv("DAGSTER_CURRENT_IMAGE", own)
@@ -116,7 +116,7 @@ def _origin(directory: Path, before: str) -> RepositoryPythonOrigin:
 
 
 def _other(deployment: Deployment, run: str, server: ModuleType, program: Path) -> ServerProcess:
-    """A server of the location of a run that executes another module. `program` is the file that starts it."""
+    """A server of a run's location that executes another module as its program, through the file `program`."""
     program.write_text(f'#!/bin/sh\nshift 2\nexec {sys.executable} {server.__file__} "$@"\n')
     program.chmod(0o700)
     return _server(deployment, run, program=str(program))
@@ -156,7 +156,7 @@ def test_a_launch_under_way_has_its_answer_before_the_server_is_closed(deploymen
 
 
 @pytest.mark.nightly
-def test_a_launch_by_a_server_that_is_to_end_does_not_wait_for_its_runs(deployment: Deployment) -> None:
+def test_a_launch_does_not_wait_for_the_runs_of_a_server_that_is_ending(deployment: Deployment) -> None:
     runs = [deployment.create(then) for then in ("wait", "")]
     server = _server(deployment, runs[0])
     server.launch(runs[0], resume=False)
@@ -183,7 +183,7 @@ def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment
 
 
 @pytest.mark.nightly
-def test_a_process_that_the_system_refuses_is_refused_to_the_queue_and_a_report_is_made_later(
+def test_if_the_system_refuses_a_process_the_queue_tries_again_and_a_report_is_made_later(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refusing = tmp_path / "refusing"
@@ -222,7 +222,7 @@ def test_a_server_that_dies_before_its_answer_leaves_no_process_of_the_run(
     assert len(starts) == 1
 
 
-def test_a_server_that_dies_after_its_answer_leaves_a_run_that_its_process_has_not_begun(
+def test_a_server_that_dies_after_its_answer_leaves_a_run_that_has_not_begun(
     deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = deployment.create()

@@ -34,7 +34,7 @@ def test_a_process_is_known_again_after_the_machine_got_another_name(
     assert worker.is_alive()
 
 
-def test_the_tag_of_a_process_is_hidden_and_that_of_an_earlier_version_is_read(
+def test_the_tag_of_a_process_is_hidden_and_the_tag_of_an_earlier_version_is_read(
     process: subprocess.Popen[bytes],
 ) -> None:
     worker = Worker.of_process("run", process.pid)
@@ -44,7 +44,7 @@ def test_the_tag_of_a_process_is_hidden_and_that_of_an_earlier_version_is_read(
 
 
 def test_a_launcher_that_has_launched_nothing_ends_the_runs_that_it_watches(process: subprocess.Popen[bytes]) -> None:
-    """The daemon was started anew, and another machine wants to end a run from before."""
+    """The daemon was restarted, and another machine wants to terminate an older run."""
     with dg.instance_for_test(overrides=LAUNCHER) as instance:
         run = create_run_for_test(instance, status=dg.DagsterRunStatus.STARTED)
         instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, process.pid).tags())
