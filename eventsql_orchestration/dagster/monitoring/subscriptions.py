@@ -33,9 +33,9 @@ def build_subscription_sensor(
 ) -> dg.SensorDefinition:
     """A sensor that observes the lag of subscriptions about every `interval_seconds`. No run is started.
 
-    `assets` come from `subscription_asset` and `projection_asset`. Each observation has the numbers `Lag changes`, `Lag
-    seconds`, `Held back` and `Dead letters`, which Dagster plots, and the cause in words. A subscription that stays
-    without lag is observed every 5 minutes. Raises `ValidationError` for other assets.
+    `assets` come from `subscription_asset` and `projection_asset`. Each observation has the numbers `Lag changes`,
+    `Lag seconds`, `Held back` and `Dead letters`, which Dagster plots, and the cause in words. A subscription that
+    stays without lag is observed every 5 minutes. Raises `ValidationError` for other assets.
     """
     names = {spec.key: _subscription_of(spec) for spec in assets}
 
