@@ -109,7 +109,7 @@ class _Arguments:
 
     @functools.cached_property
     def _rules(self) -> tuple[dict[str, Rule], list[Rule], Rule]:
-        """The rules by name, by position, and of further arguments by position; made at the first call.
+        """The rules by name, by position, and for further positional arguments. They are made at the first call.
 
         The fields of `**options: Unpack[…]` have rules by name too.
         """

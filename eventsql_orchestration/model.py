@@ -361,15 +361,15 @@ def _decoded_time(time: datetime | int) -> datetime:
 class Placement(NamedTuple):
     """Where a published event is: its partition, and its offset where that is known.
 
-    Over several shards, both are those of the topic on the shard of the event's key.
+    Over several shards, both belong to the topic on the shard of the event's key.
     """
 
     partition: int
     """-1 in a topic without partitions."""
 
     offset: int | None
-    """The `id` that consumers see. None for an event that went to the buffer, which gets its offset from the transfer,
-    and in a log of rows, where the server gives it."""
+    """The `id` that consumers see. None for an event that went to the buffer, because the transfer gives it its offset,
+    and in a log of rows, because the server gives it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def secrets_of(url: str) -> UrlSecrets:
 
 
 def _hidden(texts: Iterable[str], shown: frozenset[str]) -> tuple[str, ...]:
-    """The longest first: a shorter one may be a part of it."""
+    """Hide the longest first: a shorter secret may be a part of it."""
     return tuple(sorted({text for text in texts if text and text not in shown}, key=len, reverse=True))
 
 

@@ -65,7 +65,7 @@ def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
     given: object = publication
     if not context or not isinstance(given, Publication) or TRACEPARENT in publication.metadata:
         return publication
-    # The state of another context, from an event whose metadata were forwarded, does not belong to this one.
+    # Leave out the state of another context: it comes from an event whose metadata were forwarded.
     kept = {name: value for name, value in publication.metadata.items() if name != TRACESTATE}
     return replace(publication, metadata={**kept, **context})
 
@@ -118,7 +118,7 @@ class Tracing:
             **_messaging(topic, "process", "process"), "messaging.consumer.group.name": consumer
         }  # fmt: skip
         if run_id := getattr(getattr(context, "run", None), "run_id", None):
-            # The context is Dagster's: a reader of the trace goes on to the page of the run.
+            # `context` comes from Dagster. With the run's id, a reader of the trace finds the page of the run.
             attributes["dagster.run.id"] = str(run_id)
         contexts: list[trace.SpanContext] = []
         if isinstance(work, Sequence):

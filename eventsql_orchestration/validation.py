@@ -41,7 +41,7 @@ _LARGE_NUMBER: Final = re.compile(r'"(?:[^"\\]|\\.)*"|(-?\d(?:\.\d+)?e\+\d+)')
 
 _JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
-# An escape of NUL in JSON text: its backslash is not itself escaped by another one.
+# An escape of NUL in JSON text: its backslash is not itself escaped by another backslash.
 _ESCAPED_NUL: Final = re.compile(r"(?<!\\)(?:\\\\)*\\u0000")
 
 

@@ -1,4 +1,4 @@
-"""Airflow's public REST API, as far as this package asks it."""
+"""The part of Airflow's public REST API that this package uses."""
 
 from __future__ import annotations
 

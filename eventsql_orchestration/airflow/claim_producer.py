@@ -117,11 +117,11 @@ class _Lane:
         self.shard = shard
         self.failing = False
         self.leases: dict[int, tuple[int, float]] = {}
-        """By partition, where its latest claim begins, and its lease."""
+        """For each partition, where its latest claim begins, and the claim's lease."""
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="eventsql-claims")
 
     def do(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        """Do some work, after the work that was requested before. It is done even if nobody waits for it any more."""
+        """Do some work, after all earlier work. The work is done even if nobody waits for it any more."""
         return asyncio.get_running_loop().run_in_executor(self.thread, work, *arguments)
 
     def lease(self, claim: Claim, most: float) -> float:
@@ -152,7 +152,7 @@ class ClaimProducer(SharedStreamProducer):
         self._pause = FIRST_BACKOFF
 
     async def open_stream(self) -> AsyncIterator[tuple[dict[str, Any], Claim]]:
-        """Yield each claim that is made, as its payload and itself. It waits while the databases are away."""
+        """Yield each new claim: its payload, and the claim itself. It waits while the databases are away."""
         try:
             while True:
                 try:

@@ -52,13 +52,13 @@ class EventSQLConsumeOperator(BaseOperator):
     example by `publish_output(context, …, claim=claim)` on a result of Spark. Either function may also have parameters
     `eventsql`, for the hook, and `context`.
 
-    A run that a claim of `EventSQLTrigger` triggered takes that claim over, and then the claims that no task had taken
-    over when it began: Airflow may make no run for them. Any other run claims the waiting events itself, of `partition`
-    or of all partitions. It goes on with further ranges within its `limits`. A run that
+    If a claim of `EventSQLTrigger` triggered a run, the run takes that claim over. Then it takes over the claims that
+    no task had taken over when the run began: Airflow may make no run for them. Any other run claims the waiting events
+    itself, of `partition` or of all partitions. It goes on with further ranges within its `limits`. A run that
     `eventsql backfill` launched replays its window instead, and consumes nothing new. Without anything to consume, the
-    task is skipped. The result is a summary of the ranges, of the number of events and of dead letters.
-    Asset events of the task's outlets have the summary as `consumed`. The asset event of a topic also has the summary
-    of the events that were published to it.
+    task is skipped. The result is a summary of the ranges, of the number of events and of dead letters. Asset events of
+    the task's outlets have the summary as `consumed`. The asset event of a topic also has the summary of the events
+    that were published to it.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer", "claims")
@@ -212,7 +212,7 @@ class EventSQLConsumeOperator(BaseOperator):
             return
         note = draining.drained.note
         found = draining.take_over(claim.id, previous=AIRFLOW_TRIGGER)
-        # Its run came, or the trigger has claimed it again for a new one.
+        # The claim's run came, or the trigger has claimed the events again for a new run.
         draining.drained.note = note
         if found is not None:
             self.log.info("this task also consumes %s, which no task has taken over", found)
@@ -244,7 +244,7 @@ class EventSQLConsumeOperator(BaseOperator):
     def _consume_partition(
         self, draining: Draining, partition: int, event: ClaimEvent | None = None, *, retried: bool = False
     ) -> None:
-        """Take over the claim that triggered the run, or the one that still waits for its run, or claim what waits."""
+        """Take over the claim that triggered the run, or one that still waits for its run, or claim waiting events."""
         note = draining.drained.note
         found: Claim | NoClaim | None = None if event is None else self._take_over(draining, event, retried=retried)
         found = found or self._take_from_trigger(draining, partition) or draining.claim(partition)
@@ -263,7 +263,7 @@ class EventSQLConsumeOperator(BaseOperator):
         with suppress(ClaimLostError):
             claim, _ = draining.shard.claims.get(event.claim)
             # Another run or another task of this run may consume it by now, and would lose it. A retry takes over the
-            # claim of the try before.
+            # claim of the previous try.
             free = claim.owner == AIRFLOW_TRIGGER or (retried and claim.owner == draining.owner)
             # Ids of claims come again in a database that is restored or made anew.
             if free and event.names(claim):
@@ -279,7 +279,7 @@ class EventSQLConsumeOperator(BaseOperator):
         return draining.take_over(live.id, previous=AIRFLOW_TRIGGER)
 
     def _requested(self, context: Context) -> list[ClaimEvent]:
-        """The claims that the run is for: those of `claims`, or those of the asset events that triggered it."""
+        """The claims that the run is for: `claims`, or the claims of the asset events that triggered the run."""
         payloads = self.claims or list(_payloads(context))
         if isinstance(payloads, str):
             raise ValidationError("claims is a list of claims' payloads: render it with render_template_as_native_obj")

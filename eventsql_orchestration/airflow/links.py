@@ -20,7 +20,8 @@ PREFIX: Final = "/eventsql"
 class TraceLink(BaseOperatorLink):
     """What `eventsql trace` shows of a run, as a page of Airflow.
 
-    It is about the last event that the task published; for a task that published nothing, about what its run has read.
+    The page is about the last event that the task published, or about the ranges that its run has read if the task
+    published nothing.
     """
 
     name = "EventSQL trace"

@@ -25,7 +25,7 @@ from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 PARTS: Final = ("api-server", "scheduler", "dag-processor", "triggerer")
 
 STOP_TIMEOUT: Final = 5.0
-"""Seconds that parts have to end by themselves. Then they are killed, which loses nothing: their claims are leased."""
+"""Seconds that parts get to end by themselves. Then they are killed, which loses nothing: their claims are leased."""
 
 KILL_TIMEOUT: Final = 15.0
 """Seconds in which a killed process must be gone, on a busy machine."""
@@ -35,9 +35,9 @@ START_TIMEOUT: Final = 180.0
 
 
 def kill_session(leader: int) -> None:
-    """Kill the processes of a session, by the number of the process that began it, and what they have started.
+    """Kill the processes of a session, and the processes that they started. `leader` is the process that began it.
 
-    Each task of Airflow leads a process group of its own, so the group of its scheduler is not all.
+    Each task of Airflow leads its own process group, so it is not enough to kill the group of the scheduler.
     """
     deadline = time.monotonic() + KILL_TIMEOUT
     while members := [process for process in psutil.process_iter() if _is_of(leader, process)]:
@@ -88,7 +88,7 @@ def connection_of(urls: Sequence[str], db_schema: str) -> str:
 
 @dataclass
 class LocalAirflow:
-    """Airflow's API server, scheduler, DAG processor and triggerer, as processes of this one.
+    """Airflow's API server, scheduler, DAG processor and triggerer, as child processes.
 
     `home` has its configuration and logs, `dags` its DAGs. `metadata_url` is an empty PostgreSQL database of its own,
     as `postgresql://…`. `connections` are connections by their names, as URIs or JSON; `environment` is added to the

@@ -106,7 +106,7 @@ def trace(
     depth: Annotated[int, Query(ge=1, le=DEPTHS)] = DEPTH,
     width: Annotated[int, Query(ge=1, le=WIDTHS)] = WIDTH,
 ) -> HTMLResponse:
-    """Where an event of a run comes from; without `topic`, where what the run has read comes from.
+    """The origin of an event of a run; without `topic`, the origin of the ranges that the run has read.
 
     An event that the run has not published is not shown, nor is any run of a DAG that the user has no rights on.
     """
@@ -133,7 +133,7 @@ def trace(
 
 
 def _seen(origin: TracedEvents, may_see: Rights) -> TracedEvents:
-    """The events, without the runs of DAGs that the user may not see and what these runs have read."""
+    """The events, without the runs of DAGs that the user may not see, and without the inputs of these runs."""
     run = origin.run_id
     if run is not None and orchestrator_of(run) == AIRFLOW and not may_see(read_airflow_run(run)[0]):
         origin = replace(origin, run_id=None, asset=None, partition=None, run=None, inputs=(), notes=(HIDDEN,))
@@ -146,7 +146,7 @@ def _seen_inputs(inputs: Iterable[TracedInput], may_see: Rights) -> tuple[Traced
 
 
 def _page(shown: Tree | Text, *, status: int = 200, more: str = "") -> HTMLResponse:
-    """A page. Where it says that something is left out, it links to the page with the query `more`."""
+    """A page. If something is left out, it links to the page with the query `more`."""
     console = Console(file=io.StringIO(), record=True, width=LINE, highlight=False, force_terminal=True)
     console.print(shown)
     text = console.export_html(theme=THEME, code_format=PAGE)

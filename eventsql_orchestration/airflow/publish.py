@@ -59,8 +59,8 @@ class EventSQLPublishOperator(BaseOperator):
 
     `events` is an event or a list of them, for example from an XCom, or a function of the context that returns them.
     An event is text or bytes, a `Publication`, or a mapping with `value` and optionally `key`, `partition` and
-    `headers`. Any other mapping, list or number as a `value` becomes JSON. `key` and `headers` are for events that have
-    none of their own. `batch` tells apart several publications of one task to one topic.
+    `headers`. Any other mapping, list or number as a `value` becomes JSON. `key` and `headers` are for events without
+    their own. `batch` tells apart several publications of one task to one topic.
 
     The task's asset is `eventsql://<connection>/<topic>`, with the range of the events in its asset event, unless the
     topic is a template or `outlet` is False. The result is the summary of `publish_output`.

@@ -11,7 +11,7 @@ from eventsql_orchestration.orchestration.rounds import RunCounts
 
 
 def runs_since(api: AirflowApi, since: datetime) -> Iterator[dict[str, Any]]:
-    """The runs that were made since a time, without those that a timetable made: they consume nothing."""
+    """The runs that were made since a time, except runs of a timetable, which consume nothing."""
     for run in api.pages("/dags/~/dagRuns", "dag_runs", run_after_gte=since.isoformat()):
         if run["run_type"] != "scheduled":
             yield run

@@ -84,7 +84,7 @@ class EventSQLTrigger(BaseEventTrigger):
         return cls(**kwargs).producer()
 
     def producer(self) -> ClaimProducer:
-        """The producer that claims for this trigger and for those that share its stream."""
+        """The producer that claims for this trigger and for the triggers that share its stream."""
         return ClaimProducer(
             Watched(self.topic, self.consumer, self.limits), self._open_hook,
             start_timeout=self.start_timeout, poll_interval=self.poll_interval,

@@ -1,1 +1,1 @@
-"""Benchmarks: what the platform does per second on a database, beside the most that the database itself does."""
+"""Benchmarks: the platform's rates on a database, beside the highest rates of the database itself."""

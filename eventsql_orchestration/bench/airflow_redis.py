@@ -33,7 +33,7 @@ class Redis:
         return f"redis://{HOST}:{self.port}/0"
 
     def publish(self) -> None:
-        """Publish a message to those that listen now. Raises `BenchmarkError` if nobody does."""
+        """Publish a message to the present listeners. Raises `BenchmarkError` if nobody does."""
         if self._ask(f"PUBLISH {CHANNEL} message") == ":0":
             raise BenchmarkError(f"nobody listens to the channel {CHANNEL!r} of Redis: see the triggerer's log")
 

@@ -143,7 +143,7 @@ class Daemon:
         return self._number(count.format(table), [kind])
 
     def _count(self, table: str, *values: str, column: str = "status") -> int:
-        """The rows of a table of the storage, or those with one of some values. To read the runs would delay them."""
+        """The rows of a table of the storage, or only rows with some values. To read the runs would delay them."""
         count = sql.SQL("SELECT pg_catalog.count(*) FROM {} WHERE %s OR {} OPERATOR(pg_catalog.=) ANY (%s)")
         query = count.format(sql.Identifier(self.storage, table), sql.Identifier(column))
         return self._number(query, [not values, list(values)])
@@ -327,7 +327,7 @@ def steady_traffic(running: Daemon, seconds: float, every: float) -> Traffic:
 
 
 def _publish_while_draining(running: Daemon, events: int, every: float, step: str) -> list[Handled]:
-    """Publish events from the first draining run on. Gives them as they were handled."""
+    """Publish events from the first draining run on. Returns the events in the order in which they were handled."""
     running.publish(0)
     running.await_(lambda: len(running.handled()) == 1, "the run that drains")
 

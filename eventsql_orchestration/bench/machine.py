@@ -34,7 +34,7 @@ def describe(connection: Connection, queries: Queries) -> dict[str, object]:
 
 
 def undurable(settings: dict[str, str]) -> list[str]:
-    """The settings because of which a crash of the server's machine loses acknowledged events."""
+    """The settings with which a crash of the server's machine loses acknowledged events."""
     return [f"{name} is off" for name in ("fsync", "synchronous_commit") if settings.get(name) == "off"]
 
 

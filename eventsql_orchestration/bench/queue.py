@@ -38,11 +38,11 @@ _WAITED: Final = 3.0
 class QueueBenchmark(Benchmark):
     """Send messages to a queue, then receive and acknowledge them, in batches, from several connections.
 
-    Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given: the file
-    is run in a schema that the benchmark makes and drops, so no such schema may be there. With a backlog, or with
-    another transaction open, the ratio to the steps without is a figure. Messages are those of the other benchmarks:
-    150 bytes of JSON. The details of a rate have the processor time of a message in microseconds, of the clients and of
-    the server where it runs on this machine.
+    Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given. The
+    benchmark runs this file in a schema that it makes and drops, so the schema must not exist before. With a backlog,
+    or with another open transaction, a figure is the ratio to the same steps without it. Messages are the same as in
+    the other benchmarks: 150 bytes of JSON. The details of a rate have the processor time of a message in microseconds,
+    of the clients and of the server where it runs on this machine.
     """
 
     name = "queue"
@@ -202,7 +202,7 @@ def _read(path: str) -> str:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise BenchmarkError(f"{path} cannot be read: {error}") from None
-    # Lines of psql's own, and what only an extension may call.
+    # Remove psql's own lines, and the calls that only an extension may make.
     text = re.sub(r"^\\.*$", "", text, flags=re.MULTILINE)
     return re.sub(r"^SELECT pg_catalog\.pg_extension_config_dump\([^;]*;", "", text, flags=re.MULTILINE)
 

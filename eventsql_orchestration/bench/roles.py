@@ -41,7 +41,7 @@ def _times(taken: list[float]) -> Outcome:
 
 
 def _in_threads(number: int, work: Callable[[int], None]) -> None:
-    """Do `work` for each number below this number at once. Raises the first error."""
+    """Do `work` for the numbers below `number`, all at once. Raises the first error."""
     with ThreadPoolExecutor(number) as threads:
         list(threads.map(work, range(number)))
 

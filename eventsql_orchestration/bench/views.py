@@ -48,8 +48,8 @@ class ViewsBenchmark(Benchmark):
 
     The timeline has so many events of each resource of each tenant, written in turns over a month. The logs have lines
     of 100 resources of each tenant over the same month, in sorted partitions of a day. A lookup reads the events of one
-    resource. A search reads up to 1,000 lines of one resource, or the newest 100 of them. Totals are those of each hour
-    of a day, from a rollup's minutes. Each is a call of the library, with its own round trip.
+    resource. A search reads up to 1,000 lines of one resource, or the newest 100 of them. Totals are computed for each
+    hour of a day, from a rollup's minutes. Each is a call of the library, with its own round trip.
 
     Events are applied in transactions of a batch, from threads of this process: first with a bucket for each thread,
     then all to one bucket, with a slot for each thread.

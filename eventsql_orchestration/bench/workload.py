@@ -15,7 +15,8 @@ from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.topics.partitioner import default_partition
 
 POOL: Final = 50_000
-"""Different events, made before the clock starts and published again and again. No figure includes their making."""
+"""Different events, made before the clock starts and published again and again. No figure includes the time to make
+them."""
 
 _FIRST: Final = datetime(2025, 6, 13, 17, 20, 20, 296_000, tzinfo=UTC)
 

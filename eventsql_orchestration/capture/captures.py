@@ -333,7 +333,7 @@ class Captures:
             own = {"schema": self._database.schema, "relation": relation, "topic": topic, "name": table}
             name = None if found is None else sql.Identifier(found[1], found[2])
             if name is not None:
-                # Before the capture's row: a writer locks the table first, too.
+                # Lock the table before the capture's row, as a writer does.
                 driver.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name))
             # While the capture has its triggers, which name its table.
             deleted = driver.execute(self._queries("delete_capture"), own).rowcount

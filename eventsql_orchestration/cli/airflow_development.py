@@ -186,7 +186,7 @@ class _Running:
         (airflow.home / URL_FILE).write_text(airflow.url, encoding="utf-8")
 
     def tagged(self, tag: str | None = None) -> list[str]:
-        """The DAGs that have a tag; all DAGs without one."""
+        """The DAGs that have a tag; without a tag, all DAGs."""
         query: dict[str, Any] = {} if tag is None else {"tags": tag}
         return [dag["dag_id"] for dag in self._airflow.api.pages("/dags", "dags", **query)]
 

@@ -153,7 +153,8 @@ def _shown_log(*, debug: bool) -> Iterator[None]:
     before = logger.level
     logger.addHandler(messages)
     logger.setLevel(messages.level)
-    # Hide the drivers' records: errors are raised as well, and others, such as a query that Ctrl-C ended, help nobody.
+    # Hide the drivers' log records: errors are raised as well, and other records, such as of a query that Ctrl-C ended,
+    # help nobody.
     drivers, unseen = [logging.getLogger(name) for name in ("sqlalchemy", "psycopg")], logging.NullHandler()
     if not debug:
         for driver in drivers:
@@ -219,7 +220,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("doctor", "Tell what is wrong here, and what mends it."),
     _LoadedWhenCalled(
         "topic",
-        "Create, list, describe, alter and delete topics, drop events by retention, and erase those of a key.",
+        "Create, list, describe, alter and delete topics, drop events by retention, and erase the events of a key.",
     ),
     _LoadedWhenCalled("consumer", "Create, list, describe, pause, resume and delete consumers."),
     _LoadedWhenCalled("publish", "Publish JSON lines, CSV or Parquet to TOPIC."),
@@ -232,7 +233,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("metrics", "Serve or print the platform's figures in the text format of Prometheus."),
     _LoadedWhenCalled("seek", "Move a consumer to another place in its topic's log."),
     _LoadedWhenCalled("dlt", "List, show and redrive dead letters.", "dead_letters"),
-    _LoadedWhenCalled("queue", "Create, look at, fill, empty, work off and delete queues."),
+    _LoadedWhenCalled("queue", "Create, inspect, fill, process, empty and delete queues."),
     _LoadedWhenCalled(
         "view", "List and drop views, apply their retention, sort logs, and clean up killed rebuilds.", "views"
     ),

@@ -266,7 +266,7 @@ def _take_over(backfills: Backfills, found: Backfill, resume_options: str, *, ne
             say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} {on}")
             moved += 1
     except (RegistryError, PartitionLeasedError, DatabaseBusyError):
-        # No offset of this shard has moved. After any other error, one may have moved: the backfill must stay.
+        # No offset of this shard has moved. After any other error, an offset may have moved: the backfill must stay.
         if new and not moved:
             backfills.delete(found)
         elif moved:

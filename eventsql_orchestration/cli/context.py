@@ -73,7 +73,7 @@ def open_platform(
 
 
 def _dsn_of(shard: str, dsns: tuple[str, ...], settings: Settings) -> str:
-    """The URL of one shard. Raises `ConfigurationError`, and `ShardSetError`, also for a shard that is down."""
+    """The URL of one shard. Raises `ConfigurationError`, or `ShardSetError`, also if a shard is down."""
     with lazy.EventSQL(*dsns, schema=settings.db_schema, migrate=False, transfer=False) as platform:
         platform.open()
         for dsn, each in zip(dsns, platform.shards, strict=True):

@@ -71,7 +71,7 @@ _TYPES: Final[Mapping[str, Callable[[str], str]]] = {
 
 @dataclass(frozen=True, slots=True)
 class CsvForm:
-    """The form of a CSV file: the delimiter of its fields, and the types of those that are no text.
+    """The form of a CSV file: the delimiter of its fields, and the types of fields that are not text.
 
     Without a delimiter, it is the tab in a file that ends in .tsv, and the comma otherwise. A field of another type
     than text may be surrounded by spaces; an empty one is null. Raises `ValidationError`.

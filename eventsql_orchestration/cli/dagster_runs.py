@@ -18,8 +18,8 @@ from eventsql_orchestration.orchestration.trace.runs import Runs
 def dagster_runs(home: Path, dsn: str, url: str | None) -> Iterator[Runs | Exception | None]:
     """The runs of the Dagster at a URL, else of the instance of DAGSTER_HOME, else of `eventsql dev` in `home`.
 
-    None without any of them, and the error of an instance that cannot be opened. Raises `ValidationError` for a URL
-    that is not of HTTP.
+    None without any of them, and the error of an instance that cannot be opened. Raises `ValidationError` if a URL is
+    not an HTTP URL.
     """
     if url is not None:
         yield ServedRuns(url)

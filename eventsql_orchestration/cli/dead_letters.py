@@ -39,7 +39,7 @@ class _Filter(TypedDict):
 
     consumer: Annotated[str | None, option("Dead letters of this consumer.", type=CONSUMER, metavar="NAME")]
     backfill: Annotated[
-        str | None, option("Dead letters of this backfill; by default, those of backfills are left out.", metavar="ID")
+        str | None, option("Dead letters of this backfill; by default, those of no backfill.", metavar="ID")
     ]
     exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
     key: Annotated[str | None, option("With this key.", metavar="KEY")]
@@ -72,7 +72,7 @@ def list_dead_letters(
     topic: TopicName,
     redriven: Annotated[
         bool | None,
-        option("Only redriven ones, or only others  [default: both].", "--redriven/--not-redriven", default=None),
+        option("Only redriven letters, or only others  [default: both].", "--redriven/--not-redriven", default=None),
     ],
     limit: Annotated[int, option("List the oldest N.", type=POSITIVE, default=100)],
     as_json: AsJson,

@@ -150,7 +150,7 @@ def write_json(value: object, *, indent: int | None = 2) -> None:
 
 def _json(value: object, *, indent: int | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json)
-    # JSON escapes only characters below U+0020, and a terminal obeys those from U+007F on too.
+    # JSON escapes only control characters below U+0020, but a terminal also obeys control characters from U+007F on.
     return _CONTROLS.sub(lambda found: found[0] if found[0] == "\n" else _escaped(found), text)
 
 

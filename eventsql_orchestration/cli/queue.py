@@ -49,7 +49,7 @@ Limit = Annotated[int, option("The most messages.", type=POSITIVE, default=10)]
 
 @click.group()
 def queue() -> None:
-    """Create, look at, fill, empty, work off and delete queues."""
+    """Create, inspect, fill, process, empty and delete queues."""
 
 
 def _existing(platform: EventSQL, name: str) -> Queue:
@@ -239,7 +239,7 @@ def delete(
     name: QueueName,
     force: Annotated[bool, option("Delete its messages and its archive with it.")],
 ) -> None:
-    """Delete QUEUE; one that has messages, dead letters or an archive only with --force.
+    """Delete QUEUE. If it has messages, dead letters or an archive, this needs --force.
 
     Its dead letters stay in their own queue, and cannot be redriven any more. A queue that takes the dead letters of
     another one is kept. Programs that use the queue get an error until they are restarted.
@@ -301,15 +301,15 @@ def work(
     name: QueueName,
     handler: Annotated[tuple[str, ...], argument(metavar="COMMAND...", nargs=-1, required=True)],
     workers: Annotated[
-        int, option("Messages that are worked on at once.", type=click.IntRange(1, MAX_WORKERS), default=1)
+        int, option("Messages that are handled at once.", type=click.IntRange(1, MAX_WORKERS), default=1)
     ],
     drain: Annotated[bool, option("End when no message is visible, in flight or waiting for its time.")],
 ) -> None:
     """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.
 
-    Exit code 0 acknowledges the message. With another one, it is received again after a pause, and becomes a dead
-    letter after the queue's max receives. Messages under way are finished before the command ends; a second Ctrl-C
-    kills their programs and ends it at once.
+    Exit code 0 acknowledges the message. With another exit code, the message is received again after a pause, and
+    becomes a dead letter after the queue's max receives. Messages under way are finished before the command ends; a
+    second Ctrl-C kills their programs and ends it at once.
     """
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler

@@ -151,9 +151,9 @@ def top(
     Without TOPIC, it shows queues that have messages, too.
 
     It refreshes until Ctrl-C. Rates are events per second since the refresh before. Column behind counts the partitions
-    with events to consume, and why counts them by cause; claims counts the ranges that runs have, and the expired ones.
-    The busiest topics and the consumers furthest behind come first. A low screen says how many rows it leaves out, and
-    one of less than 110 columns leaves trends out.
+    with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and the
+    expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows it
+    leaves out, and one of less than 110 columns leaves trends out.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.

@@ -87,7 +87,7 @@ class _Bounds:
 
 @click.group()
 def topic() -> None:
-    """Create, list, describe, alter and delete topics, drop events by retention, and erase those of a key."""
+    """Create, list, describe, alter and delete topics, drop events by retention, and erase the events of a key."""
 
 
 @command(topic)

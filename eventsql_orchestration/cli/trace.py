@@ -92,7 +92,7 @@ def trace(
 
 @contextlib.contextmanager
 def _runs(context: CliContext, dsn: str, urls: Mapping[str, str]) -> Iterator[tuple[dict[str, Runs], dict[str, str]]]:
-    """The orchestrators that can be asked for runs, and why each other one cannot be asked."""
+    """The orchestrators that can be asked for runs, and for each other orchestrator why it cannot be asked."""
     runs: dict[str, Runs] = {}
     lacking = {name: f"{NOT_SHOWN}: {how}" for name, how in HOW_TO_REACH.items()}
     if AIRFLOW in urls:

@@ -186,9 +186,9 @@ class ClusterConsumers:
         becomes a dead letter. Until then, later events of its key wait.
 
         A process holds its events for `lease` seconds, and renews that while it runs. When it dies, others take the
-        events over after that time. At most `max_unacknowledged` events of a partition are handed out and not
-        acknowledged; each is a row. The consumer's offset is the last before the first such event. While there is one,
-        the consumer cannot be consumed in another way, or moved without force.
+        events over after that time. At most `max_unacknowledged` events of a partition are handed out and not yet
+        acknowledged; each is a row. The consumer's offset is the last offset before the first of them. While there is
+        an unacknowledged event, the consumer cannot be consumed in another way, or moved without force.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`, and `RedefinitionError` while there are
         unacknowledged events that were handed out with the other `by_key`. Otherwise as `start`.
@@ -269,7 +269,7 @@ class ClusterTransfer:
         holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
         end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
         alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`. With
-        `retry_held`, a topic that another transfer holds is not left to it, but tried again until `deadline`.
+        `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of left to it.
 
         A shard that fails does not stop the other shards. Its error is raised after they are done, unless the shard is
         down. Raises `DatabaseUnavailableError` if no shard is up, `SequenceError` and other kinds of `DatabaseError`.

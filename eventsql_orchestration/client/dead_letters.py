@@ -39,9 +39,9 @@ class ClusterDeadLetters:
         """Make the dead letters of this object's consumers by `factory(event, cause)`; None restores the default.
 
         The factory runs in the transaction that locks the partition, which also publishes its publication, to any
-        topic. `list` and `redrive` know those of `{topic}_dlt`. If it returns None, the partition stops at the event
-        until the consumer is resumed. If it raises, or if its publication fails, the event is tried again with backoff,
-        and the partition's failure says so.
+        topic. `list` and `redrive` know the dead letters of `{topic}_dlt`. If it returns None, the partition stops at
+        the event until the consumer is resumed. If it raises, or if its publication fails, the event is tried again
+        with backoff, and the partition's failure says so.
         """
         self._factory = factory
         for shard in self._cluster.shards:

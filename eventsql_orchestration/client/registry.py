@@ -51,8 +51,8 @@ class ClusterRegistry:
 
         Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
         Its retention can always change; a topic that names none keeps the retention that it has. Raises
-        `InvalidNameError` for a name that a table of the platform has taken, and `DatabaseBusyError` when publishers
-        are in the way, and `RegistryError` where a server is built without the topic's compression.
+        `InvalidNameError` for a name that a table of the platform has taken, `DatabaseBusyError` if publishers are in
+        the way, and `RegistryError` if a server is built without the topic's compression.
         """
         self._check_compression(topic.compression)
         done = self._cluster.fan_out(lambda shard: shard.registry.declare_topic(topic))

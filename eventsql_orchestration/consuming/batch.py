@@ -231,7 +231,7 @@ class BatchRunner:
             return outcome
 
     def fail(self, connection: Connection, batch: Batch, error: Exception) -> BatchResult | None:
-        """Record in the caller's transaction that the first matching event failed; None if there is none."""
+        """Record in the caller's transaction that the first matching event failed; None if no event matches."""
         events = batch.matching()
         return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
 

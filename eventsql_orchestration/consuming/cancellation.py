@@ -74,7 +74,7 @@ class Cancellation:
         releases: list[Callable[[], object]] = []
         with self._lock:
             self._cancelled = True
-            # Under the lock: a connection that its batch has finished with belongs to somebody else.
+            # Hold the lock: a connection may belong to somebody else once its batch has finished with it.
             releases += filter(None, map(_shut, self._connections))
             for lost, release in self._leases:
                 lost.set()

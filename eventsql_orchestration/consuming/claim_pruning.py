@@ -1,4 +1,4 @@
-"""Pruning claims: making claims also deletes those that ended long ago, so that their table stops growing.
+"""Pruning claims: making claims also deletes claims that ended long ago, so that their table stops growing.
 
 An ended claim is looked up by its id (by a repeated write, or a run that replays it) and by its owner (by
 `eventsql trace`). Housekeeping prunes the claims of runs, as part of Dagster's history.

@@ -16,7 +16,7 @@ class Claim:
     """A range of a consumer partition that one owner may consume.
 
     `range` never changes. `position` is the offset that the owner has committed up to, `range.after` at first. `epoch`
-    is the fencing token: when another owner takes the partition over, the partition gets a new one. `shard` is set by
+    is the fencing token: when another owner takes the partition over, the partition gets a new epoch. `shard` is set by
     callers that handle claims of several shards.
     """
 

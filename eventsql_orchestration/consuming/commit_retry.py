@@ -42,8 +42,8 @@ def _sqlstate(error: BaseException) -> str | None:
 class CommitRetryLimits:
     """After `attempts` transient rejections in a row, over `seconds` at least, the event that causes them is isolated.
 
-    Later rejections of that event are its failures. `batches` of a reduced size are handled before a batch of twice
-    the size is tried, because a batch that cannot be read may cost a whole statement timeout.
+    Later rejections of that event count as its failures. `batches` of a reduced size are handled before a batch of
+    twice the size is tried, because a batch that cannot be read may cost a whole statement timeout.
     """
 
     attempts: int = 20

@@ -225,6 +225,6 @@ def _source_partition(target: Topic, letter: DeadLetter) -> int | None:
     if target.layout > 1 and letter.as_publication(target.name).key is not None:
         # The events of its key may be in another partition now.
         return None
-    # Another program may have written anything.
+    # Another program may have written any text here.
     known = partition.isdecimal() and len(partition) <= len(str(MAX_PARTITIONS)) and int(partition) < target.partitions
     return int(partition) if known else None

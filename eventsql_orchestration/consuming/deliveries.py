@@ -1,8 +1,8 @@
 """A topic consumed as a queue: each event is handed out, acknowledged and tried again by itself.
 
-A partition's cursor says up to which id its events were handed out. `consumer_delivery` has a row for each of those
-that is not acknowledged, and the consumer's offset is the last id before the first of them. The consumer's row is
-locked only to hand out a block of events; an acknowledgement deletes a row.
+A partition's cursor says up to which id its events were handed out. `consumer_delivery` has a row for each handed-out
+event that is not acknowledged, and the consumer's offset is the last id before the first of these events. The
+consumer's row is locked only to hand out a block of events; an acknowledgement deletes a row.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from eventsql_orchestration.storage.reading import LogReader
 logger = logging.getLogger(__name__)
 
 OWNER: Final = "start_queue, with events that are not acknowledged"
-"""The owner of the lease of a partition with such events. The lease keeps other ways of consuming away: they would
-repeat the acknowledged events after the offset."""
+"""The owner of the lease of a partition with events that are not acknowledged. The lease keeps other ways of consuming
+away: they would repeat the acknowledged events after the offset."""
 
 
 LOCK_SECONDS: Final = 3.0
@@ -310,7 +310,7 @@ class Deliveries:
         )
 
     def acknowledge(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
-        """Acknowledge events in one transaction; gives those that were still this process's."""
+        """Acknowledge events in one transaction. Returns the events that this process still held."""
         with self._database.connection() as connection:
             rows = set(fetch_all(connection, self._queries("acknowledge"), arrays(deliveries), prepare=False))
         return {each for each in deliveries if (each.cursor, each.event.id, each.worker) in rows}

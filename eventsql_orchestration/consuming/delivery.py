@@ -40,7 +40,7 @@ class HandOut:
 
 
 def number_of_key(key: str) -> int:
-    """A key as a number. Keys of one number wait for each other, which does no harm."""
+    """A key as a number. Keys with the same number wait for each other, which does no harm."""
     digest = hashlib.blake2b(key.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 

@@ -19,7 +19,7 @@ AHEAD_SECONDS: Final = 1.0
 class Backlog:
     """The events of a process that are not settled. Call its methods with the lock of the consumption.
 
-    While an event waits for a worker or is with one, later events of its key stand behind it.
+    While an event waits for a worker or a worker has it, later events of its key stand behind it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class Ahead:
         self._fetched_at = time.monotonic()
 
     def adapt(self, *, waiting: int) -> None:
-        """Estimate it anew from the time since the last call, at which `most` events were fetched."""
+        """Estimate the number anew, from the time since the last call. At that call, `most` events were fetched."""
         now = time.monotonic()
         took, self._fetched_at = now - self._fetched_at, now
         if took > AHEAD_SECONDS:

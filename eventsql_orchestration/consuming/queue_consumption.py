@@ -41,7 +41,8 @@ SETTLE_RETRY: Final = 0.5
 """Seconds between two attempts to settle events while the database cannot be reached."""
 
 Look: TypeAlias = Callable[[dict[int, int]], dict[int, float | None]]
-"""Takes partitions. Returns those that may have events, None for a paused one. May return further partitions."""
+"""Takes partitions. Returns the partitions that may have events, with None for a paused partition. May return further
+partitions."""
 
 
 @checked
@@ -68,7 +69,7 @@ class QueueConsumption(Running):
         self._settling = threading.Condition(lock)
         self._exchange = threading.Lock()
         """Held while events are handed out to this process, and while it gives events back: otherwise a later event of
-        a key could come while the one before it is given back."""
+        a key could come while an earlier event is given back."""
         self._backlog = Backlog()
         self._uncertain: set[int] = set()
         """Partitions that may have handed events to this process without its knowledge: a commit got no answer."""
@@ -153,7 +154,7 @@ class QueueConsumption(Running):
         return None
 
     def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
-        """The partitions that have events. Those that the last round fetched from are last, and new ones after them."""
+        """The partitions with events: first partitions that the last round left out, then its own, then new ones."""
         with self._fetching:
             now = time.monotonic()
             for partition in asked:
@@ -245,7 +246,8 @@ class QueueConsumption(Running):
     def _give_up_key(self, delivery: Delivery) -> None:
         """Forget the events behind `delivery`, which this process has lost: their order is unknown.
 
-        The next call for the partition gives back those that the process still has. Call with `_exchange` and the lock.
+        The next call for the partition gives back the events that the process still has. Call with `_exchange` and the
+        lock.
         """
         self._backlog.drop_behind(delivery)
         self._uncertain.add(delivery.partition)

@@ -189,7 +189,7 @@ class Consumption(Running):
         self._woken = False
         self._unannounced_at: float | None = None
         self._faults: dict[str, str] = {}
-        """The last error of the consumer or of a partition, until it is consumed again."""
+        """The last error of the consumer or of a partition, until the consumer or the partition is consumed again."""
         self._unsubscribe = listener.subscribe(LOG, keys[0].topic, self._wake) if listener is not None else None
         self._threads: list[threading.Thread] = []
         with lock:

@@ -267,8 +267,8 @@ class Database:
         """Raise the driver's errors of the block as errors of this package.
 
         An error of a caller's own statement stays as it is, unless its meaning is known. If a caller's code runs in the
-        block, pass the platform's `connection`. While that is open, the error that a database cannot be reached is
-        about another database, and stays as it is.
+        block, pass the platform's `connection`. While this connection is open, an error that a database cannot be
+        reached is about another database, and stays as it is.
         """
         if connection is not None:
             check_kind("connection", connection, psycopg.Connection)

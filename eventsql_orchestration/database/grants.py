@@ -39,17 +39,17 @@ _CONSUME: Final = (
     "partition_waiting", "partition_events", "hold_claim", "end_claim", "advance_consumer", "filter_takes",
     "fetch", "commit", "release", "renew", "fail",
 )  # fmt: skip
-"""The functions that consume in SQL, and those that they call."""
+"""The functions that consume in SQL, and the functions that they call."""
 
 _SEND: Final = ("put_messages", "lock_last_of_keys", "queue_number", "queue_send", "queue_send_all")
-"""The functions that send messages to queues, and those that they call."""
+"""The functions that send messages to queues, and the functions that they call."""
 
 _WORK: Final = (
     "take_messages", "take_in_order", "take_others_in_order", "bury_messages", "promote_keys", "note_of_message",
     "acknowledge_messages", "make_queue_archive", "queue_number", "queue_receive", "queue_acknowledge",
     "queue_acknowledge_all", "queue_release", "queue_extend",
 )  # fmt: skip
-"""The functions that receive and settle messages, and those that they call."""
+"""The functions that receive and settle messages, and the functions that they call."""
 
 FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
@@ -215,7 +215,7 @@ GRANTED_FUNCTIONS: Final = frozenset(
     for right in chain.from_iterable(table.values())
     if right.startswith("EXECUTE")
 )
-"""The functions that some kind of role may execute. A REVOKE on another one would store its default rights."""
+"""The functions that some kind of role may execute. A REVOKE on any other function would store its default rights."""
 
 _DOES: Final[Mapping[str, str]] = {
     "reader": "reads it",

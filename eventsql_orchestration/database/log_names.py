@@ -25,7 +25,7 @@ BLOCK_STORE: Final = "%s_array"
 def event_table(topic: str) -> str:
     """The name of the table that holds a topic's ordered log.
 
-    In lower case: EventSQL's Java library writes it unquoted, and PostgreSQL folds such a name so.
+    The name is in lower case: EventSQL's Java library writes it unquoted, and PostgreSQL folds an unquoted name.
     """
     return EVENT_TABLE % topic.translate(_FOLDED)
 
@@ -51,7 +51,7 @@ def holds_blocks(table: str) -> bool:
 
 
 def names_log(identifier: str) -> bool:
-    """Whether an identifier may be that of a log, or of a log's segment or sequence."""
+    """Whether an identifier may be the name of a log, or of a log's segment or sequence."""
     return any(part in identifier for part in ("_event", "_block", "_rows", "_array", "_segment_"))
 
 

@@ -228,7 +228,7 @@ class Listener:
                 return False
             if ready and token in self._hear(connection):
                 return True
-            # After the look: if the machine stood still, the notification may have arrived although the time is over.
+            # Check the time after the look: if the machine stood still, the notification may have arrived all the same.
             if left <= 0:
                 return False
 
@@ -245,8 +245,9 @@ class Notifier:
     """Notifies other processes, outside of the transactions of publishers and transfers.
 
     `notify` returns at once. A thread with its own connection sends the first notification right away. Further calls
-    within `NOTIFY_INTERVAL` become one notification at its end, within `QUIET_INTERVAL` if nobody listened: a listener
-    that begins meanwhile looks by itself first. While the database is away, each is kept once.
+    within `NOTIFY_INTERVAL` become one notification at the end of the interval. If nobody listened, the interval is
+    `QUIET_INTERVAL`: a listener that begins meanwhile first looks by itself. While the database is away, each is kept
+    once.
     """
 
     def __init__(self, database: Database) -> None:
@@ -297,7 +298,7 @@ class Notifier:
             self._look_at, self._quiet_until = now + HEARD_INTERVAL, 0.0
             self._pending.update(pending)
         else:
-            # A call after the first interval looks. Without such a call, the thread looks after the second one.
+            # A call after the first interval looks. Without a call, the thread looks after the second interval.
             self._look_at, self._quiet_until = now + QUIET_INTERVAL, now + 2 * QUIET_INTERVAL
         return not heard
 

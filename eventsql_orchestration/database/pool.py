@@ -85,7 +85,8 @@ class Pool:
 
     def take(self) -> Loan:
         """Take a connection. `give_back` returns it. Raises `ClosedError`."""
-        # Before the look at `closed`: a connection that is taken while `close` runs is closed when it is given back.
+        # Note the count before the check whether the pool is closed. So a connection that is taken while `close` runs
+        # is closed when it is given back.
         closings = self._closings
         self.check_open()
         if (spare := self._spare()) is not None:

@@ -1,8 +1,8 @@
 """Compaction: merges the small blocks that single publications leave in a log, beside writers and readers.
 
 A log is compacted in windows of up to 20,000 ids, each in a transaction of its own. A window is merged once it lies
-behind the newest event, and no program changes blocks there any more: only an erasure does, and retention drops them.
-Each transaction keeps both away. If it is interrupted, its window stays as it was.
+behind the newest event. By then, only erasures change its blocks, and only retention drops them. Each transaction keeps
+both away. If a transaction is interrupted, its window stays as it was.
 
 Merged blocks leave their space to the segment. A closed segment gets no further events: if it takes much more space
 than its blocks need, a copy takes its place, and the disk has the space again.

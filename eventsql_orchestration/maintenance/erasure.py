@@ -127,8 +127,8 @@ class Eraser:
             check_name("requested_by", requested_by)
         run = _Run(self._database, self._names(topic), wanted)
         with self._database.errors(), self._database.dedicated() as connection, self._database.dedicated() as holder:
-            # A transaction of another connection holds the lock that spans several transactions: a session's lock would
-            # stay with the server process that a pooler lends.
+            # The lock has to span several transactions, so a transaction of another connection holds it. With a pooler,
+            # the lock of a session would stay in a server process that the next client gets.
             with holder.transaction():
                 run.hold(holder)
                 run.begin(connection, requested_by)

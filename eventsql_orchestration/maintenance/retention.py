@@ -225,7 +225,7 @@ class Retainer:
             dropped.append(content)
         upto = max((content.newest for content in dropped), default=0)
         if dropped and execute:
-            # Delete the layouts of dropped events that no consumer is in any more.
+            # Delete layouts whose events are dropped, if no consumer is in them any more.
             with connection.transaction():
                 lock_registry(connection)
                 passed = Queries("leftovers", schema)("passed_layouts")

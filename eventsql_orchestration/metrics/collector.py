@@ -129,7 +129,7 @@ class PlatformCollector(Collector):
 
             def read() -> Figures:
                 if shard.name is None and len(self._platform.shards) > 1:
-                    # Its error is that of the reading.
+                    # If this fails, the reading fails with the same error.
                     with suppress(EventSQLError):
                         self._platform.open()
                 return reader.read()

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 class Highest:
     """The highest count of each thing that a reading has.
 
-    A count may be one batch too high for a moment: an empty log has no newest offset but the one that was given out.
+    A count may be one batch too high for a moment: the only newest offset of an empty log is the last one given out.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Highest:
 
 
 class Totals:
-    """Totals over parts whose counts may vanish with them, as those of a consumer's partitions that are taken away."""
+    """Totals over parts. A part may vanish with its count, as a removed partition of a consumer does."""
 
     def __init__(self) -> None:
         self._parts: dict[tuple[Hashable, Hashable], int] = {}

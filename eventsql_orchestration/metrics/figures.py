@@ -207,7 +207,7 @@ def _partition(
 
 
 def _estimated(waiting: Waiting, after: int, end: int) -> int:
-    """The number of waiting events: beyond those that were counted, as many in each range of offsets as in theirs."""
+    """The number of waiting events. The uncounted events are assumed to be as dense as the counted ones."""
     if waiting.events < COUNTED:
         return waiting.events
     return round(waiting.events * max(1.0, (end - after) / (waiting.furthest - after)))

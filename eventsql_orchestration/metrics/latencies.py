@@ -32,11 +32,11 @@ SEVERAL: Final = "(several)"
 
 
 class Latencies:
-    """Measures publishers and handlers that are given to it, and nothing else: what is not given to it costs nothing.
+    """Measures the publishers and handlers that are given to it. All others cost nothing.
 
     Make one for each registry: `eventsql_publish_seconds{topic, outcome}` is the time of a call of `publish` or
-    `publish_all`, `eventsql_handle_seconds{topic, consumer, outcome}` that of a call of a handler, without its commit.
-    `outcome` is `done` or `failed`. The series of a topic begin with its first call.
+    `publish_all`, `eventsql_handle_seconds{topic, consumer, outcome}` is the time of a call of a handler, without its
+    commit. `outcome` is `done` or `failed`. The series of a topic begin with its first call.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:

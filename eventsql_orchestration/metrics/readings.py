@@ -31,7 +31,7 @@ class Reading:
 class Readings:
     """The latest reading of one database.
 
-    A reading runs in a thread of its own: a database that does not answer holds nobody up for longer than they wait.
+    A reading runs in a thread of its own, so a scraper that waits for a database may give up at any time.
     """
 
     def __init__(

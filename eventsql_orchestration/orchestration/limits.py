@@ -1,4 +1,4 @@
-"""Limits of runs that consume topics or work queues off."""
+"""Limits of runs that consume topics or handle the messages of queues."""
 
 # No `from __future__ import annotations`: Dagster's components need annotations that are types.
 

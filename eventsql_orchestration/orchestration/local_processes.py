@@ -57,7 +57,7 @@ def reserved_port(preferred: int) -> Iterator[int]:
 
 
 def _port_locked(lock: int, port: int) -> bool:
-    # Each port is a byte of the file. POSIX locks are a process's own, and end with it.
+    # Each port is a byte of the file. A POSIX lock belongs to a process, and ends with it.
     with contextlib.suppress(BlockingIOError, PermissionError):
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)
         return True
@@ -73,10 +73,10 @@ def kill_group(group: int) -> None:
 
 @contextlib.contextmanager
 def only_one(directory: Path, *, kill: Callable[[int], None] = kill_group) -> Iterator[None]:
-    """Keep every other `eventsql dev` off a directory. First ends processes that a killed `eventsql dev` left.
+    """Keep every other `eventsql dev` out of a directory. First end the processes that a killed `eventsql dev` left.
 
-    `kill` gets the number of each of their groups, and kills what belongs to it; by default it is `kill_group`.
-    Raises `LocalProcessError` if another one runs.
+    `kill` gets the number of each process group, and kills the group; by default it is `kill_group`. Raises
+    `LocalProcessError` if another `eventsql dev` runs.
     """
     directory.mkdir(parents=True, exist_ok=True)
     with lock_file(directory / _OWNER_LOCK) as lock:

@@ -36,5 +36,5 @@ def read_airflow_run(run: str) -> tuple[str, str]:
 
 
 def owner_of(run: str) -> str:
-    """The owner of the claims of a run as events name it: Dagster's id, or `airflow_run`."""
+    """The owner of a run's claims. `run` is the run as events name it: Dagster's id, or `airflow_run`."""
     return run if run.startswith(AIRFLOW_OWNER) else owner_of_run(run)

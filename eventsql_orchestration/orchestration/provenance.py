@@ -57,13 +57,13 @@ class Provenance(ABC):
 
 
 def asset_of(writer: str) -> str | None:
-    """The asset of an `Provenance.writer`; None if it has none, or if the id has another form."""
+    """The asset of a `Provenance.writer`; None if the writer has no asset, or if the id has another form."""
     asset = _read_writer(writer)[0]
     return asset if isinstance(asset, str) else None
 
 
 def claim_of(writer: str) -> int | None:
-    """The claim of an `Provenance.writer`; None if it had none."""
+    """The claim of a `Provenance.writer`; None if the writer had no claim."""
     found = _claim(writer)
     return None if found is None else int(found["id"])
 
@@ -80,7 +80,7 @@ def _claim(writer: str) -> re.Match[str] | None:
 
 
 def run_of(writer: str) -> str | None:
-    """The root run of an `Provenance.writer` without a claim, else None."""
+    """The root run of a `Provenance.writer` without a claim, else None."""
     cause = _read_writer(writer)[-1]
     return cause.removeprefix(_RUN) if isinstance(cause, str) and cause.startswith(_RUN) else None
 

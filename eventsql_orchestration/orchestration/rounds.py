@@ -23,7 +23,7 @@ class Counts:
 
     @classmethod
     def take(cls, platform: EventSQL, topics: Iterable[str] | None = None) -> Counts:
-        """Count now. `topics` limits it to those; all by default."""
+        """Count now. `topics` limits it to these topics; by default, it covers all topics."""
         wanted = set(topics) if topics is not None else {topic.name for topic in platform.registry.topics()}
         counts = cls(buffered=Counter({t: n for t, n in platform.buffered().items() if t in wanted}))
         for topic in wanted:

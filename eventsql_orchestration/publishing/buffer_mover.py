@@ -42,7 +42,7 @@ class BufferMover:
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
-        last look: one statement moves them, and leaves those behind a block that was committed since. After `seconds`,
+        last look: one statement moves them, and leaves events behind a block that was committed since. After `seconds`,
         no further statement begins. `zoned` and `blocks` are for packed blocks, see `StagedBlocks.move_packed`. Raises
         as `StagedBlocks.move`.
         """

@@ -51,9 +51,9 @@ class Collector:
 class Acknowledgement:
     """The outcome of an event: done once the event is committed or has failed.
 
-    It resembles a `concurrent.futures.Future` but is none, so `concurrent.futures.wait` and `asyncio.wrap_future` do
-    not take it. Wait for each, or for all with `BufferedPublisher.flush`; asyncio tasks use an `AsyncPublisher`. It
-    cannot be cancelled, because an event that was given cannot be taken back.
+    It resembles a `concurrent.futures.Future`, but `concurrent.futures.wait` and `asyncio.wrap_future` do not take it.
+    Wait for each, or for all with `BufferedPublisher.flush`; asyncio tasks use an `AsyncPublisher`. It cannot be
+    cancelled, because an event that was given cannot be taken back.
 
     It makes the objects for waiting only when somebody waits. A `Future` consists of fifteen objects, and thousands of
     them keep Python's garbage collector busy. Measured: 20 µs of processor time an event published with futures, 10 µs
@@ -142,7 +142,7 @@ class Acknowledgement:
         return self._waited is not None or bool(self._callbacks)
 
     def tell(self) -> None:
-        """Wake those that wait. Only the publisher calls it, after `finish`, without holding `_watching`."""
+        """Wake the waiting threads. Only the publisher calls it, after `finish`, without holding `_watching`."""
         if self._waited is not None:
             self._waited.set()
         callbacks, self._callbacks = self._callbacks, ()

@@ -86,7 +86,7 @@ class BufferLimits:
     together.
 
     `flushes` is the number of lanes, and so the most flushes under way. `max_pending_events` and `max_pending_bytes`
-    bound the events that are given and not acknowledged. One event larger than that is let in alone.
+    bound the events that are given and not acknowledged. A single larger event is let in alone.
 
     Raises `ValidationError` for limits that no event could meet.
     """
@@ -190,7 +190,7 @@ class Lanes(Generic[Acknowledged]):
             self._add(event, acknowledged)
 
     def put_if_room(self, event: QueuedEvent, acknowledged: Acknowledged, *, on_room: Callable[[], None]) -> bool:
-        """Give an event to its lane without waiting. If there is no room, False; `on_room` is called once there is."""
+        """Give an event to its lane without waiting. False if there is no room: `on_room` is called once there is."""
         with self._lock:
             if self._full(event.size) and not self._closed:
                 self._on_room.add(on_room)

@@ -342,7 +342,7 @@ class LogWriter:
             self._move_before(connection, topic.name, state)
         time = copy_format.microseconds(state.now)
         if blocks:
-            # After another look, the ids that were drawn before it may be those of older events.
+            # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
             first = (None if room.looked else state.drawn) or self._log.draw(connection, topic.name, events)
             if first is None or not self._room.follows(topic.name, first):
                 raise _ForeignIdsError

@@ -86,5 +86,5 @@ class LowWater:
         return self._moved
 
     def moved(self, topic: str, upto: int) -> None:
-        """Note that the events of `topic` up to buffer id `upto` are moved: all those that the last look could see."""
+        """Note that the events of `topic` up to buffer id `upto` are moved: all events that the last look could see."""
         self._moved[topic] = max(self._moved.get(topic, 0), min(self._decided, upto))

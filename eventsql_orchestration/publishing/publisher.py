@@ -168,7 +168,8 @@ class Publisher:
         self, parts: Iterable[list[Publication]], connection: CallersConnection | None, placed: ShardSet | None,
         placements: Placements | None = None,
     ) -> int:  # fmt: skip
-        # One definition for the whole batch: the one that chose the partitions is checked in the end.
+        # The whole batch uses one definition of the topic: the definition that chose the partitions is checked in the
+        # end.
         topics: dict[str, Topic] = {}
         if placements is not None:
             placements.begin()

@@ -192,7 +192,7 @@ class StagedBlocks:
         return self._change(connection, "content", attempt, position, erased)[1]
 
     def erase(self, connection: Connection, attempt: uuid.UUID, position: int, erased: Erased) -> Counter[str]:
-        """Replace the events of a block by what `erased` gives; gives the number of changed events by key.
+        """Replace the events of a block by the result of `erased`. Returns the number of changed events by key.
 
         The transfer of the block waits for the end of the transaction.
         """
@@ -247,7 +247,7 @@ class StagedBlocks:
 
 
 def missing_blocks(attempt: uuid.UUID | None = None, events: int | None = None) -> DatabaseError:
-    """The error for staged blocks that are missing, of one attempt with this number of events if that is known."""
+    """The error for missing staged blocks of an attempt, which has this number of events if it is known."""
     staged = "events that an attempt staged" if attempt is None else f"some of {events} events of attempt {attempt}"
     return DatabaseError(
         f"{staged} are missing: a crash of the server loses the newest blocks, and a sweep deletes the blocks of an "

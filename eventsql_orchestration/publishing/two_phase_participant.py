@@ -1,4 +1,4 @@
-"""One database's records of publications over several shards: those that it decides, and its parts of the others.
+"""One database's records of publications over several shards: publications that it decides, and parts of others.
 
 1. The shard that decides announces the publication.
 2. Each other shard prepares its part: a row whose commit puts the part's blocks on disk and protects them from sweeps.

@@ -18,9 +18,9 @@ COUNTED: Final = 10_000
 class QueueLag:
     """The messages of a queue by state, at most 10,000 counted of each.
 
-    `seconds` is the time for which a visible message has waited longest, 0 without one. `dead` messages were moved from
-    this queue to its dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of
-    another queue: its messages wait for a person.
+    `seconds` is the longest wait of a visible message, 0 without one. `dead` messages were moved from this queue to its
+    dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of another queue:
+    its messages wait for a person.
     """
 
     queue: str

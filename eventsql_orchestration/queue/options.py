@@ -41,7 +41,7 @@ class QueueOptions:
         )
 
     def completed(self, found: QueueDefinition) -> QueueOptions:
-        """The given options, and those of a definition for the others."""
+        """The given options; an option that is not given comes from a definition."""
         own = {name: getattr(self, name) for name in self.__slots__}
         return QueueOptions(**{name: getattr(found, name) if given is None else given for name, given in own.items()})
 

@@ -42,8 +42,8 @@ FROM_START_SECONDS: Final = 0.2, 1.0
 """The least and the most seconds between two receives that look at all visible messages."""
 
 FROM_START_RATIO: Final = 20
-"""The time between two such receives, as a multiple of the first one's: they take 5 % of the time at most, up to 50 ms
-each."""
+"""The time between two receives from the start, as a multiple of the first one's time. So these receives take 5 % of
+the time at most, up to 50 ms each."""
 
 _integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack
@@ -296,7 +296,7 @@ class QueueTable:
             self.notify()
 
     def extend(self, messages: Collection[Message], seconds: float) -> set[int]:
-        """Hide held messages for `seconds` from now on. Gives the ids of those that are still held."""
+        """Hide held messages for `seconds` from now on. Returns the ids of the messages that are still held."""
         values = {"queue": self.id(), "seconds": seconds, **held(messages)}
         with self.database.urgent() as connection:
             return {row[0] for row in connection.execute(self._queries("extend"), values, prepare=False)}

@@ -59,7 +59,8 @@ class QueueUpkeep:
                 with connection.transaction():
                     counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
                     if promote:
-                        # If the first message of a key was deleted alone, the next one is the first.
+                        # If the first message of a key was deleted alone, the next message of the key becomes the
+                        # first.
                         connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
                 assert counted is not None, "an aggregate has one row"
                 if not counted[0]:
@@ -144,7 +145,7 @@ class QueueUpkeep:
                 if queue is not None:
                     keys.setdefault(queue, set()).add(key)
             for queue, of_queue in keys.items():
-                # If the dead letter before another one of its key has left, the other one is the first.
+                # If the first dead letter of a key has left, the next dead letter of the key becomes the first.
                 promoted = {"queue": queue, "keys": sorted(of_queue)}
                 connection.execute(self._queries("promote"), promoted, prepare=False)
         return len(left)

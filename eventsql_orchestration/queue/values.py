@@ -149,7 +149,7 @@ class QueueStatistics:
     """The numbers of a queue's messages by state, and their ages in seconds.
 
     `dead` are the messages that this queue has moved to its dead letters and that are still there. `oldest` is the age
-    of the message that was sent first, `waiting` the time for which a visible message has waited longest.
+    of the message that was sent first, `waiting` is the longest wait of a visible message.
     """
 
     queue: str

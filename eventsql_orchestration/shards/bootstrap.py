@@ -16,7 +16,7 @@ class Comparison:
     """The combined state of the databases that could be reached.
 
     `generations` are the names of the shards in each generation, the oldest first. `incomplete` says that the set is
-    not made yet. `missing` are the names of shards that are none of these databases.
+    not made yet. `missing` are the names of the set's shards that are not among the databases.
     """
 
     set: str | None

@@ -52,7 +52,7 @@ class Router:
         return groups
 
     def _of_keyless(self, groups: Iterable[str]) -> str:
-        """A shard of the other events, if it takes events and can be reached: that saves a commit."""
+        """The shard for events without a key. A shard of the other events saves a commit, if it can take events."""
         for name in groups:
             shard = self._cluster.named(name)
             if shard.active and shard.down is None:

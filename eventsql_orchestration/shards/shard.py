@@ -190,7 +190,7 @@ class Shard:
             self._stop = threading.Event()
         self.notifier.close()
         self.listener.close()
-        # The database first: a thread that still publishes must not open the publisher's connection again.
+        # Close the database first: a thread that still publishes must not open the publisher's connection again.
         self.database.close()
         self.publisher.close()
         return ended

@@ -197,7 +197,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """The columns to read, of those in `TYPES`, and the decoder of `value`, if there is one.
+    """The columns to read, from the columns in `TYPES`, and the decoder of `value`, if there is one.
 
     Missing events are an error unless `fail_on_data_loss` is false.
     """

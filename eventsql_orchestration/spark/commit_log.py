@@ -145,7 +145,7 @@ class CommitLog:
         return connection.execute(self._queries("published"), values).fetchone()
 
     def check_repeated(self, connection: Connection, batch: Batch) -> None:
-        """Check that a batch is the one that was published under its number before.
+        """Check that a batch is the same as the batch that was published under its number before.
 
         Raises `ConfigurationError` if a stream's batch is another one, `ClaimLostError` if the claim was not committed.
         """

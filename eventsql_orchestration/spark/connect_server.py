@@ -38,11 +38,11 @@ def _is_here(module: str) -> bool:
 
 
 class ConnectServer:
-    """A Spark Connect server, which listens on loopback only and serves those who know its token.
+    """A Spark Connect server, which listens on loopback only and serves only clients that know its token.
 
     `directory` holds its log `spark.log` and its warehouse. `port` and `ui_port` are free TCP ports. `environment` is
     its environment: data sources find `EVENTSQL_DSN` there, and Spark finds JAVA_HOME, or `java` in PATH. `settings`
-    are added to those of `spark_config`.
+    are added to the settings of `spark_config`.
     """
 
     def __init__(

@@ -226,7 +226,7 @@ def _values(column: Any) -> Any:
     longest = pc.max(pc.binary_length(value)).as_py() or 0
     if longest > MAX_VALUE_BYTES:
         raise InvalidPublicationError(
-            f"column 'value': one has {longest} bytes, {MAX_VALUE_BYTES} are allowed: publish a reference to it instead"
+            f"column 'value': a value has {longest} bytes, {MAX_VALUE_BYTES} are allowed: publish a reference instead"
         )
     return value
 
@@ -238,10 +238,10 @@ def keys_of(column: Any, rows: int) -> Any:
     column = _text("key", column)
     longest = pc.max(pc.binary_length(column)).as_py() or 0
     if longest > MAX_KEY_BYTES:
-        raise InvalidPublicationError(f"column 'key': one has {longest} bytes, {MAX_KEY_BYTES} are allowed")
+        raise InvalidPublicationError(f"column 'key': a key has {longest} bytes, {MAX_KEY_BYTES} are allowed")
     # Searching the bytes of all keys at once takes a tenth of the time, and mostly finds nothing.
     if _has_nul(column) and pc.any(pc.match_substring(column, "\x00")).as_py():
-        raise InvalidPublicationError("column 'key': one holds a NUL character, which PostgreSQL text cannot store")
+        raise InvalidPublicationError("column 'key': a key holds a NUL character, which PostgreSQL text cannot store")
     return column
 
 

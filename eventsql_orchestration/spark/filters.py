@@ -95,7 +95,7 @@ class Conditions:
         return replace(self, topics=_both(self.topics, wanted))
 
     def with_consumer(self, chosen: EventFilter | None) -> Conditions:
-        """These conditions and those of a consumer's filter."""
+        """These conditions and the conditions of a consumer's filter."""
         if chosen is None:
             return self
         rows: list[str] = []

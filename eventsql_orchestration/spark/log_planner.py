@@ -175,7 +175,8 @@ class Logs:
     def _settled(self, topic: str) -> int:
         """All events up to here are visible, and no other event up to here will appear; 0 if that is not known now.
 
-        Without this, unused ids, as those at the end of a segment, would look unread after retention has dropped them.
+        Without this, unused ids, such as the ids at the end of a segment, would look unread after retention has dropped
+        them.
         """
         try:
             with self.database.transaction() as connection:

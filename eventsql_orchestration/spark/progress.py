@@ -1,4 +1,4 @@
-"""A stream's progress as that of a registered consumer: it shows as lag and holds retention back."""
+"""A stream's progress as the offset of a registered consumer: it shows as lag and holds retention back."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class SparkViewFeed(ViewFeed):
           be left out.
 
         `tenant` may be one more column of each. Entries are in the order of `offset`, the events' offset; if an event
-        makes several entries, those of one offset are in the order of the column `number`, where there is one.
+        makes several entries, they are in the order of the column `number`, if there is one.
         """
 
 

@@ -1,13 +1,13 @@
 """The form of a log: a row for each event, blocks of events, or both.
 
 The relation `{topic}_event` has EventSQL's columns in every form. In the form of rows it is the table that holds the
-events. In the form of blocks it is a view, and the table `{topic}_block` holds the events. So a statement that takes a
-log for rows is right for blocks too, and slow.
+events. In the form of blocks it is a view, and the table `{topic}_block` holds the events. So a statement for rows also
+gives the right result for blocks, but slowly.
 
 A log whose form was changed has both forms, and each segment has one of them. The tables `{topic}_rows` and
 `{topic}_array` hold its rows and its blocks. `{topic}_event` is a view of all events, and `{topic}_block` is a view of
-all blocks, with a row as a block of one event. So a statement that reads a log in blocks reads such a log, too. Nothing
-can be written to the views.
+all blocks, with a row as a block of one event. So a statement that reads a log in blocks also reads a log in both
+forms. Nothing can be written to the views.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class LogMetrics:
         self._queries = LogQueries("metrics", schema)
 
     def readable(self, connection: Connection, topics: Sequence[str]) -> list[str]:
-        """Those of `topics` whose logs exist and may be read by the current role."""
+        """The topics among `topics` whose logs exist and may be read by the current role."""
         logs = [stored(connection, self._schema, topic).as_string(connection) for topic in topics]
         rows = fetch_all(connection, self._queries("readable"), {"topics": list(topics), "logs": logs})
         return [topic for (topic,) in rows]

@@ -25,10 +25,10 @@ from eventsql_orchestration.storage.segments import SEGMENT_EVENTS
 MAX_OFFSET: Final = 2**63 - 1
 
 _FIRST_BLOCKS: Final = 64
-"""The number of blocks that the first look for the events of a batch reads."""
+"""The number of blocks that are read first for the events of a batch."""
 
 WINDOW: Final = SEGMENT_EVENTS
-"""The ids that the first look for the events of a partition goes through: those of a segment, as segments are made."""
+"""The number of ids that are searched first for the events of a partition: the number of ids of a new segment."""
 
 _NEAR: Final = 64
 """Events whose ids are at most so far apart are read together."""

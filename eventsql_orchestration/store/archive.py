@@ -89,7 +89,7 @@ class Archive:
         return row[0], row[1]
 
     def _see_commits(self, connection: Connection) -> None:
-        # The changes are read after the lock, with those of an append that the lock has waited for.
+        # Read the changes after the lock, so that they include the changes of an append for which the lock has waited.
         connection.execute(sql.SQL("SET TRANSACTION ISOLATION LEVEL READ COMMITTED"))
 
     def _moved(self, connection: Connection, statement: str, aggregate_type: str, ids: list[str]) -> int:

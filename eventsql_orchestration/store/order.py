@@ -1,7 +1,7 @@
 """The global order of the changes in a store: by transaction, then by position, up to the snapshot horizon.
 
-docs/decisions.md says why (consuming/snapshot_reader.py does the same for tables of your own). Within an aggregate, the
-order is that of the versions: an append takes the greater of its own transaction and its predecessor's.
+docs/decisions.md says why (consuming/snapshot_reader.py does the same for tables of your own). Within an aggregate, it
+is the order of the versions: an append takes the greater of its own transaction and its predecessor's.
 """
 
 from __future__ import annotations

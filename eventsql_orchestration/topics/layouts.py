@@ -138,10 +138,10 @@ def bounded(known: Sequence[Layout], until: int | None) -> Layout:
 
 
 def move(connection: Connection, schema: str, topic: str, consumer: str, *, offset: int, until: int | None) -> None:
-    """Give a partitioned consumer, whose rows are locked and stand at `offset`, the partitions to go on from there.
+    """Give a partitioned consumer the partitions with which it goes on from `offset`.
 
-    `until` bounded it before, and tells the layout of its rows. A consumer that lacks partitions of that layout, as a
-    backfill of a single partition does, gets no others.
+    The consumer's rows are locked and stand at `offset`. `until` was their bound before, and shows their layout. A
+    consumer that lacks partitions of that layout, as a backfill of a single partition does, gets no others.
     """
     known = layouts(connection, schema, topic)
     if not known:

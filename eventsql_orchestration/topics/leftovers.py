@@ -27,7 +27,7 @@ _TABLES: Final = ("consumer", "topic_layout", "shard_fence", "redriven_dead_lett
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """Rows of a table for a topic that does not exist, or its consumer; in `topic_layout`, for a former topic too."""
+    """Rows of a table for a topic or a consumer that does not exist; in `topic_layout`, also for a former topic."""
 
     table: str
     topic: str

@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """An offset to store: that of the last event which counts as consumed.
+    """An offset to store: the offset of the last event that counts as consumed.
 
     `clamped` says that the position lies outside of the log, and this is the end of the log that is nearest to it.
     """
@@ -43,7 +43,7 @@ class Target:
 def resolve(
     connection: Connection, schema: str, topic: str, position: Position, offsets: Mapping[int, int]
 ) -> dict[int, Target]:
-    """The offsets that `position` stands for in the partitions of `offsets`, which maps each to where it is now.
+    """The offsets that `position` stands for in the partitions of `offsets`, which maps each to its present offset.
 
     Takes one or two statements, and one more for each partition that is shifted; all go by the indexes on ids. Except
     for a shift, the offset is the same in every partition: ids grow over the whole topic.

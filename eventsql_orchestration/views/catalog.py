@@ -91,7 +91,8 @@ class Views:
     # Declaring
 
     def declare(self, *definitions: Definition) -> list[str]:
-        """Make views, or change them to their definitions, in one transaction. Gives the names of those that changed.
+        """Make views, or change them to their definitions, in one transaction. Returns the names of the views that
+        changed.
 
         A view that exists may get another `retention`, and further `values`, `distinct`, `quantiles` or a `language`;
         an index of words is built then, while writers wait. Raises `ViewConflictError`, with nothing changed, for any
@@ -173,7 +174,7 @@ class Views:
             return dict(fetch_all(connection, self._queries("unfinished_rebuilds")))
 
     def give_up(self, name: str) -> None:
-        """Drop what a killed rebuild or comparison of a view has left. One that is under way fails.
+        """Drop what a killed rebuild or comparison of a view has left. A rebuild that is under way fails.
 
         Raises `ViewNotFoundError`.
         """

@@ -19,7 +19,7 @@ from eventsql_orchestration.views.feeds import ViewFeed
 
 @dataclass(frozen=True, slots=True)
 class Offsets:
-    """How far the partitions of a topic are consumed; without any offset, nothing is."""
+    """How far the partitions of a topic are consumed. Without offsets, nothing is consumed."""
 
     by_partition: Mapping[int, int] = field(default_factory=dict)
 
@@ -28,7 +28,7 @@ class Offsets:
         return max(self.by_partition.values(), default=0)
 
     def of(self, partition: int) -> int:
-        # All events of partitions that the topic no longer has come before those of its present ones.
+        # The events of partitions that the topic no longer has all come before the events of its present partitions.
         return self.by_partition.get(partition, self.most)
 
 
@@ -79,7 +79,7 @@ class Consumed:
                 )
 
     def takes(self, event: Event) -> bool:
-        """Whether the event counts. A redriven event stands for one that comes before it, and was counted there."""
+        """Whether the event counts. A redriven event repeats an earlier event, which was counted already."""
         if self.filter is not None and not self.filter.matches(event):
             return False
         return event.metadata.get(REDRIVEN_CONSUMER) != self.feed.consumer

@@ -57,7 +57,7 @@ class Switch:
         connection.execute(self._queries("forget_view"), {"name": shadow.definition.name})
 
     def check_kept(self, connection: Connection, shadow: Shadow) -> None:
-        """Raise `ViewConflictError` if the live table has what the new one lacks."""
+        """Raise `ViewConflictError` if the live table has something that the new table lacks."""
         live, new = shadow.held.table, shadow.definition.table
         lost = replaced_tables.lost(connection, (self._schema, live), (self._schema, new))
         tables = {"live": self._table(live).as_string(connection), "made": self._table(new).as_string(connection)}
@@ -69,7 +69,7 @@ class Switch:
             )
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
-        """Grant the rights on a live relation on the new one, and no others."""
+        """Give the new relation the rights on the live one, and no others."""
         made = self._schema, new
         replaced_tables.revoke_all(connection, made, kind)
         replaced_tables.grant_as_on(connection, (self._schema, live), made, kind)

@@ -187,7 +187,7 @@ class EmbeddedPostgres:
     # Start
 
     def _start(self, programs: Path, deadline: float) -> EmbeddedServer:
-        # A server that starts gets ready; one that stops makes room for a new one.
+        # A server that starts gets ready; a server that stops makes room for a new one.
         while (found := Postmaster.of(self._data)) is not None and not found.ready and time.monotonic() < deadline:
             time.sleep(_POLL)
 

@@ -62,7 +62,7 @@ SELECT {schema}.capture_page(%(capture)s, %(most)s, %(waiting)s);
  JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
  JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s)
 
--- part relation -- The table of a capture: that of its triggers, which a restored dump gives another oid.
+-- part relation -- The table of a capture, found by its triggers: a restored dump gives the table another oid.
 coalesce(
     (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
 )

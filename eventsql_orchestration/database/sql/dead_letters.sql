@@ -2,8 +2,8 @@
 -- all of it for each batch. Measured with 300,000 letters: 300 ms a batch instead of 7 ms.
 SELECT set_config('enable_bitmapscan', 'off', true), set_config('enable_sort', 'off', true);
 
--- mark -- Record dead letters as redriven; gives those that were not before, or all with `again`. Waits for other
--- transactions that mark them. In the order of ids, so that two calls do not wait for each other.
+-- mark -- Record dead letters as redriven; returns the letters that were not redriven before, or with `again` all letters.
+-- Waits for other transactions that mark them. In the order of ids, so that two calls do not wait for each other.
 INSERT INTO {schema}.redriven_dead_letter AS r (eql_topic, eql_letter_id, eql_redriven_at)
 SELECT %(letters)s, wanted.id, clock_timestamp()
 FROM unnest(%(ids)s::bigint[]) AS wanted (id)

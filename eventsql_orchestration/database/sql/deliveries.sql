@@ -11,7 +11,7 @@ RETURNING eql_id;
 -- leave -- End a process's lease: its events are free at once.
 DELETE FROM {schema}.consumer_worker WHERE eql_id = %(worker)s;
 
--- expire -- End the leases that were not renewed in time. One that is being renewed now is left alone.
+-- expire -- End the leases that were not renewed in time. A lease that is being renewed now is left alone.
 DELETE FROM {schema}.consumer_worker
 WHERE eql_id = ANY (ARRAY(
     SELECT eql_id FROM {schema}.consumer_worker
@@ -101,7 +101,7 @@ SET eql_last_event_id = %(upto)s,
     eql_lease_expires_at = CASE WHEN %(held)s THEN clock_timestamp() + make_interval(secs => %(forever)s) END
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
--- acknowledge -- Acknowledge events that a process holds; gives those.
+-- acknowledge -- Acknowledge events that a process holds; returns the acknowledged events.
 DELETE FROM {schema}.consumer_delivery d
 USING unnest(%(cursors)s::integer[], %(ids)s::bigint[], %(workers)s::bigint[]) AS done (cursor, id, worker)
 WHERE d.eql_cursor = done.cursor AND d.eql_id = done.id AND d.eql_worker = done.worker

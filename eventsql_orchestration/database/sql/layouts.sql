@@ -1,4 +1,4 @@
--- layouts -- The layouts of a topic, oldest first: its partitions after an offset. Empty where they never changed.
+-- layouts -- The layouts of a topic, oldest first: its partitions after an offset. Empty if they never changed.
 SELECT eql_layout, eql_partitions, eql_after, eql_created_at
 FROM {schema}.topic_layout
 WHERE eql_topic = %(topic)s

@@ -42,7 +42,7 @@ COPY {schema}.event_buffer (
     eql_topic, eql_key, eql_value, eql_metadata, eql_partition
 ) FROM STDIN (FORMAT binary);
 
--- redefined_topics -- Those of a publisher's topics that are not defined any more as it knows them.
+-- redefined_topics -- The topics whose definitions have changed since a publisher read them.
 SELECT known.topic
 FROM unnest(%(topics)s::text[], %(partitions)s::smallint[], %(layouts)s::integer[]) AS known (topic, partitions, layout)
 WHERE NOT EXISTS (

@@ -62,7 +62,7 @@ FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 WHERE n.nspname = %(in_schema)s AND c.relname = ANY (%(tables)s::text[]) AND (c.relkind = 'r' OR c.relkind = 'p');
 
--- sample -- All aggregates of some random ids, without those of which a subscription has given up changes.
+-- sample -- All aggregates of some random ids, without aggregates whose changes a subscription has given up.
 SELECT eql_type, eql_id FROM {schema}.aggregate
 WHERE (%(types)s::text[] IS NULL OR eql_type = ANY (%(types)s::text[]))
   AND eql_id = ANY (ARRAY(

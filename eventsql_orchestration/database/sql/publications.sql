@@ -1,5 +1,5 @@
--- old_writers -- Writers of assets whose publications are older than a time, after a writer. Only an asset's writer is
--- a list in JSON.
+-- old_writers -- Writers of assets whose publications are older than a time, in order, after a given writer. Only an asset's
+-- writer is a list in JSON.
 SELECT eql_writer
 FROM {schema}.spark_publication
 WHERE starts_with(eql_writer, '[') AND eql_writer > %(after)s

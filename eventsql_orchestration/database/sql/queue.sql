@@ -80,7 +80,7 @@ FROM (
 ) held
 WHERE eql_id = held.id AND eql_queue = %(queue)s AND eql_receipt = held.receipt;
 
--- extend -- Lets held messages stay invisible for longer; gives those that are held.
+-- extend -- Lets held messages stay invisible for longer; returns the messages that are held.
 UPDATE {schema}.queue_message
 SET eql_visible_at = clock_timestamp() + make_interval(secs => %(seconds)s)
 FROM (
@@ -101,7 +101,7 @@ CROSS JOIN LATERAL (
 ) next
 HAVING EXISTS (SELECT FROM {schema}.queue q WHERE q.eql_id = %(queue)s);
 
--- waiting -- The visible messages of a queue, counted up to a limit, and the seconds for which one has waited longest.
+-- waiting -- The visible messages of a queue, counted up to a limit, and the longest wait of a message in seconds.
 -- No row where there is no such queue.
 SELECT count(found.eql_visible_at),
        coalesce(extract(epoch FROM clock_timestamp() - min(found.eql_visible_at)), 0)::float8
@@ -170,8 +170,8 @@ SELECT
 -- clear_archive -- Deletes the archived messages of a queue that have expired, or all of them.
 DELETE FROM {schema}.queue_archive WHERE eql_queue = %(queue)s AND (%(all)s::bool OR eql_expires_at <= now());
 
--- clear_deduplication -- Deletes the deduplication ids of a queue that have expired, or all of them; not those that a sender
--- has locked: it may wait for another one.
+-- clear_deduplication -- Deletes the deduplication ids of a queue that have expired, or all of them. Skips ids that a sender
+-- has locked, because the sender may wait for another id.
 WITH free AS MATERIALIZED (
     SELECT eql_deduplication_id FROM {schema}.queue_deduplication
     WHERE eql_queue = %(queue)s AND (%(all)s::bool OR eql_expires_at <= now())
@@ -234,8 +234,8 @@ ORDER BY c.relname;
 SELECT has_table_privilege(%(queues)s::regclass, 'SELECT')
     AND has_column_privilege(%(messages)s::regclass, 'eql_visible_at', 'SELECT');
 
--- lag -- The messages of each queue by state, each counted up to a limit; the seconds for which a visible one has waited
--- longest; whether the queue takes the dead letters of another one. Reads as many entries of indexes as it counts.
+-- lag -- The messages of each queue by state, each counted up to a limit; the longest wait of a visible message in seconds;
+-- whether the queue takes the dead letters of another queue. Reads as many entries of indexes as it counts.
 SELECT q.eql_name, least(visible.messages, %(limit)s), least(hidden.held, %(limit)s), least(hidden.delayed, %(limit)s),
        blocked.messages, dead.messages, greatest(0, coalesce(visible.seconds, 0)),
        EXISTS (SELECT FROM {schema}.queue o WHERE o.eql_dead_letters = q.eql_id)

@@ -38,7 +38,7 @@ WITH first AS MATERIALIZED (
 DELETE FROM {schema}.spark_publication
 WHERE eql_writer = %(writer)s AND eql_batch = ANY (SELECT eql_batch FROM old) AND eql_batch < (SELECT max(eql_batch) FROM old);
 
--- prune_writers -- Delete records older than this of writers with matching names, among a limited number on each side of one
+-- prune_writers -- Delete old records of writers with matching names, among a limited number of records on each side of one
 -- name. With one side only, records at the end of the order would stay long.
 DELETE FROM {schema}.spark_publication
 WHERE (eql_writer, eql_batch) = ANY (

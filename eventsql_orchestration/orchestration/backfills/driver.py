@@ -48,9 +48,9 @@ class Outcome:
 class BackfillDriver(Generic[Job]):
     """Launches the runs that are left of a backfill, at most `parallel` at once, in the order of their windows.
 
-    With `parallel=1`, no run is launched after one that failed: later events would overtake those of its window. No run
-    is launched after `max_failures` dead letters and failed runs together. The driver waits for a window that another
-    process replays, and launches a run for it when the lease of that process has ended.
+    With `parallel=1`, no run is launched after a failed run: later events would overtake the events of its window. No
+    run is launched after `max_failures` dead letters and failed runs together. The driver waits for a window that
+    another process replays, and launches a run for it when the lease of that process has ended.
     """
 
     backfills: Backfills

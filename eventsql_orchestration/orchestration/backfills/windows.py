@@ -51,7 +51,7 @@ class ReplayRange:
     `window_events` events each, or the events that entered the log in the same `window` of time, counted from 1970 in
     UTC; by default there is one window. `partition` limits the range to one partition.
 
-    Raises `ValidationError` for a range that ends before it begins, and for windows that cannot be.
+    Raises `ValidationError` for a range that ends before it begins, and for impossible windows.
     """
 
     start: Place

@@ -53,9 +53,10 @@ OFFSET_DIGITS: Final = 18
 class TracedEvents:
     """Events of one publisher within a topic, and their origin.
 
-    `run_id`, `asset` and `partition` are those of the run that published them between `since` and `until`; None if a
-    service did. `run` is what its orchestrator knows of the run, `inputs` the ranges that it had read. `original` is
-    the event that this one is a copy of, as a dead letter is. `shard` holds the events; None if there is one database.
+    `run_id`, `asset` and `partition` name the run that published the events between `since` and `until`; they are None
+    if a service published them. `run` is what its orchestrator knows of the run, `inputs` the ranges that it had read.
+    `original` is the original event if this event is a copy, for example a dead letter. `shard` holds the events; None
+    if there is one database.
     """
 
     topic: str
@@ -202,7 +203,7 @@ class Tracer:
             return None
 
     def _read_by(self, run_id: str, traced: TracedEvents, run: RunFacts | None) -> list[RunInput]:
-        """The ranges that a run had read when it published: those of the claims it held then, and those without one."""
+        """The ranges that a run had read when it published: ranges of its claims then, and ranges without a claim."""
         told = () if run is None else run.inputs
         claimed = list(self._claims(run_id, traced.since, traced.until))
         if len({each.consumer for each in claimed}) > 1:

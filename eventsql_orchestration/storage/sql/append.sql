@@ -151,7 +151,8 @@ WITH next AS MATERIALIZED (
     ) taken
 )
 
--- part outcome -- How many rows stood for blocks, the id of the last; how many sound blocks there were, and their events.
+-- part outcome -- The number of rows that stood for blocks, and the last row's id; the number of sound blocks, and of their
+-- events.
 SELECT (SELECT count(*) FROM chosen), (SELECT max(eql_id) FROM chosen),
        (SELECT count(*) FROM sound), (SELECT coalesce(sum(events), 0) FROM block)::bigint
 

@@ -47,8 +47,8 @@ WITH {found}, changed AS (
 -- part events_of_buffered -- The events of a block in the buffer.
 unnest(b.eql_keys, b.eql_values, b.eql_event_metadata) WITH ORDINALITY AS e (eql_key, eql_value, eql_metadata, number)
 
--- part found_buffered -- The blocks of a range of the buffer that have events of the keys which are not erased, and how many
--- of each key.
+-- part found_buffered -- The blocks of a range of the buffer that have unerased events of the keys, and the number of these
+-- events for each key.
 found AS MATERIALIZED (
     SELECT eql_id, eql_key, count(*) AS events
     FROM (

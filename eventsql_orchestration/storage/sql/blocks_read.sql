@@ -71,7 +71,7 @@ WITH own AS MATERIALIZED (
 )
 {taken};
 
--- read_between -- The same where blocks with gaps lie between those of other partitions: all blocks of a range of ids,
+-- read_between -- The same if blocks with gaps lie between blocks of other partitions: all blocks of a range of ids,
 -- which has at most `limit` events.
 WITH first AS MATERIALIZED (
     SELECT * FROM {schema}.{block_table}

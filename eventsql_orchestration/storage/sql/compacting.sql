@@ -45,8 +45,8 @@ FROM (
     HAVING count(*) >= (4 * ((sum(bytes) / 1048576) + 1))
 ) small;
 
--- merge -- Replace the blocks of a window that are of these partitions by larger ones: how many there were, their events,
--- and how many there are. A block has at most 10,000 events, and less than 1 MiB besides its first event.
+-- merge -- Replace the blocks of these partitions in a window by larger ones. Returns the number of former blocks, of their
+-- events, and of new blocks. A block has at most 10,000 events, and less than 1 MiB besides its first event.
 WITH gone AS (
     DELETE FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s AND {base} >= %(after)s

@@ -62,7 +62,7 @@ SELECT pg_try_advisory_xact_lock(hashtextextended(%(topic)s, 6074603));
 -- end before it looks for copies.
 SELECT pg_advisory_xact_lock_shared(hashtextextended(%(topic)s, 6074604));
 
--- await_copies -- Wait until the transactions have ended that copy events of the topic.
+-- await_copies -- Wait until the transactions that copy events of the topic have ended.
 SELECT pg_advisory_xact_lock(hashtextextended(%(topic)s, 6074604));
 
 -- failing -- The partitions of a topic's consumers with a failed event: name, partition, offset of the event.

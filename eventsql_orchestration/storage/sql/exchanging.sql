@@ -30,8 +30,8 @@ FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
 SELECT pg_get_expr(relpartbound, oid), pg_get_partition_constraintdef(oid)
 FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
 
--- counted_by_index -- The number of rows, which the server reads from an index alone where every transaction sees a page's
--- rows. The plan tells how many rows it had to look up otherwise.
+-- counted_by_index -- The number of rows. The server reads it from an index alone if every transaction sees the rows of a
+-- page. The plan tells how many rows it had to look up otherwise.
 EXPLAIN (ANALYZE, TIMING OFF, COSTS OFF, FORMAT JSON) SELECT count(*) FROM {schema}.{table};
 
 -- is_awaited -- Whether a transaction waits for a lock on a table.

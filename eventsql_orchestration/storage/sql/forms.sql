@@ -97,8 +97,8 @@ ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_metadata SET STORAGE EXTERNAL, ALTER COLUMN eql_values SET STORAGE EXTERNAL,
     ALTER COLUMN eql_places SET STORAGE EXTERNAL, ALTER COLUMN eql_entered SET STORAGE EXTERNAL;
 
--- compress -- Compress the arrays of a table of blocks. Those that tell the ids of events stay as they are: counting reads
--- them.
+-- compress -- Compress the arrays of a table of blocks. The arrays with the ids of events stay as they are: counting
+-- reads them.
 ALTER TABLE {schema}.{table}
     ALTER COLUMN eql_times SET STORAGE EXTENDED, ALTER COLUMN eql_keys SET STORAGE EXTENDED,
     ALTER COLUMN eql_metadata SET STORAGE EXTENDED, ALTER COLUMN eql_values SET STORAGE EXTENDED,
@@ -114,7 +114,7 @@ UPDATE {schema}.topic SET eql_compression = %(compression)s WHERE eql_name = %(t
 -- create_partition_index -- The index that the readers of one partition need.
 CREATE INDEX ON {schema}.{table} (eql_partition, eql_id);
 
--- create_gap_index -- The index of the blocks with gaps, which may lie between those of other partitions.
+-- create_gap_index -- The index of the blocks with gaps, which may lie between blocks of other partitions.
 CREATE INDEX ON {schema}.{table} (eql_id) WHERE eql_span IS NOT NULL;
 
 -- part events_of_blocks -- The events of the blocks of a log.

@@ -37,7 +37,7 @@ ORDER BY e.eql_partition;
 
 -- java_order -- Of the newest events of a topic, at most `limit`: how many EventSQL's Java library published (its
 -- metadata has line breaks), how many are behind a later event of their key that moved with them; and whether that
--- library may be connected. Times are those of transactions: of two concurrent ones, either may have begun first.
+-- library may be connected. Times are times of transactions: of two concurrent transactions, either may have begun first.
 WITH newest AS (
     SELECT eql_id, eql_key, eql_buffered_at, eql_created_at, eql_metadata::text AS metadata
     FROM {schema}.{event_table}

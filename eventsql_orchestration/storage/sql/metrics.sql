@@ -1,6 +1,6 @@
 -- parts of forms
 
--- readable -- Those of some topics whose logs are there and may be read by the current role.
+-- readable -- The given topics whose logs exist, if the current role may read the logs.
 SELECT known.topic
 FROM unnest(%(topics)s::text[], %(logs)s::text[]) AS known (topic, log)
 WHERE has_table_privilege(to_regclass(known.log), 'SELECT')

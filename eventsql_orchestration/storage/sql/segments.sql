@@ -29,7 +29,7 @@ FROM pg_class sequence
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
 WHERE sequence.oid = {ids}::regclass;
 
--- detached -- The tables that retention has detached to drop them, with names that begin so.
+-- detached -- The tables that retention has detached to drop them, with names that begin with a text.
 SELECT segment.relname
 FROM pg_class segment
 JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
@@ -148,8 +148,8 @@ SELECT EXISTS (
     )
 );
 
--- orphans -- The logs, and the detached segments of logs, that no topic has, with names that begin so; and whether each
--- is a view. Views come before the tables that they read.
+-- orphans -- The logs, and the detached segments of logs, that no topic has, with names that begin with a text; and
+-- whether each is a view. Views come before the tables that they read.
 SELECT c.relname, c.relkind = 'v'
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
