@@ -12,8 +12,8 @@ from eventsql_orchestration.errors import DatabaseBusyError
 T = TypeVar("T")
 
 PAUSE: Final = (0.05, 0.25)
-"""The shortest and the longest pause between two attempts, in seconds. It is random, so that of two processes in each
-other's way one goes first."""
+"""The shortest and the longest pause between two attempts, in seconds. It is random, so that one of two processes in
+each other's way goes first."""
 
 
 class Backoff:

@@ -241,7 +241,7 @@ class ClusterConsumers:
         deadline = time.monotonic() + timeout
         self._cluster.background.remove(self._barriers.settle)
         started = list(self._started)
-        # Before the wait: a consumption that is started meanwhile is no part of it.
+        # Clear the list before the wait: the wait does not include a consumption that is started meanwhile.
         self._started.clear()
         ended = [stop_all(started, deadline)]
         ended += [shard.consumers.close(max(0.0, deadline - time.monotonic())) for shard in self._cluster.shards]

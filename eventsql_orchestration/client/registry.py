@@ -202,9 +202,9 @@ class ClusterRegistry:
         """Create `consumer` if it does not exist; returns the changes.
 
         The offsets of a consumer that exists never move: only a seek moves them. It takes the `max_attempts` and the
-        `filter` that are given, from its next batch on, and keeps a setting that is None. `EVERY_EVENT` ends a filter;
-        events that it passed over do not come back. A partitioned consumer that lacks partitions of its topic gets
-        them, from their earliest events on.
+        `filter` that are given, from its next batch on, and keeps a setting that is None. `EVERY_EVENT` removes a
+        filter; events that the filter left out do not come back. A partitioned consumer that lacks partitions of its
+        topic gets them, from their earliest events on.
 
         `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
         letter topic. `start` ("earliest" by default) says where a new consumer begins: at the earliest event, after the

@@ -199,9 +199,9 @@ class BatchRunner:
     """Handles batches: all events at once and, if that fails, event by event.
 
     There is no savepoint while batches succeed: a failed batch is rolled back as a whole and read again. Its events are
-    then handled one by one. Those before the failing event are committed, and its failure is recorded on the consumer's
-    row or, after the last attempt, makes it a dead letter in the transaction that moves the offset past it. A commit
-    that the server rejects, for instance because of a deferred constraint, is a failure of its events too.
+    then handled one by one. The events before the failing event are committed, and its failure is recorded on the
+    consumer's row or, after the last attempt, makes it a dead letter in the transaction that moves the offset past it.
+    A commit that the server rejects, for instance because of a deferred constraint, is a failure of its events too.
     """
 
     def __init__(self, database: Database, dead_letters: DeadLetters) -> None:

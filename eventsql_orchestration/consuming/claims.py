@@ -221,7 +221,7 @@ class Claims:
     def read(self, claim: Claim) -> list[Event]:
         """The events of the rest of a claim that match the consumer's filter. Raises `ClaimLostError`."""
         chosen: list[Event] = []
-        # One more than there are: if the server can read all of them at once, the first read is the last.
+        # Ask for one event more than there are: if the server can read all at once, the first read is the last.
         rest, size = claim.remaining, claim.events + 1
         while True:
             try:

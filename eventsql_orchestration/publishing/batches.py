@@ -24,7 +24,8 @@ LEAST_IN_BLOCK: Final = 10
 CHUNK_EVENTS: Final = 500
 _CHUNK_BYTES: Final = 256 * 1024
 _PART_EVENTS: Final = 5_000
-"""Events of a batch that become blocks at a time: the server stores them while the next ones get their partitions."""
+"""Number of a batch's events that become blocks at a time: the server stores them while the next events get their
+partitions."""
 
 
 def check_publication(publication: object) -> Publication:

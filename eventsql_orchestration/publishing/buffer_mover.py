@@ -21,7 +21,7 @@ from eventsql_orchestration.storage.appending import LogAppender
 
 
 class Moved(NamedTuple):
-    """How many events left the buffer, and whether they were all of them."""
+    """The number of events that left the buffer, and whether the move was complete, and not ended by its time limit."""
 
     events: int
     whole: bool

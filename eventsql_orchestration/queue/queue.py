@@ -32,7 +32,7 @@ class Queue(MessageQueue):
     moves to the queue `dead_letters` (default: `{name}_dead`). Acknowledged messages are kept in an archive for
     `retention` seconds. `deduplication_window` is in seconds (default 300).
 
-    Over several shards, each message is on one of them, that of its key.
+    Over several shards, each message is on the shard of its key.
 
     Raises `InvalidNameError` and `ValidationError` for an unusable name or option. Nothing connects before the first
     call. The first call raises `RedefinitionError` if the queue exists and differs in `ordered`.

@@ -96,7 +96,7 @@ class ProjectionRebuild:
                 fetch_first(connection, self._queries("hold_subscription"), {"subscription": each.subscription})
                 is not None
             )
-            # Before the tables are locked: a redrive has locked its letter, and then writes the tables.
+            # Do this before the tables are locked: a redrive has locked its letter, and then writes the tables.
             connection.execute(self._queries("drop_letters"), {"subscription": each.subscription})
             live = self._tables.existing(connection, each, each.schema)
             if live:

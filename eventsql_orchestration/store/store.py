@@ -64,8 +64,8 @@ class Store:
     Type and id identify an aggregate. Its version is the number of its changes, 0 before the first. Appended changes
     are never altered. All changes have a global order, which `read_all` follows.
 
-    With a `notifier`, subscriptions in all processes learn of an append at once; with a `listener`, those of this store
-    do. `EventSQL.store` has both. Without them, subscriptions poll.
+    With a `notifier`, subscriptions in all processes learn of an append at once; with a `listener`, the subscriptions
+    of this store do. `EventSQL.store` has both. Without them, subscriptions poll.
 
     A caller's `connection`, of psycopg or SQLAlchemy, leads to the same database; `ValidationError` for any other.
     """

@@ -1,4 +1,4 @@
-"""Declaring views: their tables, the partitions of their tables by time, and dropping those beyond the retention."""
+"""Declaring views: their tables, the partitions of the tables by time, and dropping partitions beyond the retention."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LOCK_SECONDS: Final = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The partitions of one view that `retain` dropped, and those left for the next run since the view is in use."""
+    """The partitions of a view that `retain` dropped, and the ones in use, which it left for the next run."""
 
     view: str
     dropped: int

@@ -286,7 +286,7 @@ class Rebuilding:
         """The events that were consumed between two states, in batches."""
         ranges = [(NOT_PARTITIONED, 0, upto.offsets.most)]
         if done is not None:
-            # By partition: for one that is far behind, the events of the others need not be read again.
+            # Go by partition: if one is far behind, the events of the others need not be read again.
             ranges = [(each, offset, upto.offsets.of(each)) for each, offset in done.offsets.by_partition.items()]
         for partition, begin, last in ranges:
             after = begin

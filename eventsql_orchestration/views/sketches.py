@@ -1,7 +1,8 @@
 """Sketches of rollups, of Apache DataSketches: distinct texts as theta sketches, quantiles as KLL sketches.
 
 The union of theta sketches follows from the set of texts alone, whatever their order and batches. A KLL sketch chooses
-at random which numbers it keeps, once it has more than it can keep: two of the same numbers differ within their error.
+at random which numbers it keeps, once it has more than it can keep: two sketches of the same numbers differ within
+their error.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ RETURNING eql_id, eql_attempts;
 SELECT DISTINCT eql_key FROM {schema}.consumer_delivery
 WHERE eql_cursor = %(cursor)s AND eql_id > %(offset)s AND eql_key IS NOT NULL AND eql_worker = %(worker)s IS NOT TRUE;
 
--- deliver -- Note new events as not acknowledged. Those that wait for another process's event of their key have no worker.
+-- deliver -- Note new events as not acknowledged. Events that wait for another process's event of their key have no worker.
 INSERT INTO {schema}.consumer_delivery (eql_cursor, eql_id, eql_topic, eql_key, eql_worker)
 SELECT %(cursor)s, new.id, %(topic)s, new.key, new.worker
 FROM unnest(%(ids)s::bigint[], %(keys)s::bigint[], %(workers)s::bigint[]) AS new (id, key, worker);

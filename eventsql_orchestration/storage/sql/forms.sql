@@ -24,7 +24,7 @@ coalesce(
     {ids_of_blocks}, {ids_of_new_blocks}, {ids_of_new_rows}
 )
 
--- part stores -- The tables that hold a log: one, or that of its rows and that of its blocks.
+-- part stores -- The tables that hold a log: one table, or the tables of its rows and of its blocks.
 (SELECT ARRAY(
     SELECT held.oid FROM pg_class held
     WHERE held.relkind = ANY (ARRAY['r', 'p']) AND held.oid = ANY (CASE

@@ -85,7 +85,7 @@ SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 -- ensure_segments -- The same as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- grants -- The rights on a table and on those of its columns that another table has, too: right as in GRANT, role (NULL
+-- grants -- The rights on a table, and on the columns that another table has, too: right as in GRANT, role (NULL
 -- for PUBLIC), and whether the role may pass it on.
 SELECT acl.privilege_type || coalesce(' (' || quote_ident(found.name) || ')', ''),
        CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
