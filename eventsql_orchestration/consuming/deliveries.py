@@ -37,7 +37,7 @@ away: they would repeat the acknowledged events after the offset."""
 
 
 LOCK_SECONDS: Final = 3.0
-"""Seconds that handing out waits for handlers that still have events from before the consumer was moved."""
+"""After the consumer was moved, seconds that handing out waits for handlers that still have earlier events."""
 
 
 class WorkerLostError(ClaimLostError):

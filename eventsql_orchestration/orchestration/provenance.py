@@ -15,7 +15,7 @@ SHARD: Final = "eventsql_shard"
 DAGSTER_RUN: Final = "dagster_run_id"
 DAGSTER_ASSET: Final = "dagster_asset_key"
 DAGSTER_PARTITION: Final = "dagster_partition"
-"""In the metadata of an event that a run of Dagster's has published."""
+"""In the metadata of an event that a Dagster run has published."""
 
 AIRFLOW_DAG: Final = "airflow_dag_id"
 AIRFLOW_RUN: Final = "airflow_run_id"

@@ -31,8 +31,8 @@ class LogFollower:
     """Gives the matching lines that are committed after the follower was made, each once.
 
     Lines draw their ids before their transactions commit. So each poll reads again from the first id that an open
-    transaction may still use, and gives the lines of a transaction after its commit. If a transaction was open already
-    when the follower was made, only its lines among the last 10,000 ids of the logs are given.
+    transaction may still use, and gives the lines of a transaction after its commit. If a transaction was already open
+    when the follower was made, the follower gives only the transaction's lines among the last 10,000 ids of the logs.
 
     `LogsView.follow` makes one. It belongs to one thread.
     """

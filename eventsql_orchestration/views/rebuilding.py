@@ -226,7 +226,7 @@ class Rebuilding:
         return done
 
     def _go_on_behind(self, connection: Connection, shadow: Shadow) -> None:
-        """Let the new table's ids go on after all ids of the live one, and after its own."""
+        """Let the new table's ids go on after all ids of the live table and of the new table."""
         if isinstance(shadow.held, Rollup):
             return
         table = shadow.definition.table

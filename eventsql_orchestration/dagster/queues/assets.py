@@ -339,7 +339,9 @@ def _failure(queue: str, done: WorkedOff) -> dg.Failure:
     first = done.failures[0]
     again = "they are received again after a pause, and become dead letters after the queue's max_receives"
     if done.gave_up:
-        again = "the run ended there, because each message of a batch failed; they are received again after a pause"
+        again = (
+            "the run ended there, because each message of a batch failed; the messages are received again after a pause"
+        )
     return dg.Failure(
         f"{done.failed} messages of queue {queue} failed, message {first.id} first ({first.reason}): {again}. "
         f"{done.handled} messages were handled",
