@@ -70,9 +70,9 @@ class RunningAirflow:
     redis: Redis | None
 
     def cold_starts(self, runs: int) -> dict[str, list[Start]]:
-        """So many starts by each kind of event, in turns. No run is under way when an event comes.
+        """Measure `runs` starts by each kind of event, in turns. No run is under way when an event comes.
 
-        One of each is not measured: Airflow has to begin to look.
+        The first start of each kind is not measured: Airflow has to begin to look.
         """
         emitters = {PUBLISHED: self._publish, LINES: self._write_line}
         if self.redis is not None:

@@ -266,7 +266,7 @@ class Claims:
     def settle(
         self, claim: Claim, event: Event, error: Exception, *, done: Sequence[Event] = ()
     ) -> tuple[Claim, BatchResult]:
-        """Record that `event` of a claim failed. The events of `done`, before it, were processed.
+        """Record that `event` of a claim failed. The events of `done`, which precede it, were processed.
 
         The offset moves past the events before it, and past the event itself if it becomes a dead letter. The returned
         claim then holds for the rest, if there is any. Otherwise the rest is released. Raises `ClaimLostError`.

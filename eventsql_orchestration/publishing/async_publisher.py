@@ -117,7 +117,7 @@ class AsyncCollector:
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         if self._loop is not None:
-            # Nobody waits in a closed loop.
+            # If the loop is closed, no one waits for this.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(function, *arguments)
 

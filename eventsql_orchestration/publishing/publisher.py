@@ -151,7 +151,7 @@ class Publisher:
         """Publish events that are in memory. If their topic is redefined meanwhile, try its new definition."""
         names = {publication.topic for publication in publications}
         for name in names:
-            # Before the transaction below, which has a connection: the registry may need another.
+            # Do this before the transaction below: it holds a connection, and the registry may need another.
             self._registry.cached_topic(name)
         # A batch over many shards has one log, and one lock, on each of them.
         least = STRAIGHT_LEAST // max(1, len(placed.names) if placed is not None else 1)

@@ -223,7 +223,7 @@ class QueueTable:
     def due(self) -> float | None:
         """Seconds until the next hidden message becomes visible by time alone; None if there is none.
 
-        Raises `QueueNotFoundError` if the queue was deleted: a receiver would wait for ever.
+        Raises `QueueNotFoundError` if the queue was deleted: otherwise a receiver would wait for ever.
         """
         with self.database.connection() as connection:
             row = connection.execute(self._queries("due"), {"queue": self.id()}, prepare=False).fetchone()

@@ -126,7 +126,7 @@ class LayoutBounds:
 
 
 def bounds_at(known: Sequence[Layout], offset: int) -> LayoutBounds:
-    """The layout of an offset among a topic's layouts, at least one, and its bounds."""
+    """The bounds of the layout that has this offset. `known` are the topic's layouts, at least one."""
     at = max(index for index, each in enumerate(known) if each.after <= offset or index == 0)
     rows = max(each.partitions for each in known[at:])
     return LayoutBounds(known[at].number, rows, known[at + 1].after if at + 1 < len(known) else None)
