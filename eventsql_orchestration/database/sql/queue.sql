@@ -234,8 +234,9 @@ ORDER BY c.relname;
 SELECT has_table_privilege(%(queues)s::regclass, 'SELECT')
     AND has_column_privilege(%(messages)s::regclass, 'eql_visible_at', 'SELECT');
 
--- lag -- The messages of each queue by state, each counted up to a limit; the longest wait of a visible message in seconds;
--- whether the queue takes the dead letters of another queue. Reads as many entries of indexes as it counts.
+-- lag -- The messages of each queue by state, each counted up to a limit; the longest wait of a visible message in
+-- seconds; whether the queue takes the dead letters of another queue. Reads as many entries of indexes as it
+-- counts.
 SELECT q.eql_name, least(visible.messages, %(limit)s), least(hidden.held, %(limit)s), least(hidden.delayed, %(limit)s),
        blocked.messages, dead.messages, greatest(0, coalesce(visible.seconds, 0)),
        EXISTS (SELECT FROM {schema}.queue o WHERE o.eql_dead_letters = q.eql_id)
