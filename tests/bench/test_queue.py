@@ -21,6 +21,7 @@ def test_steps_are_compared_in_one_run_and_leave_nothing(session: Session) -> No
     assert Queue(session.platform, "eventsql_bench_queue").depth().visible == 0
 
 
+@pytest.mark.nightly
 def test_messages_that_are_received_while_they_are_sent_all_count(session: Session) -> None:
     options = {"end_to_end": True, "connections": 1, "rounds": 1, "messages": 40}
     (figure,) = QueueBenchmark.sized(quick=True, **options).measure(session)

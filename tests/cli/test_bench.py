@@ -140,6 +140,7 @@ def test_the_whole_table_is_one_command(run: Run, platform: EventSQL) -> None:
     assert left_behind(platform) == []
 
 
+@pytest.mark.nightly
 def test_sustained_rates_are_told_by_quarters(run: Run) -> None:
     arguments = ("--events", 400, "--batch", 100, "--publishers", 2, "--raw-events", 100)
     figure = json.loads(run("bench", "stream", *arguments, "--json").stdout)[0]
@@ -158,6 +159,7 @@ def test_figures_are_a_table_for_people(run: Run) -> None:
     assert "fsync off" in lines[4]
 
 
+@pytest.mark.nightly
 def test_progress_is_shown_on_a_terminal_and_stays_out_of_the_data(
     start: Start, terminal: Terminal, tmp_path: Path
 ) -> None:
@@ -201,6 +203,7 @@ def test_a_benchmark_that_is_ended_takes_its_topics_and_processes_along(
     assert platform.registry.topics() == []
 
 
+@pytest.mark.nightly
 def test_the_processes_of_a_benchmark_that_is_killed_end_themselves(start: Start, platform: EventSQL) -> None:
     process = start("bench", "stream", "--events", 50_000_000, "--raw-events", 100)
     workers = under_way(process, platform)

@@ -503,7 +503,13 @@ def test_the_last_materialization_of_an_asset_is_loaded(
     assert sorted(value for _, value in seen[0]) == [b"1", b"2"]
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table", "events")])
+@pytest.mark.parametrize(
+    "form",
+    [
+        pytest.param(lambda: DataFrame, id="Spark", marks=pytest.mark.nightly),
+        *(form for form in FORMS if form.id in ("Arrow table", "events")),
+    ],
+)
 def test_a_topic_begins_after_dropped_events_and_a_range_with_dropped_events_is_refused(
     bench: Workbench, materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
 ) -> None:

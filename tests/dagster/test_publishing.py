@@ -87,6 +87,7 @@ def request(bench: Workbench) -> dg.RunRequest:
     return found
 
 
+@pytest.mark.nightly
 def test_events_of_a_frame_that_is_published_in_a_span_carry_the_context_of_the_span(
     bench: Workbench, spark: LazyPySparkResource
 ) -> None:
@@ -139,6 +140,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
     assert bench.platform.reader.count("counts") == 2
 
 
+@pytest.mark.nightly
 def test_a_range_of_one_shard_is_read_and_published_to_all_shards_exactly_once(
     shards: dict[str, Workbench], metadata: Metadata, spark: LazyPySparkResource
 ) -> None:

@@ -240,6 +240,7 @@ def test_registering_makes_topics_and_consumers_on_all_shards_and_prepares_each(
     assert prepared == [(name, str(bench.platform.database)) for name, bench in shards.items()]
 
 
+@pytest.mark.nightly
 def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_then(
     platform: EventSQL, shards: dict[str, Workbench], administrator: Administrator
 ) -> None:

@@ -109,6 +109,7 @@ def test_fetches_the_columns_that_are_asked_for(client: Driver, orders: str, dsn
     assert {partition for _, partition in rows} == {2}
 
 
+@pytest.mark.nightly
 def test_a_run_s_log_and_metadata_have_the_progress_of_its_own_queries(client: Driver) -> None:
     seen = json.loads(client.do("progress"))
     assert seen["metadata"]["spark jobs"] >= 1
@@ -146,6 +147,7 @@ def test_reads_all_shards(client: Driver, databases: Databases) -> None:
     assert len(wanted) == 20
 
 
+@pytest.mark.nightly
 def test_a_repeated_write_is_published_once(client: Driver, platform: EventSQL, dsn: str) -> None:
     platform.registry.register_topic(Topic("fares", partitions=3))
     options = {"dsn": dsn, "topic": "fares", "writerId": "connect", "batchId": "7"}

@@ -289,6 +289,7 @@ def test_a_server_that_goes_away_in_the_commit_is_named_by_spark(
     assert values_in(platform, "orders") == list(range(EVENTS))
 
 
+@pytest.mark.nightly
 def test_a_server_that_goes_away_while_events_are_staged_is_named_and_publishes_nothing(
     spark: SparkSession, platform: EventSQL, dsn: str
 ) -> None:

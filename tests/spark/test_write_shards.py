@@ -250,6 +250,7 @@ def test_a_write_that_was_decided_is_finished_by_the_next_one_from_what_was_deci
     check_nothing_is_left(dsns)
 
 
+@pytest.mark.nightly
 def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_before_any_shard_changes(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,6 +520,7 @@ def test_a_session_that_is_ended_at_a_commit_leaves_all_or_nothing(
     check_nothing_is_left(dsns)
 
 
+@pytest.mark.nightly
 def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_and_not_finished(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -860,6 +862,7 @@ def test_a_write_that_an_addition_overtakes_is_refused(
     assert values_of(everything) == list(range(FEW))
 
 
+@pytest.mark.nightly
 def test_a_write_is_not_planned_while_a_shard_is_being_added(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,11 +100,12 @@ def test_a_run_is_terminated_from_the_ui(deployment: Deployment) -> None:
     assert deployment.ended(run) is CANCELED
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("then", "reason", "timeout"),
     [
         pytest.param("raise ValueError('no licence')", "no licence", 120, id="fails"),
-        pytest.param("threading.Event().wait()", "was not imported within", 1, id="hangs", marks=pytest.mark.nightly),
+        pytest.param("threading.Event().wait()", "was not imported within", 1, id="hangs"),
     ],
 )
 def test_runs_of_a_location_whose_import_by_the_server(tmp_path: Path, then: str, reason: str, timeout: int) -> None:

@@ -207,6 +207,7 @@ def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment:
         assert deployment.ended(run) is SUCCESS
 
 
+@pytest.mark.nightly
 def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> None:
     queue = {"max_user_code_failure_retries": 5, "user_code_failure_retry_delay": 0}
     coordinator = {"module": "dagster", "class": "QueuedRunCoordinator", "config": queue}
@@ -253,7 +254,7 @@ def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> N
         assert deployment.seen(following)[1] == deployment.servers()[-1] != deployment.servers()[0]
 
 
-@pytest.mark.parametrize("runs", [10, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize("runs", [5, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deployment, runs: int) -> None:
     assert deployment.ended(deployment.launch()) is SUCCESS
     server = psutil.Process(deployment.servers()[-1])

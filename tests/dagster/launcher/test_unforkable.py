@@ -5,14 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
-import pytest
 
 from tests.dagster.launcher.conftest import deployed
 
 THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()"
 
 
-@pytest.mark.nightly
 def test_a_location_with_a_thread_is_launched_by_dagsters_launcher_and_this_is_said_once(tmp_path: Path) -> None:
     with deployed(tmp_path, "first", before=THREAD) as deployment:
         first = deployment.launch()
