@@ -31,7 +31,7 @@ _PASSWORDS: Final = frozenset(
 )
 
 _PLAIN: Final = re.compile(r"[\w.,/\-@ ]*")
-"""Names of users, databases and hosts. One with a colon or an equals sign may hold a password by mistake."""
+"""Names of users, databases and hosts. A name with a colon or an equals sign may hold a password by mistake."""
 
 _ADDRESS: Final = re.compile(r"\[?[0-9a-fA-F:.]+(%\w+)?\]?")
 

@@ -53,7 +53,7 @@ def kill_session(leader: int) -> None:
 
 
 def _children(process: psutil.Process) -> list[psutil.Process]:
-    """The processes that a process has started, and theirs."""
+    """The processes that a process has started, and the processes that these have started."""
     try:
         return process.children(recursive=True)
     except psutil.Error:

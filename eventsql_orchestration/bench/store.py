@@ -30,7 +30,7 @@ _SIZES: Final = (1, 100)
 _DATA: Final = {"price": 12_345, "driver": "driver-17", "at": "2026-01-05T06:00:00+00:00"}
 
 _Append = Callable[[str, int, int], object]
-"""Appends so many changes, behind a version, to an aggregate."""
+"""Appends a number of changes to an aggregate, after a version."""
 
 
 class _Counter(SnapshottingAggregate):

@@ -123,8 +123,8 @@ _Address: TypeAlias = tuple[str, str, int, str, str]
 class Home:
     """Finds out whether a connection leads to the platform's database.
 
-    A connection with the host, port, name and user of the platform's connections is accepted at once. Another may lead
-    to the same database by an alias, a socket or a pooler: the server is asked once for each connection.
+    A connection with the host, port, name and user of the platform's connections is accepted at once. Another
+    connection may lead to the same database by an alias, a socket or a pooler: it asks the server once.
     """
 
     def __init__(self) -> None:

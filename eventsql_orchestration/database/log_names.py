@@ -16,7 +16,7 @@ BLOCK_TABLE: Final = "%s_block"
 
 
 ROW_STORE: Final = "%s_rows"
-"""The pattern of the names of the tables with the rows of logs that have both forms. No other log's name ends so."""
+"""The pattern of the names of the tables with the rows of logs that have both forms. No other log has such a name."""
 
 BLOCK_STORE: Final = "%s_array"
 """The pattern of the names of the tables with the blocks of such logs."""

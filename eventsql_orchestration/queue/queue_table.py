@@ -51,7 +51,10 @@ _TRUE: Final = b"\x01"
 
 
 class _Statements(NamedTuple):
-    """The statements that are transactions by themselves. Those that search messages call functions with own plans."""
+    """The statements that are transactions by themselves.
+
+    A statement that searches messages calls a function, which has plans of its own.
+    """
 
     put: SingleStatement
     put_plain: SingleStatement

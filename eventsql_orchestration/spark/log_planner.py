@@ -84,7 +84,7 @@ class Logs:
     """The logs of the topics of a read in one database."""
 
     def __init__(self, options: ReadOptions, database: Database, shard: ReadShard | None = None) -> None:
-        """`shard` is the database's shard if there are several; `options` are that shard's then.
+        """`shard` is the database's shard if there are several; then `options` are the options of that shard.
 
         Raises `TopicNotFoundError` or `PartitionOutOfRangeError`.
         """

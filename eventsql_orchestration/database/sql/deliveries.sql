@@ -63,7 +63,7 @@ WHERE free AND clear AND eql_id > %(after)s
 ORDER BY eql_id
 LIMIT %(limit)s;
 
--- lock_free -- Those of the free events whose acknowledgement is not under way.
+-- lock_free -- The free events whose acknowledgement is not under way.
 SELECT eql_id FROM {schema}.consumer_delivery
 WHERE eql_cursor = %(cursor)s AND eql_id = ANY (%(ids)s::bigint[])
 FOR UPDATE SKIP LOCKED;

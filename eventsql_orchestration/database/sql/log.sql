@@ -98,7 +98,7 @@ SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR
 -- await_topic -- Become the topic's only writer; waits for the present one.
 SELECT eql_topic FROM {schema}.event_buffer_lock WHERE eql_topic = %(topic)s FOR UPDATE;
 
--- buffered_size -- The size of an event in the buffer in bytes; or that of a block, and how many events it has.
+-- buffered_size -- The size in bytes of an event or a block in the buffer, and the number of events of a block.
 SELECT CASE WHEN b.eql_partition < -1
                 THEN coalesce(pg_column_size(b.eql_values), octet_length(block.eql_value) + coalesce(pg_column_size(block.eql_values), 0))
             ELSE octet_length(b.eql_value) + coalesce(octet_length(b.eql_key), 0) + octet_length(b.eql_metadata::text)

@@ -43,7 +43,7 @@ coalesce(run.entered, eql_entered[(greatest({after} - run.before, 0))::int + 1],
 coalesce(run.published, eql_times[(greatest({after} - run.before, 0))::int + 1], eql_buffered_at) AS published
 
 -- part next_runs of most -- The first runs of the range that have `most` events together, or all. The index finds the first
--- blocks with so many events. Blocks with gaps that end later may have events before the end of these.
+-- blocks with so many events. Blocks with gaps that end later may have events before the end of these blocks.
 WITH reach AS MATERIALIZED (
     SELECT max(eql_id) AS upto
     FROM (
