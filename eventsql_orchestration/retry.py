@@ -23,7 +23,7 @@ class Backoff:
         self._deadline = time.monotonic() + seconds
 
     def lasts(self) -> bool:
-        """Wait for the next attempt, and return True; return False at once where the time is up."""
+        """Wait for the next attempt, and return True; return False at once if the time is up."""
         left = self._deadline - time.monotonic()
         if left <= 0:
             return False

@@ -60,10 +60,11 @@ def publish(
     transfer: bool,
     rate: float | None = None,
 ) -> Outcome:
-    """Publish events in batches, as fast as possible or at a rate. Gives the first batch's start and the last's end.
+    """Publish events in batches, as fast as possible or at a rate.
 
     `publish` takes batches of one event, with one commit each; `publish_all` takes larger batches. A publisher that is
-    behind its rate publishes without waits until it has caught up.
+    behind its rate publishes without waits until it has caught up. Gives the start of the first batch and the end of
+    the last batch.
     """
     pool = workload.publications(topic, min(events, workload.POOL), seed=seed)
     with worker.platform(transfer=transfer, straight=straight) as platform:

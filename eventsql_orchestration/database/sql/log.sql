@@ -51,7 +51,7 @@ WHERE NOT EXISTS (
       AND t.eql_layout = coalesce(known.layout, t.eql_layout)
 );
 
--- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are those of now.
+-- hold_topics -- Make sure that the definitions in the snapshot of a caller's transaction are the present ones.
 SELECT name FROM {schema}.hold_topics(%(topics)s::text[])
 WHERE current_setting('transaction_isolation') <> 'read committed';
 
