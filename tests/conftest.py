@@ -76,7 +76,7 @@ def load_revisions_once() -> None:
     load = alembic_util.load_python_file
     loaded = functools.cache(load)
 
-    def load_once(directory: str, name: str) -> ModuleType:
+    def load_once(directory: str | os.PathLike[str], name: str) -> ModuleType:
         # Running env.py is the migration.
         return load(directory, name) if name == "env.py" else loaded(directory, name)
 

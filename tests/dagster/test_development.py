@@ -144,9 +144,13 @@ def test_two_commands_that_start_at_once_choose_different_ports() -> None:
 
 
 class Webserver(BaseHTTPRequestHandler):
-    """Answers as Dagster's does when the location is loaded, or has failed with an error."""
+    """Answers as Dagster's does when the location is loaded, or has failed with an error.
+
+    `healthy`: the daemon has reported that it takes runs out of the queue.
+    """
 
     error: ClassVar[dict[str, object]] = {}
+    healthy = True
 
     def do_POST(self) -> None:
         entries = [{"name": "x", "loadStatus": "LOADED", "locationOrLoadError": self.error}]
@@ -154,7 +158,12 @@ class Webserver(BaseHTTPRequestHandler):
             {"name": "transfer", "tags": [{"key": "eventsql/transfer", "value": "transfer"}]},
             {"name": "setup", "tags": []},
         ]
-        data = {"workspaceOrError": {"locationEntries": entries}, "repositoriesOrError": {"nodes": [{"jobs": jobs}]}}
+        daemon = {"daemonType": "QUEUED_RUN_COORDINATOR", "required": True, "healthy": self.healthy}
+        data = {
+            "workspaceOrError": {"locationEntries": entries},
+            "repositoriesOrError": {"nodes": [{"jobs": jobs}]},
+            "instance": {"daemonHealth": {"allDaemonStatuses": [daemon]}},
+        }
         answer = json.dumps({"data": data}).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
@@ -187,6 +196,13 @@ def test_a_proxy_of_the_environment_is_not_used_for_loopback(
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     assert local(tmp_path, webserver)._not_ready() is None
+
+
+def test_dagster_is_not_ready_until_its_daemon_starts_runs(
+    tmp_path: Path, webserver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Webserver, "healthy", False)
+    assert local(tmp_path, webserver)._not_ready() == "the daemon"
 
 
 def test_a_location_that_fails_when_it_runs_is_named_with_its_place(

@@ -16,8 +16,6 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFa
 
 _UNDER_WAY: Final = ["QUEUED", "NOT_STARTED", "MANAGED", "STARTING", "STARTED", "CANCELING"]
 
-_HEALTH: Final = "{ instance { daemonHealth { allDaemonStatuses { daemonType required healthy } } } }"
-
 _ADD_PARTITION: Final = """
 mutation ($selector: RepositorySelector!, $name: String!, $key: String!) {
     addDynamicPartition(repositorySelector: $selector, partitionsDefName: $name, partitionKey: $key) {
@@ -79,12 +77,10 @@ class RemoteDagster:
         raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
 
     def require_running(self, job: DagsterJob) -> None:  # noqa: ARG002 - as of any launcher
-        for status in self._webserver.ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]:
-            if status["daemonType"] == "QUEUED_RUN_COORDINATOR" and status["required"] and not status["healthy"]:
-                raise LocalDagsterError(
-                    f"the daemon of {self.url} does not run, and runs would wait in its queue: start "
-                    "`dagster-daemon run`"
-                )
+        if not self._webserver.starts_runs():
+            raise LocalDagsterError(
+                f"the daemon of {self.url} does not run, and runs would wait in its queue: start `dagster-daemon run`"
+            )
 
     def prepare(self, job: DagsterJob, keys: Sequence[str]) -> None:
         selector = {"repositoryLocationName": job.location, "repositoryName": job.repository}

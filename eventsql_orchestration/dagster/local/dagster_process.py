@@ -102,7 +102,7 @@ class LocalDagster:
         return f"http://{HOST}:{self.port}"
 
     def start(self, *, timeout: float = 120.0, on_wait: Callable[[str], None] = lambda _: None) -> None:
-        """Start the processes and wait at most `timeout` seconds until the location is loaded.
+        """Start the processes and wait at most `timeout` seconds until the location is loaded and runs can start.
 
         `on_wait` gets the name of the part that is not ready yet. Raises `LocalDagsterError`.
         """
@@ -111,10 +111,10 @@ class LocalDagster:
         # would ask the other's webserver.
         with reserved_port(self.port) as self.port:
             self._start_process()
-            self._await_location(time.monotonic() + timeout, on_wait)
+            self._await(time.monotonic() + timeout, on_wait)
         (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
 
-    def _await_location(self, deadline: float, on_wait: Callable[[str], None]) -> None:
+    def _await(self, deadline: float, on_wait: Callable[[str], None]) -> None:
         while (waiting_for := self._not_ready()) is not None:
             self.require_running()
             if time.monotonic() > deadline:
@@ -153,8 +153,9 @@ class LocalDagster:
 
     def _not_ready(self) -> str | None:
         """The part that is not ready yet, or None. Raises `LocalDagsterError` if the location cannot load."""
+        webserver = Webserver(self.url, timeout=10)
         try:
-            workspace = Webserver(self.url, timeout=10).ask(_LOCATIONS)["workspaceOrError"]
+            workspace = webserver.ask(_LOCATIONS)["workspaceOrError"]
         except (LocalDagsterError, KeyError):
             return "the webserver"
         entries = workspace.get("locationEntries")
@@ -165,7 +166,7 @@ class LocalDagster:
             if error.get("message"):
                 why = self._cause_of(error)
                 raise LocalDagsterError(f"{self.location} cannot be loaded: {why}; see {self.log}")
-        return None
+        return None if webserver.starts_runs() else "the daemon"
 
     def _cause_of(self, error: Mapping[str, Any]) -> str:
         """The location's own error, with its place in the location. Dagster wraps it in errors of its own."""

@@ -51,6 +51,8 @@ query ($statuses: [RunStatus!]!) { runsOrError(filter: {statuses: $statuses}) {
 } }
 """
 
+_HEALTH: Final = "{ instance { daemonHealth { allDaemonStatuses { daemonType required healthy } } } }"
+
 _TERMINATE: Final = "mutation ($run: String!) { terminateRun(runId: $run) { __typename } }"
 
 
@@ -131,6 +133,15 @@ class Webserver:
             RunOfWebserver(run["runId"], run["jobName"], frozenset(tag["key"] for tag in run["tags"]))
             for run in found["results"]
         ]
+
+    def starts_runs(self) -> bool:
+        """Whether a daemon takes runs out of the queue, or none has to. Raises `LocalDagsterError`."""
+        daemons = self.ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]
+        return all(
+            daemon["healthy"]
+            for daemon in daemons
+            if daemon["daemonType"] == "QUEUED_RUN_COORDINATOR" and daemon["required"]
+        )
 
     def terminate(self, run_id: str) -> None:
         """Ask Dagster to end a run. A run that has ended stays as it is."""
