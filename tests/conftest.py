@@ -76,9 +76,9 @@ def load_revisions_once() -> None:
     load = alembic_util.load_python_file
     loaded = functools.cache(load)
 
-    def load_once(directory: str | os.PathLike[str], name: str) -> ModuleType:
+    def load_once(dir_: str | os.PathLike[str], filename: str | os.PathLike[str]) -> ModuleType:
         # Running env.py is the migration.
-        return load(directory, name) if name == "env.py" else loaded(directory, name)
+        return load(dir_, filename) if str(filename) == "env.py" else loaded(str(dir_), str(filename))
 
     alembic_util.load_python_file = load_once
 
