@@ -16,10 +16,12 @@ from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
+from eventsql_orchestration.publishing.log_room import LogRoom
 from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments, sequences
+from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments
+from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
@@ -161,17 +163,20 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         if buffered > MOST_BUFFERED:
             raise TooManyBufferedError
         if buffered:
-            log_form.form_now(connection, schema, topic)
-            sequences.check_log(connection, schema, topic)
-            segments.ensure_ahead(connection, schema, topic)
-            after = 0
+            blocks = log_form.form_now(connection, schema, topic).writes_blocks
+            room = LogRoom(schema)
+            zoned = room.make(connection, topic, None, blocks=blocks).zoned
+            low_water = 0
             parts = {"topic": topic, "bytes": PART_BYTES}
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
-                mover.move(
-                    connection, topic, low_water=after, upto=upto, definition=[partitions, layout], mixed=True,
-                    most=MOST_BUFFERED,
+                moved = mover.move(
+                    connection, topic, low_water=low_water, upto=upto, definition=[partitions, layout], mixed=True,
+                    most=MOST_BUFFERED, after=room.last_id(topic), zoned=zoned, blocks=blocks,
                 )  # fmt: skip
-                after = upto
+                room.drew(topic, moved.events)
+                low_water = upto
+            if not blocks:
+                room.check(topic, LogAppender(schema).last_id(connection, topic))
 
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:

@@ -36,20 +36,20 @@ class BufferMover:
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, seconds: float = float("inf"),
-        zoned: bool = True, blocks: bool = True,
+        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int,
+        seconds: float = float("inf"), zoned: bool = True, blocks: bool = True,
     ) -> Moved:  # fmt: skip
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
-        last look: one statement moves them, and leaves events behind a block that was committed since. After `seconds`,
-        no further statement begins. `zoned` and `blocks` are for packed blocks, see `StagedBlocks.move_packed`. Raises
-        as `StagedBlocks.move`.
+        last look: one statement moves them, and leaves events behind a block that was committed since. `after` is the
+        last id of the log. After `seconds`, no further statement begins. `zoned` and `blocks` are for packed blocks:
+        see `StagedBlocks.move_packed`. Raises as `StagedBlocks.move` and `LogAppender.move`.
         """
         partitions, layout = definition
         bounds = {"low_water": low_water, "upto": upto}
         if not mixed:
-            moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout)
+            moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout, after=after)
             return Moved(moved, whole=True)
 
         moved, end = 0, time.monotonic() + seconds
@@ -58,15 +58,19 @@ class BufferMover:
                 return Moved(moved, whole=False)
             buffer_id, partition = first
             if partition >= -1:
-                moved += self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout)
+                moved += self._log.move(
+                    connection, topic, **bounds, partitions=partitions, layout=layout, after=after + moved
+                )
             elif partition == PACKED:
                 moved += self._blocks.move_packed(
-                    connection, topic, buffer_id, zoned=zoned, partitions=partitions, blocks=blocks
+                    connection, topic, buffer_id, zoned=zoned, partitions=partitions, after=after + moved, blocks=blocks
                 )
             elif partition != REFERENCE:
                 raise psycopg.errors.DataException(f"row {buffer_id} of the buffer has the partition {partition}")
             else:
-                run = self._blocks.move(connection, topic, **bounds, most=most, partitions=partitions)
+                run = self._blocks.move(
+                    connection, topic, **bounds, most=most, partitions=partitions, after=after + moved
+                )
                 moved += run.events
                 if run.upto == upto:
                     break

@@ -6,11 +6,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
+import psycopg
+
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.storage import segments, sequences
 
 ROOM_CHECK: Final = 500_000
 """Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
+
+
+class ForeignIdsError(psycopg.errors.UniqueViolation):
+    """Internal: another program drew ids of the log at the same time, or set its sequence back."""
 
 
 class Room(NamedTuple):
@@ -54,9 +60,17 @@ class LogRoom:
             self._left[topic] = ROOM_CHECK
         return Room(self._zoned[topic], looks)
 
-    def follows(self, topic: str, first: int) -> bool:
-        """Whether ids that begin with `first` follow all ids of the log. If not, they are not to be used."""
-        return self._ids.follows(topic, first)
+    def last_id(self, topic: str) -> int:
+        """The last id of the log, with those that this writer drew. Ids that are not larger must not be used."""
+        return self._ids.last(topic)
+
+    def check(self, topic: str, last_id: int | None) -> None:
+        """Raise `ForeignIdsError` if the sequence was set back while the table of a log in rows drew ids from it.
+
+        `last_id` is the last id of the sequence after that.
+        """
+        if last_id is None or last_id < self.last_id(topic):
+            raise ForeignIdsError(f"the sequence of the log of topic {topic!r} was set back while it was used")
 
     def drew(self, topic: str, ids: int) -> None:
         """Note that so many ids of the log were taken."""

@@ -28,7 +28,7 @@ from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
-from eventsql_orchestration.publishing.log_room import LogRoom
+from eventsql_orchestration.publishing.log_room import ForeignIdsError, LogRoom
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.placements import Appended
 from eventsql_orchestration.storage import segments
@@ -67,17 +67,13 @@ class SmallerBatchError(Exception):
     """Internal: a batch could not be moved, and the next batch of its topic has fewer events."""
 
 
-class _ForeignIdsError(Exception):
-    """Internal: another program drew ids of a log in blocks at the same time, or set its sequence back."""
-
-
 class _BufferStuckError(Exception):
     """Internal: a publisher could not move the buffered events. The transfer has to move them."""
 
 
 _BUFFER_MAY_TAKE_IT: Final = (
     psycopg.errors.LockNotAvailable, psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation,
-    psycopg.errors.QueryCanceled, _BufferStuckError, _ForeignIdsError,
+    psycopg.errors.QueryCanceled, _BufferStuckError,
 )  # fmt: skip
 """After these errors nothing was appended, and the buffer may still take the batch."""
 
@@ -209,8 +205,9 @@ class LogWriter:
         try:
             try:
                 return self._move_batch(topic, newest)
-            except psycopg.errors.CheckViolation as error:
-                # A writer that knows no segments has used up the segments. The second attempt makes new ones.
+            except (psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation) as error:
+                # A writer that knows no segments has used up the segments, or the sequence was set back at that moment.
+                # The second attempt looks at both.
                 if error.diag.constraint_name == segments.ADOPTION_CHECK:
                     segments.give_adoption_up(self._open(), self._database.schema, topic)
                 return self._move_batch(topic, newest)
@@ -238,9 +235,12 @@ class LogWriter:
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
-                most=batch.rows, seconds=BATCH_SECONDS, zoned=zoned, blocks=batch.blocks,
+                most=batch.rows, after=self._room.last_id(topic), seconds=BATCH_SECONDS, zoned=zoned,
+                blocks=batch.blocks,
             )  # fmt: skip
             self._room.drew(topic, moved.events)
+            if moved.events and not batch.blocks:
+                self._room.check(topic, self._log.last_id(connection, topic))
 
         if moved.whole:
             self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
@@ -343,12 +343,14 @@ class LogWriter:
         time = copy_format.microseconds(state.now)
         if blocks:
             # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
-            first = (None if room.looked else state.drawn) or self._log.draw(connection, topic.name, events)
-            if first is None or not self._room.follows(topic.name, first):
-                raise _ForeignIdsError
+            first = None if room.looked else state.drawn
+            first = first or self._log.draw(connection, topic.name, events, after=self._room.last_id(topic.name))
+            if first is None:
+                raise ForeignIdsError(f"other ids of topic {topic.name!r} were drawn at this moment")
             self._room.drew(topic.name, events)
             return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, time)
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), time)
+        self._room.check(topic.name, self._log.last_id(connection, topic.name))
         return []
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
@@ -383,7 +385,7 @@ class LogWriter:
         try:
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=True,
-                most=found, zoned=True, blocks=state.blocks,
+                most=found, after=self._room.last_id(topic), blocks=state.blocks,
             )  # fmt: skip
         except psycopg.Error as error:
             if self.broken:

@@ -102,16 +102,17 @@ class StagedBlocks:
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, most: int, partitions: int, reference: int = REFERENCE,
+        *, low_water: int, upto: int, most: int, partitions: int, after: int, reference: int = REFERENCE,
     ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto` to the end of the log, at most `most`.
 
         The blocks end at the first event. `partitions` are those of the topic, which the caller's transaction holds.
-        Raises `psycopg.errors.DataException` if a block is missing or damaged, or of a partition that the topic lacks.
+        `after` is the last id of the log. Raises `psycopg.errors.DataException` if a block is missing or damaged, or of
+        a partition that the topic lacks; otherwise as `LogAppender.move`.
         """
         moved = self._appender.move_blocks(
             connection, topic, low_water=low_water, upto=upto, most=most, size=MOST_MOVED, partitions=partitions,
-            reference=reference,
+            reference=reference, after=after,
         )  # fmt: skip
         if not moved.whole:
             # Its SQLSTATE makes the transfer halve the batch, down to the block.
@@ -122,18 +123,19 @@ class StagedBlocks:
         return moved
 
     def move_packed(
-        self, connection: Connection, topic: str, reference: int, *, zoned: bool, partitions: int, blocks: bool = False
-    ) -> int:
+        self, connection: Connection, topic: str, reference: int,
+        *, zoned: bool, partitions: int, after: int, blocks: bool = False,
+    ) -> int:  # fmt: skip
         """Copy the packed block that the buffer's row `reference` stands for to the end of the log. Gives its events.
 
-        The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `blocks`: the log is in
-        blocks. Raises `psycopg.DataError` if the block is missing or damaged.
+        The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `after` is the last id of
+        the log. `blocks`: the log is in blocks. Raises `psycopg.DataError` if the block is missing or damaged.
         """
         if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
             # A newer version staged the block, and an older version published it as a packed one.
             return self.move(
                 connection, topic, low_water=reference - 1, upto=reference, most=1, partitions=partitions,
-                reference=PACKED,
+                after=after, reference=PACKED,
             ).events  # fmt: skip
         row = connection.execute(self._blocks("take_packed"), {"id": reference, "zoned": zoned}, binary=True).fetchone()
         if row is None:
@@ -142,7 +144,7 @@ class StagedBlocks:
         times = copy_format.microseconds(now), copy_format.microseconds(published)
         if blocks:
             try:
-                copied = self._copy_blocks(connection, topic, packed, *times)
+                copied = self._copy_blocks(connection, topic, packed, *times, after=after)
             except (zlib.error, ValueError) as error:
                 raise _damaged(reference, f"cannot be unpacked ({error})") from error
             if copied != events:
@@ -163,13 +165,15 @@ class StagedBlocks:
                 raise _damaged(reference, f"has {cursor.rowcount} events instead of {events}")
         return int(events)
 
-    def _copy_blocks(self, connection: Connection, topic: str, packed: bytes, now: int, published: int) -> int:
+    def _copy_blocks(
+        self, connection: Connection, topic: str, packed: bytes, now: int, published: int, *, after: int
+    ) -> int:
         """Copy the events of a staged block to the end of a log in blocks; gives their number."""
         copied = 0
         for events in copy_format.decode_rows(unpack(packed, b"")):
             if not events:
                 continue
-            first = self._appender.draw(connection, topic, len(events))
+            first = self._appender.draw(connection, topic, len(events), after=after + copied)
             if first is None:
                 raise psycopg.errors.SerializationFailure(f"another program drew ids of topic {topic!r}")
             with self._appender.copy(connection.cursor(), topic) as copy:

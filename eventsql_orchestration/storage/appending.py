@@ -20,7 +20,7 @@ class TopicState(NamedTuple):
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one and
     upwards. `blocks`: the log takes blocks. `drawn` is the first of the ids that were taken for the caller's events,
-    None without ids or if another program took ids too.
+    None without ids, if another program took ids too, or if the ids are not larger than `last_id`.
     """
 
     definition: list[int] | None
@@ -78,9 +78,9 @@ class LogAppender:
         If the buffer has no event of the topic, takes ids of the log for `events` events.
         """
         values = {"topic": topic, "low_water": low_water, "limit": limit, "events": events}
-        *row, form, drawn, consecutive = fetch_one(connection, self._queries("append_state", topic=topic), values)
+        *row, form, drawn, usable = fetch_one(connection, self._queries("append_state", topic=topic), values)
         blocks = log_form.learn(connection, self._schema, topic, form).writes_blocks
-        return TopicState._make((*row, blocks, drawn if consecutive else None))
+        return TopicState._make((*row, blocks, drawn if usable else None))
 
     def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
         """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
@@ -99,42 +99,55 @@ class LogAppender:
         return None if row is None else (row[0], row[1])
 
     def move(
-        self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int
+        self, connection: Connection, topic: str, *, low_water: int, upto: int, partitions: int, layout: int, after: int
     ) -> int:
         """Move events with `low_water < buffer id <= upto`, up to the first block, to the end of the log.
 
         They keep their order. Gives their number.
 
         `partitions` and `layout` are the topic's: a publisher that knows no layouts may have chosen partitions by an
-        earlier layout.
+        earlier layout. `after` is the last id of the log. If its sequence is set back at that moment, a log in blocks
+        refuses the events (`CheckViolation`), and a log in rows does not: see `last_id`.
         """
         name = "move" if layout == 1 else "move_into_layout"
         blocks = log_form.form(connection, self._schema, topic).writes_blocks
-        values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions}
+        values = {"topic": topic, "low_water": low_water, "upto": upto, "partitions": partitions, "after": after}
         moved = connection.execute(self._queries.writing(connection, name, topic), values, prepare=False)
         return sum(events for (events,) in moved) if blocks else moved.rowcount
 
     def move_blocks(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, most: int, size: int, partitions: int, reference: int,
+        *, low_water: int, upto: int, most: int, size: int, partitions: int, reference: int, after: int,
     ) -> MovedBlocks:  # fmt: skip
         """Move the next blocks with `low_water < buffer id <= upto`, up to the first event, at most `most`.
 
         Their values have at most `size` bytes, unless a single block has more. `reference` is the partition that marks
-        a row of the buffer as a block, `partitions` the topic's number of partitions.
+        a row of the buffer as a block, `partitions` the topic's number of partitions. `after` is as in `move`.
         """
         values = {
             "topic": topic, "low_water": low_water, "upto": upto, "most": most, "size": size, "partitions": partitions,
-            "reference": reference,
+            "reference": reference, "after": after,
         }  # fmt: skip
         query = self._queries.writing(connection, "move_blocks", topic)
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 
-    def draw(self, connection: Connection, topic: str, events: int) -> int | None:
-        """Take ids for `events` events of a log in blocks. Returns the first; None if another program took ids too."""
+    def draw(self, connection: Connection, topic: str, events: int, *, after: int) -> int | None:
+        """Take ids for `events` events of a log in blocks. Returns the first.
+
+        None if another program took ids too, or if the ids are not larger than `after`, the last id of the log.
+        """
         query = self._queries.writing(connection, "draw", topic)
-        last, consecutive = fetch_one(connection, query, {"events": events})
-        return last - events + 1 if consecutive else None
+        last, usable = fetch_one(connection, query, {"events": events, "after": after})
+        return last - events + 1 if usable else None
+
+    def last_id(self, connection: Connection, topic: str) -> int | None:
+        """The last id of the log. None if its sequence does not give ids one by one and upwards.
+
+        The table of a log in rows draws its ids by itself: if this id is smaller than before and the number of rows
+        that were written since, the sequence was set back meanwhile.
+        """
+        last: int | None = fetch_one(connection, self._queries("end_of_log", topic=topic))[0]
+        return last
 
     def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
         """COPY encoded events to the end of the log: rows of `publishing/copy_format.py`.

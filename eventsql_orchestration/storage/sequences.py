@@ -132,9 +132,9 @@ class Ids:
         """Note the last id of a sequence."""
         self._last[topic], self._seen_at[topic] = last, time.monotonic()
 
-    def follows(self, topic: str, first: int) -> bool:
-        """Whether ids that begin with `first` follow the last id, as they do unless the sequence was just set back."""
-        return first > self._last[topic]
+    def last(self, topic: str) -> int:
+        """The last id of a log, as far as this writer knows. Smaller ids must not be used."""
+        return self._last[topic]
 
     def drew(self, topic: str, ids: int) -> None:
         """Note that so many ids of a log were taken."""

@@ -57,7 +57,7 @@ class Log:
         rows = []
         for _, events in groupby(publications, lambda each: each.partition):
             for block in encode_blocks(own := list(events), [each.partition or 0 for each in own]):
-                first = appender.draw(self.session, TOPIC, block.events)
+                first = appender.draw(self.session, TOPIC, block.events, after=0)
                 assert first is not None
                 rows.append(block.row(first, published, now))
         return rows
@@ -140,7 +140,7 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
         assert (batch.rows, batch.definition, batch.mixed, batch.last_id) == (3, [3, 1], False, 1)
-        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1)
+        moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1, after=0)
         state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10, events=5)
     assert moved == 3
     moved_events = reader.read(log.session, TOPIC, after=1)
@@ -176,7 +176,7 @@ def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log)
     log.platform.publisher.publish(Publication(TOPIC, b"v", partition=2))
     with log.session.transaction():
         batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=1)
-        appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, layout=2)
+        appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, layout=2, after=0)
     assert [event.partition for event in reader.read(log.session, TOPIC)] == [0]
 
 

@@ -28,7 +28,7 @@ def _topic(platform: EventSQL) -> None:
 
 def draw(session: psycopg.Connection, *batches: int) -> list[int | None]:
     form_now(session, "eventsql", "orders")
-    return [LogAppender("eventsql").draw(session, "orders", events) for events in batches]
+    return [LogAppender("eventsql").draw(session, "orders", events, after=0) for events in batches]
 
 
 @pytest.fixture(params=["owns the sequence", "may only draw"])

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import importlib
 import pickle
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import SequenceError
-from eventsql_orchestration.model import BLOCKS
+from eventsql_orchestration.model import BLOCKS, ROWS, STORAGES, Storage
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.appending import LogAppender
 from tests.forms import stored
@@ -253,26 +253,63 @@ def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no
     assert consume(platform) == list(range(201, 261))
 
 
-def test_a_sequence_that_is_set_back_during_an_append_loses_no_event(
-    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform.registry.register_topic(Topic("parcels", storage=BLOCKS))
+@pytest.mark.parametrize(
+    ("storage", "at", "straight"),
+    [
+        (BLOCKS, "move", False), (BLOCKS, "move_blocks", False), (ROWS, "move", False),
+        (BLOCKS, "move", True), (BLOCKS, "move_blocks", True), (ROWS, "move", True),
+        # With an event in the buffer, a publisher draws the ids of its blocks by a statement of its own.
+        (BLOCKS, "draw", True), (ROWS, "copy", True),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_is_set_back_while_ids_are_drawn_loses_no_event(
+    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch,
+    *, storage: Storage, at: str, straight: bool,
+) -> None:  # fmt: skip
+    """The ids are drawn by the transfer or, with `straight`, by a publisher."""
+    table = "parcels_block" if storage == BLOCKS else "parcels_event"
+    platform.registry.register_topic(Topic("parcels", storage=storage))
     platform.registry.register_consumer(Consumer("parcels", "mailer"))
     platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(100))
     assert consume(platform, "parcels") == list(range(100))
-    draw = LogAppender.draw
+    session.execute(f"DELETE FROM eventsql.{table}")
+    waiting = 60 if at == "move_blocks" else 1
+    with sessions() as other:
+        events = (Publication("parcels", b"%d" % value) for value in range(100, 100 + waiting))
+        platform.publisher.publish_all(events, connection=other)
+    real = getattr(LogAppender, at)
 
-    def drawn_behind(self: LogAppender, connection: Connection, topic: str, events: int) -> int | None:
-        session.execute("SELECT setval('eventsql.parcels_block_eql_id_seq', 20)")
-        return draw(self, connection, topic, events)
+    def behind(*given: Any, **named: Any) -> Any:
+        monkeypatch.undo()
+        session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+        return real(*given, **named)
 
-    # With an event in the buffer, a publisher draws its ids by a statement of its own.
-    publish(platform, 100, topic="parcels")
-    with monkeypatch.context() as patch:
-        patch.setattr(LogAppender, "draw", drawn_behind)
-        platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(101, 161))
+    monkeypatch.setattr(LogAppender, at, behind)
+    end = 100 + waiting
+    if straight:
+        platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(end, end + 60))
+        end += 60
     platform.transfer.run_once()
-    assert consume(platform, "parcels") == list(range(100, 161))
+    assert getattr(LogAppender, at) is real
+    assert consume(platform, "parcels") == list(range(100, end))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    table = "parcels_block" if storage == BLOCKS else "parcels_event"
+    platform.registry.register_topic(Topic("parcels", 2, storage=storage))
+    platform.registry.register_consumer(Consumer("parcels", "mailer"))
+    platform.publisher.publish_all(Publication("parcels", b"%d" % value, key="1") for value in range(100))
+    assert consume(platform, "parcels") == list(range(100))
+    session.execute(f"DELETE FROM eventsql.{table}")
+    session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+    publish(platform, 100, topic="parcels")
+    # The events come after the last look before publishers have to wait.
+    monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
+    platform.repartitioner.repartition("parcels", 3)
+    assert consume(platform, "parcels") == [100]
 
 
 def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:

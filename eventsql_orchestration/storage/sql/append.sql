@@ -12,9 +12,10 @@ CASE WHEN eql_partition >= -1 THEN 1 ELSE coalesce(eql_events, (
 ), %(limit)s) END
 
 -- part drawn -- Take an id of the log for each of the `wanted` events, from its sequence `own`: the id before them, the last
--- one, and whether they are consecutive. They are not if another program takes ids too. OFFSET skips the ids between the
--- first and the last, and the server takes them all the same; an aggregate over all ids takes twice the time. `setval`
--- would take the ids at once, but it needs another right, and gives ids twice if another program takes some at that moment.
+-- one, and whether they are usable: consecutive, and larger than the id `after` of `wanted`. They are not if another program
+-- takes ids too, or sets the sequence back at that moment. OFFSET skips the ids between the first and the last, and the
+-- server takes them all the same; an aggregate over all ids takes twice the time. `setval` would take the ids at once, but
+-- it needs another right, and gives ids twice if another program takes some at that moment.
 first AS MATERIALIZED (
     SELECT nextval(own.sequence) AS id FROM own CROSS JOIN wanted WHERE wanted.events > 0
 ), rest AS MATERIALIZED (
@@ -22,13 +23,14 @@ first AS MATERIALIZED (
     FROM first CROSS JOIN own CROSS JOIN generate_series(2, (SELECT events FROM wanted))
     OFFSET (SELECT greatest(events - 2, 0) FROM wanted)
 ), ids AS MATERIALIZED (
-    SELECT first - 1 AS before, last, last - first + 1 = (SELECT events FROM wanted) AS consecutive
+    SELECT first - 1 AS before, last,
+           last - first + 1 = (SELECT events FROM wanted) AND first > (SELECT after FROM wanted) AS usable
     FROM (SELECT (SELECT id FROM first) AS first, coalesce((SELECT id FROM rest), (SELECT id FROM first)) AS last) drawn
 )
 
 -- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
 -- number of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing is
--- buffered, it takes `events` ids of the log: the first one, and whether they are consecutive.
+-- buffered, it takes `events` ids of the log: the first one, and whether they are usable.
 WITH state AS MATERIALIZED (
     SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
            {last_id} AS last_id, {form} AS form
@@ -39,14 +41,17 @@ WITH state AS MATERIALIZED (
         LIMIT %(limit)s
     ) buffered
 ), wanted AS (
-    SELECT CASE WHEN state.buffered = 0 THEN %(events)s::bigint ELSE 0 END AS events FROM state
+    SELECT CASE WHEN state.buffered = 0 THEN %(events)s::bigint ELSE 0 END AS events, state.last_id AS after FROM state
 ), own AS MATERIALIZED (
     SELECT {ids}::regclass AS sequence
 ), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        statement_timestamp(), state.upto, state.buffered, state.last_id, state.form,
-       ids.before + 1, ids.consecutive
+       ids.before + 1, ids.usable
 FROM state CROSS JOIN ids;
+
+-- end_of_log -- The last id of the log, as in `last_id`.
+SELECT {last_id};
 
 -- append -- Any number of encoded events to the end of the topic's log.
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)

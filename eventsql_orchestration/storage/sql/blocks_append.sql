@@ -10,9 +10,9 @@ own AS MATERIALIZED (
     SELECT pg_get_serial_sequence('{schema}.{block_store}', 'eql_id')::regclass AS sequence
 )
 
--- draw -- Take so many ids of the log: the last one, and whether they are consecutive.
-WITH wanted AS (SELECT %(events)s::bigint AS events), {own}, {drawn}
-SELECT last, consecutive FROM ids;
+-- draw -- Take so many ids of the log: the last one, and whether they are usable.
+WITH wanted AS (SELECT %(events)s::bigint AS events, %(after)s::bigint AS after), {own}, {drawn}
+SELECT last, usable FROM ids;
 
 -- part buffered -- Take events out of the buffer.
 WITH moved AS (
@@ -22,7 +22,7 @@ WITH moved AS (
 
 -- part packed -- Write the events `placed` to the topic's log as blocks, each of one partition and in the order of the
 -- buffer ids. A block has at most 10,000 events, and less than 1 MiB besides its first event. If the ids are not
--- consecutive, the block gets no id, and the table refuses it.
+-- usable, the block gets no id, and the table refuses it.
 numbered AS (
     SELECT *, (row_number() OVER own - 1) / 10000 AS by_number,
            sum(octet_length(eql_value) + coalesce(octet_length(eql_key), 0) + octet_length(eql_metadata::text)) OVER own
@@ -37,11 +37,11 @@ numbered AS (
            CASE WHEN bool_or(eql_metadata::text <> '{{}}') THEN array_agg(eql_metadata ORDER BY eql_id) END AS metadata
     FROM numbered
     GROUP BY eql_partition, by_number, trunc(by_size)
-), wanted AS (SELECT count(*) AS events FROM moved), {own}, {drawn}
+), wanted AS (SELECT count(*) AS events, %(after)s::bigint AS after FROM moved), {own}, {drawn}
 INSERT INTO {schema}.{block_store} (
     eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_times, eql_keys, eql_values, eql_metadata
 )
-SELECT CASE WHEN ids.consecutive THEN ids.before + (sum(packed.events) OVER (ORDER BY packed.first))::bigint END,
+SELECT CASE WHEN ids.usable THEN ids.before + (sum(packed.events) OVER (ORDER BY packed.first))::bigint END,
        packed.eql_partition, packed.events, packed.published, statement_timestamp(), packed.times, packed.keys,
        packed.vals, packed.metadata
 FROM packed CROSS JOIN ids
@@ -67,15 +67,15 @@ RETURNING eql_events
 ), {packed};
 
 -- move_blocks -- Move the next blocks of the buffer to the end of the topic's log, as for rows. If the ids are not
--- consecutive, or a block claims more events than a block may have, the blocks get no id, and the table refuses them.
+-- usable, or a block claims more events than a block may have, the blocks get no id, and the table refuses them.
 -- `||` reads an array from the buffer once; otherwise each check of the log's table would read it.
 {taken}, sound AS (SELECT FROM block WHERE at_home),
-wanted AS (SELECT sum(events) AS events FROM block HAVING max(events) <= 20000), {own}, {drawn},
+wanted AS (SELECT sum(events) AS events, %(after)s::bigint AS after FROM block HAVING max(events) <= 20000), {own}, {drawn},
 entered AS (
     INSERT INTO {schema}.{block_store} (
         eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_keys, eql_values, eql_metadata
     )
-    SELECT CASE WHEN ids.consecutive
+    SELECT CASE WHEN ids.usable
                THEN ids.before + (sum(block.events) OVER (ORDER BY block.eql_id))::bigint END,
            block.eql_partition, block.events, block.eql_created_at, statement_timestamp(),
            CASE WHEN block.eql_keys IS NOT NULL THEN block.eql_keys || '{{}}'::text[] END,
