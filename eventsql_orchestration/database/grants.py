@@ -102,6 +102,12 @@ _MOVED_MESSAGE: Final = (
 """The columns of a message that receiving, releasing and burying change; its body, key and metadata are not among
 them."""
 
+_CAPTURE: Final = (
+    "eql_id", "eql_topic", "eql_relation", "eql_table", "eql_key_names", "eql_key_numbers", "eql_column_names",
+    "eql_column_numbers", "eql_snapshot", "eql_snapshot_rows", "eql_created_at",
+)  # fmt: skip
+"""The columns that tell how a table is captured. The one that is left out has the key of a row."""
+
 _BUFFERED: Final = (
     "SELECT (eql_id, eql_topic, eql_partition, eql_events, eql_block_partition, eql_created_at) ON {s}.event_buffer",
     "SELECT (eql_buffer_id, eql_metadata) ON {s}.spark_staged_event",
@@ -141,7 +147,8 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "reader": (
         *_DEFINITIONS,
         *_BUFFERED,
-        "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter, {s}.capture",
+        "SELECT ON {s}.shard_fence, {s}.consumer, {s}.consumer_claim, {s}.redriven_dead_letter",
+        f"SELECT ({', '.join(_CAPTURE)}) ON {{s}}.capture",
         "SELECT ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
         # The function has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -9,7 +10,7 @@ import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import CaptureError, PermissionDeniedError
 
 if TYPE_CHECKING:
@@ -133,3 +134,18 @@ def test_a_role_that_only_publishes_makes_no_capture_and_a_reader_sees_them(
     with pytest.raises(PermissionDeniedError):
         as_("publisher").capture(table, "orders", columns=["note"])
     assert [each.table for each in as_("reader").captures.list()] == [table]
+
+
+@pytest.mark.parametrize("made", ["new", "before revision 0048"])
+@pytest.mark.parametrize("kind", ["reader", "reader_orders"])
+def test_a_reader_sees_no_key_of_a_captured_row(
+    table: str, session: Connection, login: Login, as_: As, prefix: str, *, kind: str, made: str
+) -> None:
+    if made != "new":
+        revision = importlib.import_module(f"{migrations.__name__}.versions.0048_captures_for_readers")
+        session.execute(sql.SQL("GRANT SELECT ON eventsql.capture TO {}").format(sql.Identifier(f"{prefix}_{kind}")))
+        session.execute(f"SET search_path TO eventsql; {revision._REVOKE}")
+        as_("admin").database.migrate()
+    with psycopg.connect(login(kind)) as reader, pytest.raises(psycopg.errors.InsufficientPrivilege):
+        reader.execute("SELECT eql_snapshot_after FROM eventsql.capture")
+    assert [each.table for each in as_(kind).captures.list()] == [table]
