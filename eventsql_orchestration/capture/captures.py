@@ -60,7 +60,9 @@ class Capture:
     """The capture of `table` to `topic`.
 
     `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
-    number of rows that it has published. `problem` says why changes are not captured; None if they are.
+    number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
+    table was restored, or columns were renamed, and the capture would lose columns by the next restore or renaming. The
+    same `create` again prevents that.
     """
 
     id: int
@@ -72,6 +74,7 @@ class Capture:
     snapshot_rows: int
     created_at: datetime
     problem: str | None = None
+    outdated: bool = False
 
 
 class _Table(NamedTuple):
@@ -121,7 +124,8 @@ class Captures:
         `key` are the columns of a unique key, by default the primary key. It tells rows apart and chooses their
         partition. `columns` are captured beside the key, by default all. With `snapshot`, the call publishes the rows
         that exist, and returns when it has read them all; `on_rows` gets their number after each page. Writers go on.
-        If the call ends early, the same call again goes on with the snapshot. A capture without a snapshot gets one.
+        If the call ends early, the same call again goes on with the snapshot. A capture without a snapshot gets one. A
+        capture that is `outdated` notes the table and its columns as they are now.
 
         Raises `TopicNotFoundError`; `CaptureError` for a table that cannot be captured; `ValidationError` for unknown
         columns; `RedefinitionError` if the capture exists with another key or other columns; `DatabaseBusyError` if
@@ -192,6 +196,8 @@ class Captures:
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
                         f"it first with `eventsql capture drop {found} {topic}`"
                     )
+                values = _values(found, chosen_key, chosen) | {"capture": capture}
+                driver.execute(self._queries("note_columns"), values)
                 if snapshot:
                     driver.execute(self._queries("start_snapshot"), {"capture": capture})
                 return int(capture)
@@ -268,12 +274,7 @@ class Captures:
         self, driver: psycopg.Connection[Any], table: _Table, topic: str, key: _Columns, columns: _Columns | None,
         *, snapshot: bool,
     ) -> int:  # fmt: skip
-        values = {
-            "topic": topic, "relation": table.relation, "name": str(table), "key_names": key.names,
-            "key_numbers": key.numbers, "column_names": None if columns is None else columns.names,
-            "column_numbers": None if columns is None else columns.numbers,
-            "snapshot": "running" if snapshot else "none",
-        }  # fmt: skip
+        values = {**_values(table, key, columns), "topic": topic, "snapshot": "running" if snapshot else "none"}
         row = fetch_first(driver, self._queries("insert_capture"), values)
         assert row is not None
         capture, transaction = row
@@ -346,6 +347,15 @@ class Captures:
                 )
 
 
+def _values(table: _Table, key: _Columns, columns: _Columns | None) -> dict[str, object]:
+    """How a capture knows its table and columns."""
+    return {
+        "relation": table.relation, "name": str(table), "key_names": key.names, "key_numbers": key.numbers,
+        "column_names": None if columns is None else columns.names,
+        "column_numbers": None if columns is None else columns.numbers,
+    }  # fmt: skip
+
+
 def _qualified_name(table: str) -> str:
     """The name of a table with its schema; a name without one is of the schema `public`."""
     found = _TABLE_NAME.fullmatch(check_text("table", table))
@@ -363,18 +373,21 @@ def _limit(driver: psycopg.Connection[Any]) -> None:
 
 def _as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
-    created_at: datetime, exists: bool, triggers: int, inherits: bool, unlogged: bool | None,
+    created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
+    unlogged: bool | None,
 ) -> Capture:  # fmt: skip
     problem = None
     if not exists:
         problem = "the table is gone"
     elif triggers < len(_TRIGGERS):
         problem = f"{len(_TRIGGERS) - triggers} of its triggers are gone or disabled"
+    elif missing:
+        problem = f"the restored table has no column {', '.join(missing)}, which was renamed or dropped"
     elif inherits:
         problem = "it is a partition or has inheritance now: writes through another table are not captured"
     elif unlogged:
         problem = "it is unlogged now, and a crash empties it without a change"
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
-        problem,
+        problem, outdated,
     )  # fmt: skip

@@ -256,6 +256,15 @@ def _captures(platform: Shard) -> Iterator[Finding]:
                 f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
                 f"eventsql capture drop {capture.table} {capture.topic}, and create it again where the table allows it",
             )
+        elif capture.outdated:
+            chosen = [word for name in capture.key for word in ("--key", name)]
+            chosen += [word for name in capture.columns or () for word in ("--column", name)]
+            yield warning(
+                "captures",
+                f"table {capture.table}, which is captured to topic {capture.topic}, was restored or has renamed "
+                "columns: changes may lack columns after the next restore or renaming",
+                f"eventsql capture create {capture.table} {capture.topic} {shlex.join(chosen)} --no-snapshot",
+            )
 
 
 def _store(platform: Shard, stalled_after: float) -> Iterator[Finding]:

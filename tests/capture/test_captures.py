@@ -6,7 +6,6 @@ import threading
 
 import psycopg
 import pytest
-from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.capture import captures
@@ -335,32 +334,3 @@ def test_a_capture_waits_for_writers_and_gives_up(
     writer.commit()
     platform.capture("orders", "changes")
     assert differences(session, "orders", "id::text") == []
-
-
-def test_a_dump_that_is_restored_goes_on_with_other_numbers(orders: EventSQL, session: Connection) -> None:
-    # As a restore makes it: the same names, with another oid and without the numbers of dropped columns.
-    session.execute("ALTER TABLE orders ADD COLUMN last text")
-    session.execute("ALTER TABLE orders DROP COLUMN secret")
-    session.execute("CREATE TABLE restored (LIKE orders INCLUDING ALL)")
-    definitions = session.execute(
-        "SELECT pg_get_triggerdef(oid) FROM pg_trigger WHERE tgrelid = 'orders'::regclass"
-    ).fetchall()
-    session.execute("DROP TABLE orders")
-    session.execute("ALTER TABLE restored RENAME TO orders")
-    # Which another table has now.
-    session.execute("CREATE TABLE other (id integer PRIMARY KEY, status text)")
-    session.execute("UPDATE eventsql.capture SET eql_relation = 'other'::regclass")
-    for (definition,) in definitions:
-        session.execute(sql.SQL(definition))
-    assert orders.captures.list()[0].problem is None
-    assert orders.capture("orders", "changes").id == orders.captures.list()[0].id
-    other = orders.capture("other", "changes")
-    assert [each.table for each in orders.captures.list()] == ["public.orders", other.table]
-    orders.captures.drop("other", "changes")
-    session.execute("INSERT INTO orders VALUES (1, 'new', 'last')")
-    session.execute("UPDATE orders SET last = 'more'")
-    assert differences(session, "orders", "id::text") == []
-    session.execute("ALTER TABLE orders RENAME TO purchase")
-    orders.captures.drop("purchase", "changes")
-    assert triggers(session) == 0
-    assert orders.captures.list() == []

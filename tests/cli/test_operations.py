@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shlex
 import signal
 import subprocess
 import uuid
@@ -293,6 +294,12 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
         connection.execute("CREATE TABLE public.basket (id integer PRIMARY KEY)")
         platform.registry.register_topic(Topic("basket_changes"))
         platform.capture("public.basket", "basket_changes")
+        assert "captures" not in run("doctor").stdout
+        connection.execute("ALTER TABLE public.basket RENAME COLUMN id TO number")
+        code, findings = diagnose(run)
+        (finding,) = findings["captures"]
+        assert (code, finding["status"]) == (0, "warning")
+        assert run(*shlex.split(finding["remedy"])[1:]).exit_code == 0
         assert "captures" not in run("doctor").stdout
         connection.execute("ALTER TABLE public.basket DISABLE TRIGGER USER")
     result = run("doctor")

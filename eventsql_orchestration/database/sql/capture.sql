@@ -74,6 +74,13 @@ SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_
 FROM {schema}.capture captured
 WHERE captured.eql_topic = %(topic)s AND {relation} = %(relation)s::oid;
 
+-- note_columns -- Note the table of a capture, and its columns, as they are now.
+UPDATE {schema}.capture
+SET eql_relation = %(relation)s::oid, eql_table = %(name)s, eql_key_names = %(key_names)s,
+    eql_key_numbers = %(key_numbers)s::smallint[], eql_column_names = %(column_names)s,
+    eql_column_numbers = %(column_numbers)s::smallint[]
+WHERE eql_id = %(capture)s;
+
 -- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
 DELETE FROM {schema}.capture captured
 WHERE eql_topic = %(topic)s AND (
@@ -81,12 +88,32 @@ WHERE eql_topic = %(topic)s AND (
     OR (eql_table = %(name)s AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = {relation}))
 );
 
--- list -- The captures: id, table as it is called now, topic, key, columns, state of the snapshot and its rows, time of
--- creation, whether the table exists, how many of its four triggers would run, whether the table is a partition or has
--- inheritance, and whether a crash empties it.
+-- part names_now of kind -- The names that a capture's columns have now. A column that is gone keeps its name, and so do
+-- the columns of a restored table, which are known by their names.
+ARRAY(
+    SELECT coalesce(a.attname::text, known.name)
+    FROM unnest(captured.eql_{kind}_names, captured.eql_{kind}_numbers) WITH ORDINALITY AS known (name, number, place)
+    LEFT JOIN pg_attribute a
+        ON a.attrelid = c.oid AND c.oid = captured.eql_relation AND a.attnum = known.number AND NOT a.attisdropped
+    ORDER BY known.place
+)
+
+-- list -- The captures: id, table, topic, key and columns as they are called now, state of the snapshot and its rows, time
+-- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
+-- renamed columns, how many of its four triggers would run, whether the table is a partition or has inheritance, and
+-- whether a crash empties it.
 SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
-       captured.eql_key_names, captured.eql_column_names, captured.eql_snapshot, captured.eql_snapshot_rows,
-       captured.eql_created_at, c.relname IS NOT NULL, (
+       now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
+       captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
+           SELECT known.name FROM unnest(captured.eql_key_names || captured.eql_column_names) AS known (name)
+           WHERE c.oid <> captured.eql_relation AND NOT EXISTS (
+               SELECT FROM pg_attribute a
+               WHERE a.attrelid = c.oid AND a.attname = known.name AND a.attnum > 0 AND NOT a.attisdropped
+           )
+       ),
+       coalesce(c.oid <> captured.eql_relation, false) OR now.key <> captured.eql_key_names
+           OR coalesce(now.columns <> captured.eql_column_names, false),
+       (
            SELECT count(*) FROM {triggers} g
            WHERE g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
        ),
@@ -96,6 +123,10 @@ FROM {schema}.capture captured
 LEFT JOIN (
     SELECT c.oid, n.nspname, c.relname, c.relpersistence FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 ) c ON c.oid = {relation}
+CROSS JOIN LATERAL (
+    SELECT {names_now of key} AS key,
+           CASE WHEN captured.eql_column_names IS NOT NULL THEN {names_now of column} END AS columns
+) now
 ORDER BY 2, 3;
 
 -- triggers_of -- The triggers of captures of a table to a topic, whether the capture still exists or not.
