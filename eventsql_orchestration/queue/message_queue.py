@@ -15,6 +15,7 @@ from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
+    MessageNotFoundError,
     QueueNotFoundError,
     ShardError,
     ValidationError,
@@ -327,10 +328,20 @@ class MessageQueue:
         """Move dead letters of this queue back to it, the oldest first, and give their number.
 
         `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
-        anew, and their history goes on. A dead letter that somebody holds stays.
+        anew, and their history goes on. A dead letter that somebody holds stays. Raises `MessageNotFoundError`, with
+        nothing done, if some of `ids` are no dead letters of this queue; its `ids` are these.
         """
+        queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)
-        return sum(QueueUpkeep(table).redrive(limit, chosen) for table in self._shards.all())
+        if chosen is not None:
+            known = {found for each in queues for found in each.dead_letters(chosen)}
+            if unknown := [number for number in chosen if number not in known]:
+                raise MessageNotFoundError(
+                    f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
+                    "names its queue of dead letters, and `eventsql queue peek` lists the messages of a queue",
+                    ids=unknown,
+                )
+        return sum(each.redrive(limit, chosen) for each in queues)
 
     def statistics(self) -> QueueStatistics:
         """Count the queue's messages by state. This takes longer the more there are."""

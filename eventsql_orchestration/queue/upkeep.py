@@ -116,6 +116,12 @@ class QueueUpkeep:
 
         while_busy(attempt, seconds=RETRY_SECONDS, message=message)
 
+    def dead_letters(self, ids: Sequence[int]) -> set[int]:
+        """The ids of these that are dead letters of the queue, held by somebody or not."""
+        values = {"queue": self._table.id(), "ids": list(ids)}
+        with self._database.connection() as connection:
+            return {found for (found,) in connection.execute(self._queries("dead_letters"), values, prepare=False)}
+
     def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
         """Move dead letters back, in transactions of 10,000. Gives their number."""
         values = {

@@ -97,6 +97,13 @@ def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
     assert "'nothing'" in result.output
 
 
+def test_a_dead_letter_that_is_not_there_is_named(run: Run, database: Database) -> None:
+    Queue(database, "jobs", max_receives=1).send(b"1")
+    result = run("queue", "redrive", "jobs", "--id", 98, "--id", 99)
+    assert result.exit_code == 1
+    assert "98, 99" in result.stderr
+
+
 def test_an_option_behind_the_queue_is_not_taken_for_the_program(run: Run, database: Database) -> None:
     Queue(database, "jobs").send(b"1")
     result = run("queue", "work", "jobs", "--drain", "cat")

@@ -149,6 +149,23 @@ def test_some_dead_letters_are_redriven(database: Database) -> None:
     assert bodies(queue.receive(max_messages=9)) == [b"1"]
 
 
+def test_dead_letters_are_redriven_all_or_none_where_some_are_unknown(database: Database) -> None:
+    queue, other = Queue(database, "commands", max_receives=1), Queue(database, "others", max_receives=1)
+    queue.send(b"1")
+    other.send(b"2")
+    for each in (queue, other):
+        each.receive()
+    expire(database)
+    assert (queue.receive(), other.receive()) == ([], [])
+    waiting = queue.send(b"3")
+    (letter,), (theirs,) = Queue(database, "commands_dead").peek(), Queue(database, "others_dead").peek()
+    with pytest.raises(MessageNotFoundError) as raised:
+        queue.redrive(ids=[letter.id, theirs.id, waiting])
+    assert raised.value.ids == (theirs.id, waiting)
+    assert queue.statistics().dead == 1
+    assert queue.redrive(ids=[letter.id, letter.id]) == 1
+
+
 def test_all_messages_are_acknowledged_or_none(queue: Queue) -> None:
     queue.send_all([b"1", b"2", b"3"])
     messages = queue.receive(max_messages=3)

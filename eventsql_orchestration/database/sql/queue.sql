@@ -195,6 +195,9 @@ SELECT {schema}.promote_keys(%(queue)s, ARRAY(
     WHERE eql_queue = %(queue)s AND eql_in_order AND eql_visible_at = 'infinity'
 ));
 
+-- dead_letters -- The messages of these ids that are dead letters of a queue.
+SELECT eql_id FROM {schema}.queue_message WHERE eql_origin = %(queue)s AND eql_id = ANY (%(ids)s::bigint[]);
+
 -- redrive -- Moves dead letters of a queue back to it, the oldest first; gives for each the ordered queue and key it left.
 WITH chosen AS MATERIALIZED (
     SELECT eql_id, CASE WHEN eql_in_order THEN eql_queue END AS left_queue, eql_key
