@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import Annotated, Any, Final
 
 import click
@@ -139,24 +140,16 @@ def send(
     def message(text: bytes) -> NewMessage:
         return NewMessage(text, key, dict(metadata), delay or 0.0, priority=priority, deduplication_id=deduplication_id)
 
+    texts = (line.rstrip(b"\r\n") for line in sys.stdin.buffer) if body is None else iter([body.encode()])
     sent = 0
     with context.platform() as platform:
         target = Queue(platform, name)
-        if not _is_there(platform, name):
-            target.definition()
-            say(f"made queue {name!r}: there was none of this name")
-        if body is not None:
-            target.send_all([message(body.encode())])
-            sent = 1
-        else:
-            batch: list[NewMessage] = []
-            for line in sys.stdin.buffer:
-                batch.append(message(line.rstrip(b"\r\n")))
-                if len(batch) == _SENT_AT_ONCE:
-                    sent += len(target.send_all(batch))
-                    batch = []
+        while batch := [message(text) for text in islice(texts, _SENT_AT_ONCE)]:
+            if not sent and not _is_there(platform, name):
+                target.definition()
+                say(f"made queue {name!r}: there was none of this name")
             sent += len(target.send_all(batch))
-    say(f"{counted(sent, 'message')} sent to queue {name!r}")
+    say(f"{counted(sent, 'message')} sent to queue {name!r}" if sent else "standard input is empty: nothing was sent")
 
 
 @command(queue)

@@ -90,6 +90,13 @@ def test_a_queue_that_a_message_makes_is_named(run: Run) -> None:
     assert "made" not in run("queue", "send", "jbos", "1").stderr
 
 
+def test_an_empty_input_makes_no_queue(run: Run, database: Database) -> None:
+    result = run("queue", "send", "jobs", stdin=b"")
+    assert result.exit_code == 0, result.output
+    assert "nothing was sent" in result.stderr
+    assert list_queues(database) == []
+
+
 @pytest.mark.parametrize("command", ["describe", "receive", "peek", "purge", "redrive", "delete"])
 def test_a_queue_that_is_not_there_is_named(run: Run, command: str) -> None:
     result = run("queue", command, "nothing")
