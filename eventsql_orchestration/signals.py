@@ -36,15 +36,15 @@ def handling(handler: Handler, *signals: signal.Signals) -> Iterator[None]:
 def setting(events: Collection[threading.Event], *signals: signal.Signals) -> Iterator[Collection[int]]:
     """Set events when one of the signals arrives in the block; gives the signals that have arrived.
 
-    A second SIGINT raises KeyboardInterrupt. Another thread sets the events: a handler runs in the main thread, and
-    would wait for ever for the lock of an event that the main thread has.
+    A SIGINT after any of them raises KeyboardInterrupt. Another thread sets the events: a handler runs in the main
+    thread, and would wait for ever for the lock of an event that the main thread has.
     """
     arrived: set[int] = set()
     # Its `put` takes no lock that the interrupted thread may have.
     queue: SimpleQueue[bool] = SimpleQueue()
 
     def note(number: int, _frame: FrameType | None) -> None:
-        if number == signal.SIGINT and number in arrived:
+        if number == signal.SIGINT and arrived:
             raise KeyboardInterrupt
         arrived.add(number)
         queue.put(True)

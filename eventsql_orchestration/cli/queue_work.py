@@ -92,7 +92,7 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
             _await_end(source, working, stop, drain=drain)
             if not working.stop(timeout=0) and (under_way := len(programs)):
                 say(
-                    f"waiting for {counted(under_way, 'message')} under way; a second Ctrl-C kills "
+                    f"waiting for {counted(under_way, 'message')} under way; the next Ctrl-C kills "
                     f"{command[0]} and ends this at once"
                 )
             while not working.stop():

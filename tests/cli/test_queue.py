@@ -159,9 +159,12 @@ def test_ctrl_c_says_for_what_it_waits_and_lets_the_program_end(
     assert Queue(database, "jobs").statistics().depth == 0
 
 
-def test_a_second_ctrl_c_kills_the_program_and_ends_at_once(start: Start, database: Database, directory: Path) -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_ctrl_c_after_a_signal_kills_the_program_and_ends_at_once(
+    start: Start, database: Database, directory: Path, first: signal.Signals
+) -> None:
     process, program = worker(start, database, directory)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, first)
     assert "waiting for 1 message" in line(process)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)

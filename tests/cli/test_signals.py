@@ -34,11 +34,12 @@ def test_a_signal_sets_events_whose_locks_the_main_thread_has() -> None:
         assert arrived == {signal.SIGTERM}
 
 
-def test_a_second_interrupt_ends_what_is_under_way() -> None:
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_after_a_signal_ends_what_is_under_way(first: signal.Signals) -> None:
     stop = threading.Event()
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), setting([stop], signal.SIGINT):
-        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), setting([stop], signal.SIGTERM, signal.SIGINT):
+        signal.raise_signal(first)
         assert stop.wait(SECONDS)
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
