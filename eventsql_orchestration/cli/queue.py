@@ -301,8 +301,8 @@ def work(
     """Run COMMAND for each message of QUEUE, with the body on standard input, until Ctrl-C or SIGTERM.
 
     Exit code 0 acknowledges the message. With another exit code, the message is received again after a pause, and
-    becomes a dead letter after the queue's max receives. Messages under way are finished before the command ends; a
-    second Ctrl-C kills their programs and ends it at once.
+    becomes a dead letter after the queue's max receives. Messages under way are finished before the command ends; the
+    next Ctrl-C kills their programs and ends it at once. Ctrl-Z stops the programs, too.
     """
     # As for other commands that run a command: `eventsql queue work mails -- send-mail --fast`.
     handler = handler[1:] if handler[0] == "--" and len(handler) > 1 else handler

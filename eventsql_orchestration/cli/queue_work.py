@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
@@ -15,10 +16,10 @@ import click
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
-from eventsql_orchestration.orchestration.local_processes import kill_group
+from eventsql_orchestration.orchestration.local_processes import signal_group
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import QueueWorkers
-from eventsql_orchestration.signals import setting
+from eventsql_orchestration.signals import handling, setting
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks whether the queue is drained."""
@@ -35,7 +36,8 @@ class Programs:
         self._command = command
         self._running: set[subprocess.Popen[bytes]] = set()
         self._killed = False
-        self._lock = threading.Lock()
+        # A signal's handler takes it, too, in a thread that may have it.
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """The number of programs that run now."""
@@ -57,12 +59,25 @@ class Programs:
         if program.returncode:
             raise HandlerFailedError(f"{self._command[0]} ended with exit code {program.returncode}")
 
+    def suspend(self) -> None:
+        """Stop the programs that run and this process, until somebody continues this process: then they go on, too.
+
+        Programs that ran on without heartbeats would lose their messages to other workers.
+        """
+        with self._lock:
+            self._signal(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for program in self._running:
+            signal_group(program.pid, number)
+
     def kill(self) -> int:
         """Kill the programs that run, with what they have started, and start no more. Gives their number."""
         with self._lock:
             self._killed = True
-            for program in self._running:
-                kill_group(program.pid)
+            self._signal(signal.SIGKILL)
             return len(self._running)
 
 
@@ -80,12 +95,13 @@ def check_command(command: Sequence[str]) -> None:
 def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool) -> QueueWorkers:
     """Handle messages by a command, until a signal or, with `drain`, until none is left. Gives the workers that ended.
 
-    The first signal lets the programs end that run; a second Ctrl-C kills them, and so does an error. Raises
-    `QueueNotFoundError` if the queue is deleted meanwhile.
+    The first signal lets the programs end that run; a later Ctrl-C kills them, and so does an error. Ctrl-Z stops them
+    with this process. Raises `QueueNotFoundError` if the queue is deleted meanwhile.
     """
     stop, programs = threading.Event(), Programs(command)
     with (
         setting([stop], signal.SIGTERM, signal.SIGHUP, signal.SIGINT),
+        handling(lambda *_: programs.suspend(), signal.SIGTSTP),
         source.work(programs.run, workers=workers, max_messages=1) as working,
     ):
         try:

@@ -64,11 +64,16 @@ def _port_locked(lock: int, port: int) -> bool:
     return False
 
 
-def kill_group(group: int) -> None:
-    """Kill the processes of a group, if any are left."""
+def signal_group(group: int, number: signal.Signals) -> None:
+    """Send a signal to the processes of a group, if any are left."""
     # macOS refuses to signal a group whose processes have all ended.
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(group, signal.SIGKILL)
+        os.killpg(group, number)
+
+
+def kill_group(group: int) -> None:
+    """Kill the processes of a group, if any are left."""
+    signal_group(group, signal.SIGKILL)
 
 
 @contextlib.contextmanager

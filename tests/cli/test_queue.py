@@ -18,6 +18,7 @@ from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.queue import Queue, list_queues
 from tests.cli.conftest import Start
+from tests.fixtures import Until
 from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
@@ -174,6 +175,23 @@ def test_a_ctrl_c_after_a_signal_kills_the_program_and_ends_at_once(
     (message,) = Queue(database, "jobs").peek()
     assert message.receives == 1
     assert message.state != "in flight"
+
+
+def test_ctrl_z_stops_the_program_with_the_command_until_it_goes_on(
+    start: Start, database: Database, directory: Path, until: Until
+) -> None:
+    process, program = worker(start, database, directory)
+    both = [psutil.Process(process.pid), psutil.Process(program)]
+    os.killpg(process.pid, signal.SIGTSTP)
+    until(lambda: [each.status() for each in both] == [psutil.STATUS_STOPPED] * 2)
+    os.killpg(process.pid, signal.SIGCONT)
+    until(lambda: psutil.STATUS_STOPPED not in {each.status() for each in both})
+    os.killpg(process.pid, signal.SIGINT)
+    assert "waiting for 1 message" in line(process)
+    (directory / "go").open("w").close()
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0
+    assert b"1 message of queue 'jobs' handled" in errors
 
 
 def test_an_error_of_the_command_ends_its_programs(start: Start, database: Database, directory: Path) -> None:
