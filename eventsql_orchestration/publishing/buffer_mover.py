@@ -42,17 +42,18 @@ class BufferMover:
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
-        last look: one statement moves them, and leaves events behind a block that was committed since. `after` is the
-        last id of the log. After `seconds`, no further statement begins. `zoned` and `blocks` are for packed blocks:
-        see `StagedBlocks.move_packed`. Raises as `StagedBlocks.move` and `LogAppender.move`.
+        last look: one statement moves them, and leaves events behind a block that was committed since. If it moves no
+        event, the block is moved, too. `after` is the last id of the log. After `seconds`, no further statement begins.
+        `zoned` and `blocks` are for packed blocks: see `StagedBlocks.move_packed`. Raises as `StagedBlocks.move` and
+        `LogAppender.move`.
         """
         partitions, layout = definition
         bounds = {"low_water": low_water, "upto": upto}
+        moved, end = 0, time.monotonic() + seconds
         if not mixed:
             moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout, after=after)
-            return Moved(moved, whole=True)
-
-        moved, end = 0, time.monotonic() + seconds
+            if moved:
+                return Moved(moved, whole=True)
         while (first := self._log.first_row(connection, topic, **bounds)) is not None:
             if moved and time.monotonic() > end:
                 return Moved(moved, whole=False)

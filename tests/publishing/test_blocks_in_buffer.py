@@ -194,6 +194,24 @@ def test_what_is_committed_while_the_buffer_is_moved_does_not_pass_an_earlier_ro
     assert [each for each in values if 100 <= each < 900] == list(range(100, 151))
 
 
+def test_one_run_moves_an_event_that_stands_behind_a_block_which_is_committed_at_that_moment(
+    platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with sessions() as other:
+        platform.publisher.publish_all(numbered(1, 50, keys=1), connection=other)
+        platform.publisher.publish(numbered(0, 1, keys=1)[0])
+        look = LogAppender.batch
+
+        def committed(*given: Any, **named: Any) -> BufferedBatch:
+            found = look(*given, **named)
+            other.commit()
+            return found
+
+        monkeypatch.setattr(LogAppender, "batch", committed)
+        assert platform.transfer.run_once() == {"orders": 51}
+    assert rows(platform) == []
+
+
 def test_a_publisher_that_appends_to_the_log_moves_blocks_before(platform: EventSQL, sessions: Sessions) -> None:
     platform.publisher.publish(numbered(0, 1)[0])
     publish(platform, sessions, numbered(1))
