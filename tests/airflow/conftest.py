@@ -16,7 +16,9 @@ from eventsql_orchestration.airflow.local import connection_of
 collect_ignore_glob = [] if importlib.util.find_spec("airflow") else ["test_*.py"]
 
 # Airflow reads its configuration when it is imported, and would make a directory in the home of the user.
-os.environ.setdefault("AIRFLOW_HOME", tempfile.mkdtemp(prefix="eventsql-airflow-"))
+if "AIRFLOW_HOME" not in os.environ:
+    _home = tempfile.TemporaryDirectory(prefix="eventsql-airflow-", ignore_cleanup_errors=True)
+    os.environ["AIRFLOW_HOME"] = _home.name
 os.environ.setdefault("AIRFLOW__CORE__UNIT_TEST_MODE", "True")
 
 
