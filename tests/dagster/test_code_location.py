@@ -87,6 +87,14 @@ def test_sources_without_visible_faults_are_not_run(directory: Path, source: str
     assert isinstance(raised.value.__cause__, RuntimeError)
 
 
+def test_a_location_that_is_loaded_changes_no_paths_of_later_imports(directory: Path) -> None:
+    source = "import beside, sys\nfrom dagster import Definitions\ndefs = Definitions()\nsys.path.append('its own')\n"
+    write(directory, {"definitions.py": source, "lib/beside.py": ""})
+    before = list(sys.path)
+    CodeLocation(Path("definitions.py"), imports=Path("lib")).load()
+    assert sys.path == [*before, "its own"]
+
+
 def test_a_program_that_finds_its_modules_by_itself_is_no_error(directory: Path) -> None:
     given = "import sys\nsys.path.insert(0, 'vendored')\nimport of_a_vendor\n"
     write(directory, {"definitions.py": given + RUNS, "vendored/of_a_vendor.py": ""})

@@ -57,9 +57,8 @@ class CodeLocation:
         As in Dagster, a function with `@dg.definitions` takes precedence over other definitions. Raises
         `LocalDagsterError` if there are no definitions or several, and if they cannot be loaded.
         """
-        for directory in map(str, reversed(self._directories)):
-            if directory not in sys.path:
-                sys.path.insert(0, directory)
+        added = [directory for directory in map(str, self._directories) if directory not in sys.path]
+        sys.path[:0] = added
         try:
             name, found = self._found(self._import())
             return name, found if isinstance(found, dg.Definitions) else found()
@@ -67,6 +66,9 @@ class CodeLocation:
             raise
         except Exception as error:
             raise LocalDagsterError(f"{self} cannot be loaded: {self._described(error)}") from error
+        finally:
+            # The location may have changed it, too.
+            sys.path[:] = [directory for directory in sys.path if directory not in added]
 
     def check(self) -> None:
         """Raise `LocalDagsterError`, as `load` does, for wrong syntax and for a missing module, before anything starts.
