@@ -21,6 +21,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.topics import registry
 from tests.interleaving import Choose, Schedule, every_order, some_orders, stepping
 
@@ -236,6 +237,7 @@ def log(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     monkeypatch.setattr(publisher, "LOCK_TIMEOUT", 600.0)
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
     monkeypatch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e6)
     monkeypatch.setattr(registry, "CACHE_SECONDS", 1e6)
     with ExitStack() as stack:
         yield Log(dsn, stack)

@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableErro
 from eventsql_orchestration.publishing import low_water
 from eventsql_orchestration.publishing.buffer_mover import Moved
 from eventsql_orchestration.publishing.transfer import Transfer
+from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, none_is, stored
 
 if TYPE_CHECKING:
@@ -461,8 +462,9 @@ def test_the_loop_is_woken(platform: EventSQL, transfers: Callable[..., Transfer
 
 @pytest.fixture(autouse=True)
 def observing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every look observes the transactions that may have written, however soon after the last."""
+    """Every look observes the transactions that may have written, and no statement depends on the time."""
     monkeypatch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e6)
 
 
 def marks(transfer: Transfer) -> dict[str, int]:
