@@ -21,7 +21,6 @@ from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments
-from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
@@ -153,7 +152,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     events of publications over several shards are not in the buffer yet, and the driver's error if a publisher's
     transaction does not end in time.
     """
-    mover, layout_queries = BufferMover(schema), Queries("layouts", schema)
+    mover, room, layout_queries = BufferMover(schema), LogRoom(schema), Queries("layouts", schema)
     _limit(connection, BUFFER_SECONDS)
     connection.execute(layout_queries("lock_buffer"))
     refuse_open_parts(connection, schema)
@@ -164,7 +163,6 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
             raise TooManyBufferedError
         if buffered:
             blocks = log_form.form_now(connection, schema, topic).writes_blocks
-            room = LogRoom(schema)
             zoned = room.make(connection, topic, None, blocks=blocks).zoned
             low_water = 0
             parts = {"topic": topic, "bytes": PART_BYTES}
@@ -176,7 +174,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
                 room.drew(topic, moved.events)
                 low_water = upto
             if not blocks:
-                room.check(topic, LogAppender(schema).last_id(connection, topic))
+                room.check(connection, topic)
 
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:

@@ -36,16 +36,16 @@ class BufferMover:
 
     def move(
         self, connection: Connection, topic: str,
-        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int,
-        seconds: float = float("inf"), zoned: bool = True, blocks: bool = True,
+        *, low_water: int, upto: int, definition: list[int], mixed: bool, most: int, after: int, zoned: bool,
+        blocks: bool, seconds: float = float("inf"),
     ) -> Moved:  # fmt: skip
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
-        last look: one statement moves them, and leaves events behind a block that was committed since. If it moves no
-        event, the block is moved, too. `after` is the last id of the log. After `seconds`, no further statement begins.
-        `zoned` and `blocks` are for packed blocks: see `StagedBlocks.move_packed`. Raises as `StagedBlocks.move` and
-        `LogAppender.move`.
+        last look: one statement moves them, and leaves events behind a block that was committed since. If the block is
+        before all of them, the rows are moved as with `mixed`. `after` is the last id of the log. `zoned` and `blocks`
+        are for packed blocks: see `StagedBlocks.move_packed`. After `seconds`, no further statement begins. Raises as
+        `StagedBlocks.move`, `StagedBlocks.move_packed` and `LogAppender.move`.
         """
         partitions, layout = definition
         bounds = {"low_water": low_water, "upto": upto}

@@ -6,17 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final, NamedTuple
 
-import psycopg
-
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.storage import segments, sequences
+from eventsql_orchestration.storage.appending import ForeignIdsError, LogAppender
 
 ROOM_CHECK: Final = 500_000
 """Events between two checks for free segments ahead. Far more ids than that are kept ahead."""
-
-
-class ForeignIdsError(psycopg.errors.UniqueViolation):
-    """Internal: another program drew ids of the log at the same time, or set its sequence back."""
 
 
 class Room(NamedTuple):
@@ -38,6 +33,7 @@ class LogRoom:
         self._zoned: dict[str, bool] = {}
         self._blocks_of: dict[str, bool] = {}
         self._ids = sequences.Ids(schema)
+        self._log = LogAppender(schema)
 
     def left(self, topic: str) -> bool:
         """Whether the last look at a log found more room than was used since."""
@@ -61,14 +57,15 @@ class LogRoom:
         return Room(self._zoned[topic], looks)
 
     def last_id(self, topic: str) -> int:
-        """The last id of the log, with those that this writer drew. Ids that are not larger must not be used."""
+        """The last id of the log, counting the ids that this writer drew. Only larger ids may be used."""
         return self._ids.last(topic)
 
-    def check(self, topic: str, last_id: int | None) -> None:
+    def check(self, connection: Connection, topic: str) -> None:
         """Raise `ForeignIdsError` if the sequence was set back while the table of a log in rows drew ids from it.
 
-        `last_id` is the last id of the sequence after that.
+        Call it after `drew`, before the commit.
         """
+        last_id = self._log.last_id(connection, topic)
         if last_id is None or last_id < self.last_id(topic):
             raise ForeignIdsError(f"the sequence of the log of topic {topic!r} was set back while it was used")
 

@@ -28,7 +28,7 @@ from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
-from eventsql_orchestration.publishing.log_room import ForeignIdsError, LogRoom
+from eventsql_orchestration.publishing.log_room import LogRoom
 from eventsql_orchestration.publishing.low_water import LowWater
 from eventsql_orchestration.publishing.placements import Appended
 from eventsql_orchestration.storage import segments
@@ -240,7 +240,7 @@ class LogWriter:
             )  # fmt: skip
             self._room.drew(topic, moved.events)
             if moved.events and not batch.blocks:
-                self._room.check(topic, self._log.last_id(connection, topic))
+                self._room.check(connection, topic)
 
         if moved.whole:
             self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
@@ -345,12 +345,10 @@ class LogWriter:
             # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
             first = None if room.looked else state.drawn
             first = first or self._log.draw(connection, topic.name, events, after=self._room.last_id(topic.name))
-            if first is None:
-                raise ForeignIdsError(f"other ids of topic {topic.name!r} were drawn at this moment")
             self._room.drew(topic.name, events)
             return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, time)
         self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), time)
-        self._room.check(topic.name, self._log.last_id(connection, topic.name))
+        self._room.check(connection, topic.name)
         return []
 
     def _append_rows(self, connection: Connection, topic: str, events: Iterable[Sequence[bytes]], now: int) -> None:
@@ -385,7 +383,7 @@ class LogWriter:
         try:
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=state.upto, definition=state.definition, mixed=True,
-                most=found, after=self._room.last_id(topic), blocks=state.blocks,
+                most=found, after=self._room.last_id(topic), zoned=True, blocks=state.blocks,
             )  # fmt: skip
         except psycopg.Error as error:
             if self.broken:

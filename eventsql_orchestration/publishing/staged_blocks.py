@@ -124,12 +124,13 @@ class StagedBlocks:
 
     def move_packed(
         self, connection: Connection, topic: str, reference: int,
-        *, zoned: bool, partitions: int, after: int, blocks: bool = False,
+        *, zoned: bool, partitions: int, after: int, blocks: bool,
     ) -> int:  # fmt: skip
         """Copy the packed block that the buffer's row `reference` stands for to the end of the log. Gives its events.
 
         The caller's transaction holds the topic. `zoned`: the log's times have a time zone. `after` is the last id of
-        the log. `blocks`: the log is in blocks. Raises `psycopg.DataError` if the block is missing or damaged.
+        the log. `blocks`: the log is in blocks. Raises `psycopg.DataError` if the block is missing or damaged,
+        otherwise as `LogAppender.draw`.
         """
         if connection.execute(self._blocks("has_arrays"), {"id": reference}).fetchone() is not None:
             # A newer version staged the block, and an older version published it as a packed one.
@@ -174,8 +175,6 @@ class StagedBlocks:
             if not events:
                 continue
             first = self._appender.draw(connection, topic, len(events), after=after + copied)
-            if first is None:
-                raise psycopg.errors.SerializationFailure(f"another program drew ids of topic {topic!r}")
             with self._appender.copy(connection.cursor(), topic) as copy:
                 copy.write(copy_format.HEADER)
                 for block in encode_rows(events):

@@ -14,6 +14,10 @@ from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 
 
+class ForeignIdsError(psycopg.errors.UniqueViolation):
+    """Internal: another program drew ids of the log at the same time, or set its sequence back."""
+
+
 class TopicState(NamedTuple):
     """A topic as the transaction that holds it sees it.
 
@@ -131,20 +135,23 @@ class LogAppender:
         query = self._queries.writing(connection, "move_blocks", topic)
         return MovedBlocks(*fetch_one(connection, query, values, prepare=False))
 
-    def draw(self, connection: Connection, topic: str, events: int, *, after: int) -> int | None:
+    def draw(self, connection: Connection, topic: str, events: int, *, after: int) -> int:
         """Take ids for `events` events of a log in blocks. Returns the first.
 
-        None if another program took ids too, or if the ids are not larger than `after`, the last id of the log.
+        Raises `ForeignIdsError` if another program took ids too, or if the ids are not larger than `after`, the last id
+        of the log.
         """
         query = self._queries.writing(connection, "draw", topic)
         last, usable = fetch_one(connection, query, {"events": events, "after": after})
-        return last - events + 1 if usable else None
+        if not usable:
+            raise ForeignIdsError(f"other ids of the log of topic {topic!r} were drawn at this moment")
+        return int(last) - events + 1
 
     def last_id(self, connection: Connection, topic: str) -> int | None:
         """The last id of the log. None if its sequence does not give ids one by one and upwards.
 
-        The table of a log in rows draws its ids by itself: if this id is smaller than before and the number of rows
-        that were written since, the sequence was set back meanwhile.
+        The table of a log in rows draws its ids by itself. If this id is smaller than the last id before plus the
+        number of rows that were written since, the sequence was set back meanwhile.
         """
         last: int | None = fetch_one(connection, self._queries("end_of_log", topic=topic))[0]
         return last

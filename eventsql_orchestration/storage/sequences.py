@@ -133,7 +133,7 @@ class Ids:
         self._last[topic], self._seen_at[topic] = last, time.monotonic()
 
     def last(self, topic: str) -> int:
-        """The last id of a log, as far as this writer knows. Smaller ids must not be used."""
+        """The last id of a log, as far as this writer knows. Only larger ids may be used."""
         return self._last[topic]
 
     def drew(self, topic: str, ids: int) -> None:

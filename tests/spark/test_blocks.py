@@ -405,12 +405,8 @@ def test_blocks_that_an_older_process_publishes_for_a_newer_one_are_moved(
     check_order(platform.reader.read("clicks"), [str(number) for number in range(-1, MANY + 1)], staged=True)
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-@pytest.mark.parametrize("placed", [True, False])
-def test_blocks_that_an_older_version_has_packed_are_published_and_moved(
-    platform: EventSQL, source: Source, storage: Storage, *, placed: bool
-) -> None:
-    platform.registry.register_topic(Topic("clicks", storage=storage))
+def publish_packed(platform: EventSQL, *, placed: bool) -> None:
+    """Publish 9 events to `clicks` as a block that an older version has packed. If `placed`, it published it, too."""
     attempt = uuid.uuid4()
     rows = [
         copy_format.encode_again(EncodedEvent(-1, b"key", b"%d" % number, b'{"source": "here"}')) for number in range(9)
@@ -427,10 +423,40 @@ def test_blocks_that_an_older_version_has_packed_are_published_and_moved(
         else:
             with connection.transaction():
                 StagedBlocks("eventsql").publish(connection, [attempt])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("placed", [True, False])
+def test_blocks_that_an_older_version_has_packed_are_published_and_moved(
+    platform: EventSQL, storage: Storage, *, placed: bool
+) -> None:
+    platform.registry.register_topic(Topic("clicks", storage=storage))
+    publish_packed(platform, placed=placed)
     assert platform.transfer.run_once() == {"clicks": 9}
     found = platform.reader.read("clicks")
     assert [int(event.value) for event in found] == list(range(9))
     assert {(event.key, event.metadata["source"]) for event in found} == {("key", "here")}
+
+
+def test_one_run_moves_a_packed_block_if_the_sequence_is_set_back_while_ids_are_drawn(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("clicks", storage="blocks"))
+    platform.publisher.publish_all(Publication("clicks", b"-1") for _ in range(50))
+    platform.transfer.run_once()
+    publish_packed(platform, placed=True)
+    draw = LogAppender.draw
+
+    def behind(*given: Any, **named: Any) -> int:
+        monkeypatch.undo()
+        with platform.database.connection() as connection:
+            connection.execute("SELECT setval('eventsql.clicks_block_eql_id_seq', 20)")
+        return draw(*given, **named)
+
+    monkeypatch.setattr(LogAppender, "draw", behind)
+    assert platform.transfer.run_once() == {"clicks": 9}
+    assert LogAppender.draw is draw
+    assert [int(event.value) for event in platform.reader.read("clicks", after=50)] == list(range(9))
 
 
 def test_the_blocks_before_a_missing_one_are_moved(platform: EventSQL, publish_many: PublishMany) -> None:

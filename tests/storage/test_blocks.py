@@ -55,7 +55,6 @@ def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: in
                 if name == "blocks":
                     (block,) = encode_blocks(own, [partition] * events)
                     first = appender.draw(session, name, events, after=0)
-                    assert first is not None
                     encoded = block.row(first, now - 5, now)
                 else:
                     prefix = copy_format.log_prefix(now, now - 5)
@@ -343,7 +342,6 @@ def test_a_writer_that_is_killed_within_a_block_leaves_nothing(platform: EventSQ
     (block,) = islice(encode_blocks([Publication("orders", b"x" * 1000)] * 900, [-1] * 900), 1)
     with pytest.raises(psycopg.Error), writer.transaction():
         first = appender.draw(writer, "orders", 900, after=0)
-        assert first is not None
         with appender.copy(writer.cursor(), "orders") as copy:
             copy.write(copy_format.HEADER + block.row(first, 0, 0)[:500_000])
             killer = sessions()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import uuid
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.storage.appending import LogAppender
+from eventsql_orchestration.storage.appending import ForeignIdsError, LogAppender
 from eventsql_orchestration.storage.log_form import form_now
 
 if TYPE_CHECKING:
@@ -26,9 +27,9 @@ def _topic(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks"))
 
 
-def draw(session: psycopg.Connection, *batches: int) -> list[int | None]:
+def draw(session: psycopg.Connection, *batches: int, after: int = 0) -> list[int]:
     form_now(session, "eventsql", "orders")
-    return [LogAppender("eventsql").draw(session, "orders", events, after=0) for events in batches]
+    return [LogAppender("eventsql").draw(session, "orders", events, after=after) for events in batches]
 
 
 @pytest.fixture(params=["owns the sequence", "may only draw"])
@@ -71,6 +72,13 @@ def test_ids_begin_where_the_sequence_was_restarted(drawing: psycopg.Connection,
     assert draw(drawing, 5, 5) == [1000, 1005]
 
 
+def test_ids_that_are_not_larger_than_the_last_one_are_refused(drawing: psycopg.Connection) -> None:
+    assert draw(drawing, 5) == [1]
+    with pytest.raises(ForeignIdsError):
+        draw(drawing, 5, after=6)
+    assert draw(drawing, 5, after=10) == [11]
+
+
 def test_ids_of_a_batch_that_was_rolled_back_do_not_come_again(session: psycopg.Connection) -> None:
     with pytest.raises(ZeroDivisionError), session.transaction():
         assert draw(session, 100) == [1]
@@ -99,10 +107,13 @@ def test_no_id_is_given_to_another_program_too(drawing: psycopg.Connection, sess
         beside = pool.submit(draw_beside)
         try:
             until(lambda: foreign or beside.done())
-            firsts = draw(drawing, *[20] * 3_000)
+            firsts: list[int] = []
+            for _ in range(3_000):
+                with contextlib.suppress(ForeignIdsError):
+                    firsts += draw(drawing, 20)
         finally:
             done.set()
         beside.result()
-    own = {first + number for first in firsts if first is not None for number in range(20)}
+    own = {first + number for first in firsts for number in range(20)}
     assert own
     assert not own & foreign
