@@ -61,8 +61,8 @@ class Capture:
 
     `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
-    table was restored, or columns were renamed, and the capture would lose columns by the next restore or renaming. The
-    same `create` again prevents that.
+    table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
+    renaming. The same `create` again, with the columns of now, prevents that.
     """
 
     id: int

@@ -261,8 +261,8 @@ def _captures(platform: Shard) -> Iterator[Finding]:
             chosen += [word for name in capture.columns or () for word in ("--column", name)]
             yield warning(
                 "captures",
-                f"table {capture.table}, which is captured to topic {capture.topic}, was restored or has renamed "
-                "columns: changes may lack columns after the next restore or renaming",
+                f"table {capture.table}, which is captured to topic {capture.topic}, was restored, or has renamed or "
+                "dropped columns: changes may lack columns after the next restore or renaming",
                 f"eventsql capture create {capture.table} {capture.topic} {shlex.join(chosen)} --no-snapshot",
             )
 

@@ -69,6 +69,20 @@ def test_a_renamed_column_is_captured_after_a_restore_once_the_capture_has_noted
     assert events(session)[-1]["after"] == {"id": 1, "condition": "new"}
 
 
+def test_a_dropped_column_is_not_missed_after_a_restore_once_the_capture_has_noted_the_others(
+    orders: EventSQL, session: Connection
+) -> None:
+    orders.capture("orders", "changes", columns=["secret", "status"])
+    session.execute("ALTER TABLE orders DROP COLUMN secret")
+    session.execute("ALTER TABLE orders RENAME COLUMN status TO state")
+    (capture,) = orders.captures.list()
+    assert (capture.columns, capture.outdated, capture.problem) == (("state",), True, None)
+    assert not orders.capture("orders", "changes", columns=["state"]).outdated
+    restore(session)
+    (capture,) = orders.captures.list()
+    assert (capture.columns, capture.problem) == (("state",), None)
+
+
 @pytest.mark.parametrize("column", ["status", "id"], ids=["captured column", "key"])
 @pytest.mark.parametrize("renamed", ["before", "after"])
 def test_a_column_that_a_restored_table_has_under_another_name_is_a_problem(

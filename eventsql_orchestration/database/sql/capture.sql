@@ -68,9 +68,17 @@ coalesce(
 )
 
 -- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
--- and of the columns.
+-- and of the columns. Numbers of dropped columns are left out.
 SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_key_names, captured.eql_key_numbers,
-       captured.eql_column_names, captured.eql_column_numbers
+       captured.eql_column_names, CASE WHEN captured.eql_column_numbers IS NOT NULL THEN ARRAY(
+           SELECT known.number
+           FROM unnest(captured.eql_column_numbers) WITH ORDINALITY AS known (number, place)
+           WHERE NOT EXISTS (
+               SELECT FROM pg_attribute a
+               WHERE a.attrelid = captured.eql_relation AND a.attnum = known.number AND a.attisdropped
+           )
+           ORDER BY known.place
+       ) END
 FROM {schema}.capture captured
 WHERE captured.eql_topic = %(topic)s AND {relation} = %(relation)s::oid;
 
@@ -88,19 +96,20 @@ WHERE eql_topic = %(topic)s AND (
     OR (eql_table = %(name)s AND NOT EXISTS (SELECT FROM pg_class c WHERE c.oid = {relation}))
 );
 
--- part names_now of kind -- The names that a capture's columns have now. A column that is gone keeps its name, and so do
--- the columns of a restored table, which are known by their names.
+-- part names_now of kind -- The names that a capture's columns have now, without dropped columns. The columns of a restored
+-- table are known by their names, and keep them.
 ARRAY(
     SELECT coalesce(a.attname::text, known.name)
     FROM unnest(captured.eql_{kind}_names, captured.eql_{kind}_numbers) WITH ORDINALITY AS known (name, number, place)
     LEFT JOIN pg_attribute a
-        ON a.attrelid = c.oid AND c.oid = captured.eql_relation AND a.attnum = known.number AND NOT a.attisdropped
+        ON a.attrelid = c.oid AND c.oid = captured.eql_relation AND a.attnum = known.number
+    WHERE a.attisdropped IS NOT TRUE
     ORDER BY known.place
 )
 
 -- list -- The captures: id, table, topic, key and columns as they are called now, state of the snapshot and its rows, time
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
--- renamed columns, how many of its four triggers would run, whether the table is a partition or has inheritance, and
+-- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance, and
 -- whether a crash empties it.
 SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
