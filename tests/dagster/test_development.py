@@ -19,6 +19,7 @@ from typing import ClassVar
 import dagster as dg
 import pytest
 
+from eventsql_orchestration.dagster.local import webserver as webserver_client
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, failure_of
 from eventsql_orchestration.orchestration import local_processes
@@ -203,6 +204,16 @@ def test_dagster_is_not_ready_until_its_daemon_starts_runs(
 ) -> None:
     monkeypatch.setattr(Webserver, "healthy", False)
     assert local(tmp_path, webserver)._not_ready() == "the daemon"
+
+
+def test_dagster_is_not_ready_if_its_webserver_does_not_tell_the_state_of_the_daemon(
+    tmp_path: Path, webserver: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(_webserver: webserver_client.Webserver) -> bool:
+        raise LocalDagsterError("no Dagster answers")
+
+    monkeypatch.setattr(webserver_client.Webserver, "starts_runs", late)
+    assert local(tmp_path, webserver)._not_ready() == "the webserver"
 
 
 def test_a_location_that_fails_when_it_runs_is_named_with_its_place(

@@ -156,6 +156,7 @@ class LocalDagster:
         webserver = Webserver(self.url, timeout=10)
         try:
             workspace = webserver.ask(_LOCATIONS)["workspaceOrError"]
+            starts_runs = webserver.starts_runs()
         except (LocalDagsterError, KeyError):
             return "the webserver"
         entries = workspace.get("locationEntries")
@@ -166,7 +167,7 @@ class LocalDagster:
             if error.get("message"):
                 why = self._cause_of(error)
                 raise LocalDagsterError(f"{self.location} cannot be loaded: {why}; see {self.log}")
-        return None if webserver.starts_runs() else "the daemon"
+        return None if starts_runs else "the daemon"
 
     def _cause_of(self, error: Mapping[str, Any]) -> str:
         """The location's own error, with its place in the location. Dagster wraps it in errors of its own."""
