@@ -314,7 +314,7 @@ class ProjectionError(EventSQLError):
 class MessageNotFoundError(EventSQLError):
     """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended.
 
-    `ids` are the ids of the messages that are not held.
+    `ids` are the ids of the messages that are not held, or that are no dead letters of the queue.
     """
 
     def __init__(self, message: str | None = None, *, ids: Sequence[int] = ()) -> None:

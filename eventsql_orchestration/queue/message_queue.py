@@ -335,7 +335,7 @@ class MessageQueue:
         chosen = None if ids is None else list(ids)
         if chosen is not None:
             known = {found for each in queues for found in each.dead_letters(chosen)}
-            if unknown := [number for number in chosen if number not in known]:
+            if unknown := [number for number in dict.fromkeys(chosen) if number not in known]:
                 raise MessageNotFoundError(
                     f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
                     "names its queue of dead letters, and `eventsql queue peek` lists the messages of a queue",
