@@ -273,15 +273,13 @@ def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_b
     check_nothing_is_left(dsns)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("shard", "statement", "at_commit"),
     [
-        (1, "INSERT ON eventsql.spark_part", True),
-        (1, "UPDATE ON eventsql.spark_part", False),
-        (0, "INSERT ON eventsql.spark_publication", True),
+        pytest.param(1, "INSERT ON eventsql.spark_part", True, id="while it prepares", marks=pytest.mark.nightly),
+        pytest.param(1, "UPDATE ON eventsql.spark_part", False, id="while it places", marks=pytest.mark.nightly),
+        pytest.param(0, "INSERT ON eventsql.spark_publication", True, id="while it decides"),
     ],
-    ids=["while it prepares", "while it places", "while it decides"],
 )
 def test_what_a_driver_is_at_is_not_given_up(
     platform: EventSQL, dsns: list[str], shard: int, statement: str, *, at_commit: bool
@@ -537,7 +535,6 @@ def test_a_write_whose_shard_does_not_take_its_part_says_that_it_is_published_an
     check_nothing_is_left(dsns)
 
 
-@pytest.mark.nightly
 def test_a_later_write_waits_for_what_was_decided_on_its_shards(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -811,7 +808,6 @@ def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Datab
     assert count(new, "spark_part") == 1
 
 
-@pytest.mark.nightly
 def test_a_write_under_way_keeps_the_fence_back(databases: Databases) -> None:
     *made, new = databases(4)
     dsns = prepared(made)

@@ -169,7 +169,6 @@ def test_a_launch_does_not_wait_for_the_runs_of_a_server_that_is_ending(deployme
     wait_until(server.has_ended, "the end of the server")
 
 
-@pytest.mark.nightly
 def test_a_second_process_of_a_run_leaves_it_to_the_first(deployment: Deployment) -> None:
     run = deployment.create()
     first = Worker.of_process(run, os.getpid())
