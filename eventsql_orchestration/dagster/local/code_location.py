@@ -67,7 +67,7 @@ class CodeLocation:
         except Exception as error:
             raise LocalDagsterError(f"{self} cannot be loaded: {self._described(error)}") from error
         finally:
-            # The location may have changed it, too.
+            # Paths that the location itself has added stay.
             sys.path[:] = [directory for directory in sys.path if directory not in added]
 
     def check(self) -> None:
