@@ -51,6 +51,9 @@ TEMPLATE = "eventsql_template"
 LONGEST = ("spark", "system", "dagster", "assets", "cli", "log", "shards")
 """The rooms whose files take longest."""
 
+NIGHTLY_TIMEOUT = 1800
+"""Seconds that an exhaustive test may take: some take minutes on an idle machine."""
+
 TIMEOUT_AGAIN = 60
 """Seconds after a test's timeout until its end is interrupted too, and each further time."""
 
@@ -97,8 +100,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, so that no process of tests is alone with one of them at the end."""
+    """Begin with the longest files, so that no process of tests is alone with one of them at the end.
+
+    Exhaustive tests have time.
+    """
     through.pytest_collection_modifyitems(config, items)
+    for item in items:
+        if item.get_closest_marker("nightly") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(NIGHTLY_TIMEOUT))
     here = Path(__file__).parent
 
     def place(item: pytest.Item) -> int:
