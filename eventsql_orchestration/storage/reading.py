@@ -103,9 +103,10 @@ class LogReader:
         ends = values["upto"] + MOST_IDS < behind
         if events:
             values["after"], values["limit"] = events[-1].id, limit - len(events)
-            # A sequence that is behind the log's events, as after some restores, does not tell where the log ends.
-            newest = rows[0][-1]
-            ends = ends or (newest is not None and events[-1].id <= newest < behind)
+            # The sequence may be behind the log's events, as after some restores. So it only ends a read without bound,
+            # whose caller reads on. The caller of a range takes fewer events than `limit` for the last ones.
+            if values["upto"] == MAX_OFFSET and (newest := rows[0][-1]) is not None:
+                ends = events[-1].id <= newest < behind
         return events, len(events) < limit and (not ends or len(rows) == _FIRST_BLOCKS)
 
     def read_ids(

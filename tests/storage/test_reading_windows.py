@@ -77,6 +77,15 @@ def test_a_sequence_that_is_not_the_logs_any_more_hides_nothing(
     assert read(session, partition=0, limit=10_000) == own
 
 
+def test_a_sequence_that_was_set_back_into_a_window_does_not_end_a_range(
+    platform: EventSQL, session: psycopg.Connection
+) -> None:
+    """A claim whose read gives fewer events than it asks for is over."""
+    own = of_partition(platform, 0)
+    session.execute(f"SELECT setval('{SEQUENCE}', %s)", [WINDOW - 1])
+    assert read(session, partition=0, upto=own[-1], limit=10_000) == own
+
+
 def test_a_role_that_may_only_read_the_log_reads_a_partition(platform: EventSQL, session: psycopg.Connection) -> None:
     """A right on the log's sequence is not needed."""
     own = of_partition(platform, 0)
