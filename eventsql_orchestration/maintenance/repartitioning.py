@@ -154,16 +154,20 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     """
     mover, room, layout_queries = BufferMover(schema), LogRoom(schema), Queries("layouts", schema)
     _limit(connection, BUFFER_SECONDS)
+    logs = []
+    for topic, partitions, layout in topics:
+        blocks = log_form.form_now(connection, schema, topic).writes_blocks
+        # Advances a sequence that is behind its log: the caller takes the sequence's last id for the end of the log.
+        zoned = room.make(connection, topic, None, blocks=blocks).zoned
+        logs.append((topic, partitions, layout, blocks, zoned))
     connection.execute(layout_queries("lock_buffer"))
     refuse_open_parts(connection, schema)
-    for topic, partitions, layout in topics:
+    for topic, partitions, layout, blocks, zoned in logs:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
         (buffered,) = fetch_one(connection, layout_queries("count_buffered"), counted)
         if buffered > MOST_BUFFERED:
             raise TooManyBufferedError
         if buffered:
-            blocks = log_form.form_now(connection, schema, topic).writes_blocks
-            zoned = room.make(connection, topic, None, blocks=blocks).zoned
             low_water = 0
             parts = {"topic": topic, "bytes": PART_BYTES}
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():

@@ -27,6 +27,7 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.offsets import Earliest, Latest
+from tests.forms import stored
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE, wait_until
@@ -219,6 +220,18 @@ def test_the_fence_waits_for_a_transaction_that_has_published(dsns: list[str], o
     with shard.database.connection() as connection:
         fence = connection.execute("SELECT eql_fence FROM eventsql.shard_fence WHERE eql_topic = 'orders'").fetchone()
     assert [(event.id,) for event in shard.reader.read("orders")] == [fence], "what was committed before lies before it"
+
+
+def test_the_fence_is_behind_a_log_whose_sequence_was_set_back(dsns: list[str], opened: Open) -> None:
+    platform = opened(*dsns[:2])
+    shard = platform.shard_of(MOVING)
+    platform.publisher.publish_all(publication(MOVING, number) for number in range(3))
+    shard.transfer.run_once()
+    with shard.database.connection() as connection:
+        connection.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 1)")
+        ShardStore(shard.database).fence(2, [*BEFORE, "shard-3"], shard.transfer)
+        fence = connection.execute("SELECT eql_fence FROM eventsql.shard_fence WHERE eql_topic = 'orders'").fetchone()
+    assert fence == (shard.reader.read("orders")[-1].id,)
 
 
 def test_whoever_holds_the_old_set_is_told_by_the_transaction_that_would_have_written(
