@@ -123,7 +123,7 @@ class Ids:
             return False
         if last > known or time.monotonic() - self._seen_at[topic] >= TRUST_SECONDS:
             later = self._queries.writing(connection, "later_id", topic)
-            if fetch_first(connection, later, {"last": last}) is not None:
+            if fetch_first(connection, later, {"topic": topic, "last": last}) is not None:
                 return False
         self._see(topic, last)
         return True

@@ -227,10 +227,12 @@ def test_a_log_whose_sequence_was_set_back_while_it_is_written_loses_no_event(
 
 
 @pytest.mark.parametrize("back_to", [101, 150], ids=["the last id that the writer saw", "a later id"])
+@pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("buffered", [False, True])
 def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no_event(
-    platform: EventSQL, dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch, *, buffered: bool, back_to: int
-) -> None:
+    platform: EventSQL, dsn: str, session: Connection, monkeypatch: pytest.MonkeyPatch,
+    *, buffered: bool, emptied: bool, back_to: int,
+) -> None:  # fmt: skip
     monkeypatch.setattr(sequences, "TRUST_SECONDS", 0.0)
 
     def publish_all(publishing: EventSQL, values: range) -> None:
@@ -243,6 +245,8 @@ def test_a_sequence_that_was_set_back_to_an_id_that_another_writer_took_loses_no
     with EventSQL(dsn, transfer=False) as other:
         publish_all(other, range(101, 201))
     assert consume(platform) == list(range(201))
+    if emptied:
+        session.execute(f"DELETE FROM eventsql.{stored('orders')}")
     session.execute(f"SELECT setval('{LOG}', {back_to})")
     if buffered:
         publish(platform, *range(201, 261))
@@ -310,6 +314,22 @@ def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
     monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
     platform.repartitioner.repartition("parcels", 3)
     assert consume(platform, "parcels") == [100]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_repartitioning_begins_behind_the_log_if_its_sequence_was_set_back(
+    platform: EventSQL, session: Connection, storage: Storage
+) -> None:
+    table = "parcels_block" if storage == BLOCKS else "parcels_event"
+    platform.registry.register_topic(Topic("parcels", 3, storage=storage))
+    platform.registry.register_consumer(Consumer("parcels", "mailer", partitioned=True))
+    publications = [Publication("parcels", b"%d" % value, key=f"{value}") for value in range(160)]
+    platform.publisher.publish_all(publications[:100])
+    session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+    # No event waits in the buffer. Events of the partition that goes away wait in the log.
+    platform.repartitioner.repartition("parcels", 2)
+    platform.publisher.publish_all(publications[100:])
+    assert sorted(consume(platform, "parcels")) == list(range(160))
 
 
 def test_a_buffer_whose_sequence_is_behind_its_ids_is_moved_in_order(platform: EventSQL, session: Connection) -> None:

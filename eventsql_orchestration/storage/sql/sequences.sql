@@ -22,8 +22,14 @@ SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{table};
 
--- later_id -- A row if the table that new events enter has an id after this one.
-SELECT true FROM {schema}.{written_table} WHERE eql_id > %(last)s LIMIT 1;
+-- later_id -- A row if the table that new events enter has an id after this one, or if it lacks this one, and an offset is
+-- after it: the events that had later ids were deleted.
+SELECT true
+WHERE EXISTS (SELECT FROM {schema}.{written_table} WHERE eql_id > %(last)s)
+   OR NOT EXISTS (SELECT FROM {schema}.{written_table} WHERE eql_id = %(last)s) AND EXISTS (
+          SELECT FROM {schema}.consumer
+          WHERE eql_topic = %(topic)s AND eql_last_event_id > %(last)s AND eql_last_event_id < 4611686018427387904
+      );
 
 -- log_state -- Whether a log's times have time zones; its sequence and its last id; and the largest known id of an
 -- event, offset or layout. Absurdly large offsets do not count.
