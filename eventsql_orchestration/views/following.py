@@ -61,7 +61,9 @@ class LogFollower:
             if relation != self._relation:
                 raise ViewConflictError("the logs were rebuilt, and their lines have other ids: follow them anew")
             writers = self._writers(connection)
-            found = fetch_raw(connection, self._query, {**self._values, "after_id": self._settled})
+            # If a rebuild ends at this moment, this finds nothing, and the next call raises.
+            values = {**self._values, "after_id": self._settled, "relation": self._relation}
+            found = fetch_raw(connection, self._query, values)
         lines = [line for line in map(LogLine, found) if line.id not in self._given]
         self._given.update(line.id for line in lines)
         self._settle(newest, writers)

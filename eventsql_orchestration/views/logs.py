@@ -162,10 +162,16 @@ def _selection(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
 
 @lru_cache(maxsize=256)
 def _following(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
-    """The statement that reads on by id."""
-    statement = sql.SQL("SELECT {columns} FROM {table} WHERE {conditions} ORDER BY eql_id").format(
-        columns=_COLUMNS, table=sql.Identifier(schema, logs.table), conditions=_conditions(logs, given)
-    )
+    """The statement that reads on by id.
+
+    If a rebuild has put another table in the place of `relation`, it gives nothing.
+    """
+    table = sql.Identifier(schema, logs.table)
+    statement = sql.SQL(
+        "SELECT {columns} FROM {table} WHERE {conditions} AND {name}::regclass::oid = %(relation)s::oid ORDER BY eql_id"
+    ).format(
+        columns=_COLUMNS, table=table, conditions=_conditions(logs, given), name=sql.Literal(table.as_string())
+    )  # fmt: skip
     return sent(statement)
 
 

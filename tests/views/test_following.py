@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError, ViewNotFoundError
 from eventsql_orchestration.views import LogEntry, LogFollower, Logs, LogsView, Views
 from eventsql_orchestration.views import following as following_module
@@ -156,7 +158,8 @@ def test_a_poll_reads_an_index_of_ids(database: Database, runs: LogsView) -> Non
     with database.connection() as connection:
         connection.execute("ANALYZE eventsql.view_runs")
         statement = _following(RUNS, database.schema, frozenset({"tenant", "resource", "after_id"}))
-        values = {"tenant": "", "resource": "a", "after_id": 5_990}
+        (relation,) = fetch_one(connection, sql.SQL("SELECT 'eventsql.view_runs'::regclass::oid"))
+        values = {"tenant": "", "resource": "a", "after_id": 5_990, "relation": relation}
         plan = "\n".join(line for (line,) in connection.execute(b"EXPLAIN " + statement, values, prepare=False))
         newest = custom_plan(connection, runs._table.query("newest_line"), {"relation": "eventsql.view_runs"})
     # The other partitions are empty.

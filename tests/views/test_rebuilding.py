@@ -595,6 +595,25 @@ def test_rights_stay_and_ids_are_new(world: World, database: Database) -> None:
     assert kept == [(True, True, "way's steps", "minutes")]
 
 
+def test_a_rebuild_that_ends_during_a_poll_gives_a_follower_no_line_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower = world.views.logs(Lines.view).follow()
+    world.publish(*range(8))
+    world.consume()
+    assert len(follower.poll()) == 8
+
+    def rebuilt(*given: Any) -> set[str]:
+        monkeypatch.undo()
+        world.views.rebuild(Lines())
+        return follower._writers(*given)
+
+    monkeypatch.setattr(follower, "_writers", rebuilt)
+    assert follower.poll() == []
+    with pytest.raises(ViewConflictError):
+        follower.poll()
+
+
 def test_entries_beyond_the_retention_are_not_compared(world: World) -> None:
     definition: Definition = replace(Lines.view, retention=10 * 365 * DAY)
     world.views.declare(definition)
