@@ -84,7 +84,8 @@ class Rebuilding:
         """See `Views.rebuild`."""
         applied = 0
         with self._shadow(partial=partial) as shadow:
-            with self._database.connection() as connection:
+            with self._database.transaction() as connection:
+                self._hold(connection, shadow)
                 self._tables.check_kept(connection, shadow)
             done = self._fill(shadow, fill)
             for attempt in range(tries):
@@ -132,7 +133,10 @@ class Rebuilding:
             return [key for key, *sketches in cursor if sketches_differ(view, sketches)]
 
     def _hold(self, connection: Connection, shadow: Shadow) -> None:
-        """Keep both tables as they are. Call it before the snapshot, or that misses a switch and dropped partitions."""
+        """Keep both tables as they are. Call it before the snapshot, or that misses a switch and dropped partitions.
+
+        Raises `ViewConflictError` if one of them is gone.
+        """
         tables = sql.SQL(", ").join(self._table(each.table) for each in (shadow.held, shadow.definition))
         try:
             connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS SHARE MODE").format(tables))

@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import psycopg
 import pytest
 from psycopg import sql
 
@@ -44,7 +45,9 @@ from eventsql_orchestration.views import (
 )
 from eventsql_orchestration.views import rebuilding as rebuilding_module
 from eventsql_orchestration.views.comparison import comparison
+from eventsql_orchestration.views.rebuilding import Rebuilding
 from eventsql_orchestration.views.sketches import sketch_distinct, sketch_quantiles
+from eventsql_orchestration.views.switching import Shadow
 from tests.fixtures import Sessions, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 from tests.waiting import PATIENCE
@@ -368,6 +371,23 @@ def test_the_later_of_two_rebuilds_goes_on(world: World) -> None:
     with pytest.raises(ViewConflictError):
         world.views.rebuild(Overtaken())
     world.check()
+
+
+def test_a_rebuild_whose_table_is_dropped_at_its_beginning_finds_nothing_that_the_switch_would_lose(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = Rebuilding._begin
+
+    def dropped(self: Rebuilding, *, partial: bool) -> Shadow:
+        shadow = begin(self, partial=partial)
+        # As the beginning of another rebuild does.
+        world.views.give_up("steps")
+        return shadow
+
+    with monkeypatch.context() as patch, pytest.raises(ViewConflictError) as raised:
+        patch.setattr(Rebuilding, "_begin", dropped)
+        world.views.rebuild(Steps())
+    assert isinstance(raised.value.__cause__, psycopg.errors.UndefinedTable)
 
 
 def test_a_consumer_that_moves_or_changes_meanwhile_stops_the_rebuild(world: World) -> None:
