@@ -95,7 +95,10 @@ class LogSorting:
             with connection.transaction():
                 self._begin(connection, source, exchange, partition)
                 self._replace(connection, source, watch, exchange, partition)
-        except (_InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist) as error:
+        except (
+            _InUseError, psycopg.errors.UndefinedTable, psycopg.errors.DependentObjectsStillExist,
+            psycopg.errors.LockNotAvailable,
+        ) as error:  # fmt: skip
             logger.info("partition %r of logs %r is not sorted yet: %s", partition, self._logs.name, error)
             return False
         return True

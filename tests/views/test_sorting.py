@@ -268,6 +268,23 @@ def test_a_transaction_that_reads_the_logs_keeps_their_partition(
     assert views.sort(now=NEXT_DAY) == done(1)
 
 
+def test_a_partition_is_left_if_others_lock_its_logs_during_the_sorting(
+    views: Views, tracking: LogsView, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another process does that sorts another partition."""
+    other = sessions()
+
+    def lock() -> None:
+        other.execute("LOCK TABLE ONLY eventsql.view_tracking IN ACCESS EXCLUSIVE MODE")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(exchanging, "WAIT_SECONDS", 0.05)
+        after("keep_writers_away", lock, patch)
+        assert views.sort(now=NEXT_DAY) == done(busy=1)
+    other.rollback()
+    assert views.sort(now=NEXT_DAY) == done(1)
+
+
 def test_a_sorting_that_is_killed_leaves_the_partition_as_it_was(
     database: Database, views: Views, tracking: LogsView, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
