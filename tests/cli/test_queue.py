@@ -204,6 +204,17 @@ def test_an_error_of_the_command_ends_its_programs(start: Start, database: Datab
     assert not psutil.pid_exists(program)
 
 
+def test_ctrl_z_does_not_stop_a_program_that_is_just_being_started(database: Database) -> None:
+    """It still has the command's group. The thread that starts it would wait for it, and the command for the thread."""
+    held = "import signal, sys; sys.exit(signal.SIGTSTP not in signal.pthread_sigmask(signal.SIG_BLOCK, []))"
+    queue, before = Queue(database, "jobs"), signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    queue.send(b"1")
+    (message,) = queue.receive()
+    with database.connection() as connection:
+        Programs([sys.executable, "-c", held]).run(message, connection)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == before
+
+
 def test_no_program_is_started_after_the_others_were_killed(database: Database, directory: Path) -> None:
     queue, programs = Queue(database, "jobs"), Programs(["touch", "made"])
     queue.send(b"1")
