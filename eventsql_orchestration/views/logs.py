@@ -167,11 +167,10 @@ def _following(logs: Logs, schema: str, given: frozenset[str]) -> bytes:
     If a rebuild has put another table in the place of `relation`, it gives nothing.
     """
     table = sql.Identifier(schema, logs.table)
-    statement = sql.SQL(
-        "SELECT {columns} FROM {table} WHERE {conditions} AND {name}::regclass::oid = %(relation)s::oid ORDER BY eql_id"
-    ).format(
-        columns=_COLUMNS, table=table, conditions=_conditions(logs, given), name=sql.Literal(table.as_string())
-    )  # fmt: skip
+    same = sql.SQL("{}::regclass::oid = %(relation)s::oid").format(sql.Literal(table.as_string()))
+    statement = sql.SQL("SELECT {columns} FROM {table} WHERE {conditions} AND {same} ORDER BY eql_id").format(
+        columns=_COLUMNS, table=table, conditions=_conditions(logs, given), same=same
+    )
     return sent(statement)
 
 
