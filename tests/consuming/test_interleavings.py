@@ -237,7 +237,7 @@ def log(dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
     monkeypatch.setattr(publisher, "LOCK_TIMEOUT", 600.0)
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", -1.0)
     monkeypatch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
-    monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e6)
+    monkeypatch.setattr(sequences, "TRUST_SECONDS", -1.0)
     monkeypatch.setattr(registry, "CACHE_SECONDS", 1e6)
     with ExitStack() as stack:
         yield Log(dsn, stack)
