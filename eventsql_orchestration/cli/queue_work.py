@@ -40,8 +40,9 @@ class Programs:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """The number of programs that run now."""
-        return len(self._running)
+        """The number of programs that run now, and of those that are just being started."""
+        with self._lock:
+            return len(self._running)
 
     def run(self, message: Message, _connection: Connection) -> None:
         with self._lock:
