@@ -9,11 +9,11 @@ import shutil
 import signal
 import tempfile
 import uuid
-from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import hypothesis
 import psycopg
@@ -45,6 +45,8 @@ __all__ = [
     "until",
     "until_blocked",
 ]
+
+Prepared: TypeAlias = Callable[..., tuple[str, ...]]
 
 TEMPLATE = "eventsql_template"
 
@@ -218,6 +220,12 @@ class Administrator:
         finally:
             self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(copy))
 
+    def drop_roles(self, prefix: str) -> None:
+        """Drop the roles whose names begin so. The databases in which they had something are dropped already."""
+        names = self._connection.execute("SELECT rolname FROM pg_roles WHERE starts_with(rolname, %s)", [prefix])
+        for (name,) in names.fetchall():
+            self._execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+
     def close(self) -> None:
         self._connection.close()
 
@@ -243,10 +251,39 @@ def administrator(server: EmbeddedPostgres) -> Iterator[Administrator]:
     opened.close()
 
 
+@pytest.fixture(scope="module")
+def prepared(administrator: Administrator) -> Iterator[Prepared]:
+    """Databases that a module's tests copy. A function fills each once: making a topic takes 50 ms, copying it 1 ms."""
+    made: dict[tuple[object, ...], tuple[str, ...]] = {}
+    with ExitStack() as stack:
+
+        def prepare(fill: Callable[..., object], *arguments: Hashable, databases: int = 1) -> tuple[str, ...]:
+            key = (fill, arguments, databases, registry.DEFAULT_STORAGE)
+            if key not in made:
+                names = tuple(f"prepared_{uuid.uuid4().hex}" for _ in range(databases))
+                dsns = [stack.enter_context(administrator.copied(name)) for name in names]
+                with EventSQL(*dsns, transfer=False) as platform:
+                    fill(platform, *arguments)
+                made[key] = names
+            return made[key]
+
+        yield prepare
+
+
 @pytest.fixture
-def direct_dsn(administrator: Administrator) -> Iterator[str]:
+def template(request: pytest.FixtureRequest) -> str:
+    """The database that the test's own is a copy of: empty, or as the function of the mark `prepared` fills it."""
+    mark = request.node.get_closest_marker("prepared")
+    if mark is None or not {*mark.kwargs.values()} <= {*request.fixturenames}:
+        return TEMPLATE
+    prepared: Prepared = request.getfixturevalue("prepared")
+    return prepared(*mark.args)[0]
+
+
+@pytest.fixture
+def direct_dsn(administrator: Administrator, template: str) -> Iterator[str]:
     """A migrated database of the test's own, past any pooler."""
-    with administrator.copied() as dsn:
+    with administrator.copied(template=template) as dsn:
         yield dsn
 
 

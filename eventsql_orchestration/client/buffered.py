@@ -12,17 +12,13 @@ from typing import Generic, TypeVar, Unpack
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
 from eventsql_orchestration.publishing.batches import check_publication
+from eventsql_orchestration.publishing.buffer_limits import BufferLimits, BufferOptions
 from eventsql_orchestration.publishing.buffered import Acknowledgement, Collector
-from eventsql_orchestration.publishing.lanes import (
-    CLOSE_TIMEOUT,
-    BatchPublisher,
-    BufferLimits,
-    BufferOptions,
-    time_left,
-)
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, time_left
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
@@ -70,6 +66,11 @@ class _PerShard(Generic[AnyCollector]):
         self.lone: AnyCollector | None = None
         if cluster.lone is not None:
             self.lone = make(cluster.lone.publisher, cluster.lone.registry)
+        after_fork(self, _PerShard._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self._lock = threading.Lock()
 
     def on(self, shard: Shard) -> AnyCollector:
         """The collector of a shard. Raises `PublisherClosedError`."""

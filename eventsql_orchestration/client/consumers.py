@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     PartitionOutOfRangeError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.shards.barriers import Barriers
@@ -104,6 +105,11 @@ class ClusterConsumers:
             self.join(shard)
         # The threads of running consumptions keep them alive.
         self._started: weakref.WeakSet[ClusterConsumption] = weakref.WeakSet()
+        after_fork(self, ClusterConsumers._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. What runs is the parent's to stop."""
+        self._started = weakref.WeakSet()
 
     def join(self, shard: Shard) -> None:
         """Throttle the consumers of all shards together, this shard included."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.errors import ShardError
-from eventsql_orchestration.publishing.lanes import BufferOptions
+from eventsql_orchestration.publishing.buffer_limits import BufferOptions
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
 from eventsql_orchestration.shards.shard import Shard
@@ -99,8 +98,8 @@ class EventSQL:
         self.seeker = ClusterSeeker(self._cluster, self.registry, self._barriers)
         self._lag = ClusterLag(self._cluster, self._barriers)
         self._buffering: list[BufferedPublisher | AsyncPublisher] = []
-        self._store: Store | None = None
-        self._making_store = threading.Lock()
+        lone = self._cluster.lone
+        self._store = None if lone is None else Store(lone.database, notifier=lone.notifier, listener=lone.listener)
 
     def __repr__(self) -> str:
         on = ", ".join(
@@ -138,11 +137,9 @@ class EventSQL:
     @property
     def store(self) -> Store:
         """The event store of the only database. Raises `SingleShardError` if there are several."""
-        shard = self._only("store", "Store(platform.shards[i].database)")
-        with self._making_store:
-            if self._store is None:
-                self._store = Store(shard.database, notifier=shard.notifier, listener=shard.listener)
-            return self._store
+        self._only("store", "Store(platform.shards[i].database)")
+        assert self._store is not None, "there is one database"
+        return self._store
 
     @property
     def captures(self) -> Captures:

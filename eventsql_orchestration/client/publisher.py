@@ -22,6 +22,7 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.batches import check_publication, read_ahead
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
@@ -43,6 +44,11 @@ class ClusterPublisher:
         self._partitioner: Partitioner = default_partition
         self._threads: ThreadPoolExecutor | None = None
         self._threads_lock = threading.Lock()
+        after_fork(self, ClusterPublisher._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self._threads, self._threads_lock = None, threading.Lock()
 
     def close(self) -> None:
         """Close the threads and connections; the next publication opens new ones."""

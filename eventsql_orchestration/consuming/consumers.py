@@ -43,6 +43,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
@@ -148,6 +149,11 @@ class Consumers:
         self._running: weakref.WeakSet[Running] = weakref.WeakSet()
         self._running_lock = threading.Lock()
         self._retries: dict[ConsumerPartition, CommitRetry] = {}
+        after_fork(self, Consumers._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. What runs is the parent's to stop."""
+        self._running, self._running_lock = weakref.WeakSet(), threading.Lock()
 
     def start(
         self, topic: str, consumer: str, handler: EventHandler, *, workers: int = MAX_WORKERS,

@@ -13,6 +13,7 @@ import weakref
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.forks import after_fork
 
 REST_RATE: Final = 2_000.0
 """Events per second above which partitions rest; from twice that rate on, they rest for the full time. Below this rate,
@@ -68,6 +69,11 @@ class Throttles:
     """The throttles of consumers. Each is forgotten with the last consumption that uses it."""
 
     def __init__(self) -> None:
+        self._after_fork()
+        after_fork(self, Throttles._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. Existing throttles are of the parent's consumptions."""
         self._lock = threading.Lock()
         self._of: weakref.WeakValueDictionary[tuple[str, str], Throttle] = weakref.WeakValueDictionary()
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 import sqlalchemy
@@ -43,6 +41,7 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     SchemaOutdatedError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import check_schema_name
 from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
@@ -50,17 +49,6 @@ from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-_USED: Final[weakref.WeakSet[Database]] = weakref.WeakSet()
-
-
-def _leave_to_parent() -> None:
-    for database in list(_USED):
-        database.leave_to_parent()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 @checked
@@ -97,7 +85,7 @@ class Database:
         self._connect_args = {name: value for name, value in options.items() if name not in self.url.query}
         self._home = Home()
         self._pool = Pool(self.url, self._connect_args, size=pool_size, overflow=max_overflow, note=self._home.note)
-        _USED.add(self)
+        after_fork(self, Database._after_fork)
 
     def __repr__(self) -> str:
         return f"Database({self})"
@@ -386,10 +374,9 @@ class Database:
         """Close every pooled connection; one in use, when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
 
-    def leave_to_parent(self) -> None:
-        """Begin with an empty pool in a forked process. The parent keeps its connections open."""
+    def _after_fork(self) -> None:
+        """See `forks`."""
         self._ready_lock = threading.Lock()
-        self._pool.leave_to_parent()
 
     def __enter__(self) -> Database:
         self.open()

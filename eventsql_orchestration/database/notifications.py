@@ -14,20 +14,20 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack, closing, suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import wait
 from typing import Final, TypeAlias
 
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.sessions import is_pooled
-from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import ClosedError, EventSQLError
+from eventsql_orchestration.forks import after_fork
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +39,6 @@ BUFFER: Final = "buffer"
 
 STORE: Final = "store"
 """The kind of a notification of new changes in the event store."""
-
-NOTIFY_INTERVAL: Final = 0.005
-"""Seconds between two notifications of the same kind and topic: each commits under a lock of the whole database. The
-calls within this time become one notification at its end."""
-
-QUIET_INTERVAL: Final = 0.05
-"""The same in seconds after nobody listened. A notification that nobody listens to is a statement without a commit."""
-
-HEARD_INTERVAL: Final = 1.0
-"""Seconds until a caller of `notify` looks again after somebody listened."""
 
 TEST_SECONDS: Final = 2.0
 """How long a listener waits for the notification that it sends to itself. It takes a millisecond, or never arrives."""
@@ -78,7 +68,7 @@ def channel_of(schema: str) -> str:
     return f"eventsql_{hashlib.sha256(schema.encode()).hexdigest()[:32]}"
 
 
-def _retry_delay(failures: int) -> float:
+def retry_delay(failures: int) -> float:
     return float(min(0.1 * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
 
 
@@ -101,6 +91,13 @@ class Listener:
         self._ending: socket.socket | None = None
         # A thread may outlive `close`.
         self._listening: threading.Thread | None = None
+        after_fork(self, Listener._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. The subscribers are threads of the parent."""
+        self._lock = threading.Lock()
+        self._callbacks = {}
+        self._thread = self._ending = self._listening = None
 
     @property
     def listening(self) -> bool:
@@ -116,10 +113,9 @@ class Listener:
         Raises `ClosedError` if the database was closed.
         """
         self._database.check_open()
-        subscription = _payload(kind, topic or "")
+        subscription = payload_of(kind, topic or "")
         with self._lock:
             self._callbacks[subscription] = (*self._callbacks.get(subscription, ()), callback)
-            # A process that was forked since has no such thread.
             if self._thread is None or not self._thread.is_alive():
                 ending, self._ending = socket.socketpair()
                 self._thread = threading.Thread(target=self._run, args=(ending,), name="eventsql-listener", daemon=True)
@@ -178,7 +174,7 @@ class Listener:
                     return
                 except (psycopg.Error, EventSQLError) as error:
                     failures += 1
-                    delay = _retry_delay(failures)
+                    delay = retry_delay(failures)
                     if failures == 1:
                         logger.warning("no notifications from %s, trying again: %s", self._database, error)
                 finally:
@@ -217,7 +213,7 @@ class Listener:
         """Listen, and return whether a notification of another connection arrives on this one."""
         connection.execute(self._announce, {"channel": self._channel})
         connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(self._channel)))
-        token = _payload("test", uuid.uuid4().hex)
+        token = payload_of("test", uuid.uuid4().hex)
         with self._database.connection() as other:
             other.execute(self._notify, {"channel": self._channel, "payloads": [token]})
         deadline = time.monotonic() + TEST_SECONDS
@@ -235,139 +231,9 @@ class Listener:
     def _hear(self, connection: Connection) -> set[str]:
         """Call the subscribers of notifications that have arrived, and return their payloads."""
         payloads = {notification.payload for notification in connection.notifies(timeout=0)}
-        for subscription in payloads | {_payload(payload.partition(":")[0], "") for payload in payloads}:
+        for subscription in payloads | {payload_of(payload.partition(":")[0], "") for payload in payloads}:
             _call(self._callbacks.get(subscription, ()))
         return payloads
-
-
-@checked
-class Notifier:
-    """Notifies other processes, outside of the transactions of publishers and transfers.
-
-    `notify` returns at once. A thread with its own connection sends the first notification right away. Further calls
-    within `NOTIFY_INTERVAL` become one notification at the end of the interval. If nobody listened, the interval is
-    `QUIET_INTERVAL`: a listener that begins meanwhile first looks by itself. While the database is away, each is kept
-    once.
-    """
-
-    def __init__(self, database: Database) -> None:
-        self._database = database
-        self._channel = channel_of(database.schema)
-        self._notify = Queries("notifications", database.schema)("notify")
-        self._listening = SingleStatement("listening", Queries("notifications", database.schema)("listening"))
-        self._lock = threading.Lock()
-        self._look_at = self._quiet_until = 0.0
-        self._pending: dict[str, None] = {}
-        self._wake = threading.Event()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @checks_itself
-    def notify(self, kind: str, topic: str | None, *, look: bool = False) -> None:
-        """Tell all listeners, from any thread, that new events of a topic were committed.
-
-        With None, only listeners to all topics are told. With `look`, the caller looks by itself whether anybody
-        listens: a connection takes 8 ms of processor time. Raises `ClosedError` if the database was closed.
-        """
-        self._pending[_payload(kind, topic or "")] = None
-        if look and time.monotonic() >= self._look_at and self._nobody_listens():
-            return
-        # The thread clears the event before it looks at what is pending.
-        if not self._wake.is_set():
-            self._wake.set()
-        # A process that was forked since has no such thread.
-        if self._thread is None or not self._thread.is_alive():
-            self._database.check_open()
-            with self._lock:
-                if self._thread is None or not self._thread.is_alive():
-                    self._stop = threading.Event()
-                    self._thread = threading.Thread(
-                        target=self._run, args=(self._stop,), name="eventsql-notifier", daemon=True
-                    )
-                    self._thread.start()
-
-    def _nobody_listens(self) -> bool:
-        """Look whether anybody listens. If not, forget what is pending: a new listener looks for events first."""
-        now = time.monotonic()
-        # Remove before the look: a later call may be about later events.
-        pending = {payload: self._pending.pop(payload, None) for payload in list(self._pending)}
-        heard = True
-        with suppress(psycopg.Error, EventSQLError):
-            heard = bool(self._database.fetch(self._listening, {"channel": self._channel.encode()}))
-        if heard:
-            self._look_at, self._quiet_until = now + HEARD_INTERVAL, 0.0
-            self._pending.update(pending)
-        else:
-            # A call after the first interval looks. Without a call, the thread looks after the second interval.
-            self._look_at, self._quiet_until = now + QUIET_INTERVAL, now + 2 * QUIET_INTERVAL
-        return not heard
-
-    def close(self) -> None:
-        """Send the remaining notifications, if the database is there, and end; the next one starts a new thread."""
-        with self._lock:
-            thread, self._thread = self._thread, None
-            self._stop.set()
-            self._wake.set()
-        if thread is not None:
-            thread.join(CLOSE_SECONDS)
-
-    def _run(self, stop: threading.Event) -> None:
-        connection: Connection | None = None
-        next_at: dict[str, float] = {}
-        failures = 0
-        try:
-            while not stop.is_set() or self._pending:
-                self._wake.wait()
-                self._wake.clear()
-                while self._pending:
-                    now = time.monotonic()
-                    ready_at = {
-                        payload: now if stop.is_set() else max(next_at.get(payload, now), self._quiet_until)
-                        for payload in list(self._pending)
-                    }
-                    if not (due := [payload for payload, at in ready_at.items() if at <= now]):
-                        stop.wait(min(ready_at.values(), default=now) - now)
-                        continue
-                    # Nobody listened to a caller that looked, and a further look is cheaper than a connection.
-                    if connection is None and self._quiet_until and self._nobody_listens():
-                        continue
-                    # Remove before sending: a later call may be about later events. A thread that outlives `close` may
-                    # send beside its successor.
-                    for payload in due:
-                        self._pending.pop(payload, None)
-                    try:
-                        connection, heard = self._send(connection, due)
-                    except (psycopg.Error, EventSQLError) as error:
-                        connection = None
-                        if failures == 0:
-                            logger.warning(
-                                "no notification can be sent to %s, so consumers poll: %s", self._database, error
-                            )
-                        failures += 1
-                        self._pending.update(dict.fromkeys(due))
-                        if stop.wait(_retry_delay(failures)):
-                            self._wake.set()
-                            return
-                    else:
-                        failures = 0
-                        pause = NOTIFY_INTERVAL if heard else QUIET_INTERVAL
-                        next_at.update(dict.fromkeys(due, time.monotonic() + pause))
-        finally:
-            if connection is not None:
-                connection.close()
-
-    def _send(self, connection: Connection | None, payloads: list[str]) -> tuple[Connection, bool]:
-        """Send on a connection, or on a new one if it is lost. Gives the connection, and whether somebody listens."""
-        parameters = {"channel": self._channel, "payloads": payloads}
-        if connection is not None:
-            with suppress(psycopg.Error):
-                return connection, connection.execute(self._notify, parameters).rowcount > 0
-            connection.close()
-        with ExitStack() as opened:
-            connection = opened.enter_context(closing(self._database.dedicated()))
-            heard = connection.execute(self._notify, parameters).rowcount > 0
-            opened.pop_all()
-        return connection, heard
 
 
 def _answering(connection: Connection) -> int | None:
@@ -376,7 +242,7 @@ def _answering(connection: Connection) -> int | None:
     return None if row is None else row[0]
 
 
-def _payload(kind: str, topic: str) -> str:
+def payload_of(kind: str, topic: str) -> str:
     return f"{kind}:{topic}"
 
 

@@ -20,6 +20,7 @@ from eventsql_orchestration.database.connections import UTF8, Connection
 from eventsql_orchestration.database.sessions import ISOLATION, is_fresh, watch
 from eventsql_orchestration.database.urls import connect_arguments, render
 from eventsql_orchestration.errors import ClosedError
+from eventsql_orchestration.forks import OF_PARENTS, after_fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,6 @@ class Loan:
     """SQLAlchemy's pool that gave it. A forked process has another one."""
     closings: int
 
-
-_OF_PARENTS: Final[list[object]] = []
-"""Spare connections of processes that this one was forked from."""
 
 LEAST_BESIDE_SPARE: Final = 4
 """A spare connection is kept only if the pool may have more connections than these: a user of the engine, who waits for
@@ -76,6 +74,7 @@ class Pool:
         self._spares: list[Loan] = []
         watch(self.engine, render(url), note)
         sqlalchemy.event.listen(self.engine, "engine_disposed", self._close_spare)
+        after_fork(self, Pool._after_fork)
 
     @property
     def exhausted(self) -> bool:
@@ -183,10 +182,10 @@ class Pool:
         # A second time, for a connection that was taken from the old pool meanwhile.
         self._closings += 1
 
-    def leave_to_parent(self) -> None:
-        """Begin with an empty pool in a forked process. The parent keeps its connections open."""
+    def _after_fork(self) -> None:
+        """See `forks`."""
         # Never given back, which would end or reset the parent's session.
-        _OF_PARENTS.extend(self._spares)
+        OF_PARENTS.extend(self._spares)
         self._spares = []
         self.engine.dispose(close=False)
 

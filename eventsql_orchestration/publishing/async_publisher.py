@@ -11,14 +11,8 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
 from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.batches import check_publication
-from eventsql_orchestration.publishing.lanes import (
-    CLOSE_TIMEOUT,
-    BatchPublisher,
-    BufferLimits,
-    Lanes,
-    Outcome,
-    time_left,
-)
+from eventsql_orchestration.publishing.buffer_limits import BufferLimits
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, Lanes, Outcome, time_left
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.topics.registry import Registry
 

@@ -10,9 +10,11 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.batches import check_publication
-from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, BufferLimits, Lanes, Outcome
+from eventsql_orchestration.publishing.buffer_limits import BufferLimits
+from eventsql_orchestration.publishing.lanes import CLOSE_TIMEOUT, BatchPublisher, Lanes, Outcome
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_seconds
@@ -64,7 +66,7 @@ class Acknowledgement:
     __slots__ = ("_callbacks", "_number", "_outcome", "_waited")
 
     def __init__(self) -> None:
-        # Until it is done, attributes are set only by a thread that holds `_watching`.
+        # Until it is done, attributes are set only by a thread that holds the lock of `_watching`.
         self._outcome: Placements | Exception | None = None
         self._number = 0
         self._waited: threading.Event | None = None
@@ -103,7 +105,7 @@ class Acknowledgement:
         """
         if not callable(callback):
             raise ValidationError(f"callback must be a function, not {type(callback).__name__}")
-        with _watching:
+        with _watching.lock:
             if self._outcome is None:
                 self._callbacks = (*self._callbacks, callback)
                 return
@@ -117,7 +119,7 @@ class Acknowledgement:
         return outcome
 
     def _wait(self, timeout: float | None) -> None:
-        with _watching:
+        with _watching.lock:
             if self._outcome is not None:
                 return
             waited = self._waited
@@ -136,13 +138,13 @@ class Acknowledgement:
     def finish(self, number: int, outcome: Placements | Exception) -> bool:
         """Become done, as event `number` of its batch. Gives whether `tell` is needed.
 
-        Only the publisher calls it, holding `_watching`.
+        Only the publisher calls it, holding the lock of `_watching`.
         """
         self._outcome, self._number = outcome, number
         return self._waited is not None or bool(self._callbacks)
 
     def tell(self) -> None:
-        """Wake the waiting threads. Only the publisher calls it, after `finish`, without holding `_watching`."""
+        """Wake the waiting threads. Only the publisher calls it, after `finish`, without the lock of `_watching`."""
         if self._waited is not None:
             self._waited.set()
         callbacks, self._callbacks = self._callbacks, ()
@@ -150,15 +152,26 @@ class Acknowledgement:
             self._call(callback)
 
 
-_watching: Final = threading.Lock()
-"""One lock for all acknowledgements, held for a moment to begin waiting and to become done."""
+class _Watching:
+    """One lock for all acknowledgements, held for a moment to begin waiting and to become done."""
+
+    def __init__(self) -> None:
+        self._after_fork()
+        after_fork(self, _Watching._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self.lock = threading.Lock()
+
+
+_watching: Final = _Watching()
 
 
 def _settle(acknowledgements: Sequence[Acknowledgement], outcome: Outcome) -> None:
     outcomes: Iterable[Placements | Exception] = (
         repeat(outcome) if isinstance(outcome, Placements) else ([outcome() for _ in acknowledgements])
     )
-    with _watching:
+    with _watching.lock:
         watched = [
             each
             for number, (each, own) in enumerate(zip(acknowledgements, outcomes, strict=False))

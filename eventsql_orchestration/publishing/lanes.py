@@ -11,9 +11,8 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import itemgetter
-from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, runtime_checkable
+from typing import Final, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import psycopg
 
@@ -27,17 +26,15 @@ from eventsql_orchestration.errors import (
     ValidationError,
     WrongShardError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing.buffer_limits import BufferLimits
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import check_seconds, check_whole
 
 CLOSE_TIMEOUT: Final = 30.0
 """Seconds that closing waits for the commits under way and those still to come."""
-
-MAX_FLUSHES: Final = 1_000
-"""Each flush has a thread, and a connection while it commits."""
 
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that concern the written data: data, constraints, views' checks, limits of a row, triggers."""
@@ -64,45 +61,6 @@ def time_left(timeout: float | None) -> Callable[[], float | None]:
     """Gives a function for the seconds that are left of `timeout`; None without a limit."""
     deadline = None if timeout is None else time.monotonic() + timeout
     return lambda: None if deadline is None else max(0.0, deadline - time.monotonic())
-
-
-class BufferOptions(TypedDict, total=False):
-    """The fields of `BufferLimits` as keyword options."""
-
-    max_events: int
-    max_bytes: int
-    max_age: float
-    flushes: int
-    max_pending_events: int
-    max_pending_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BufferLimits:
-    """When events are flushed, and how many may wait.
-
-    A lane flushes if `max_events` events or `max_bytes` bytes (of values, keys and metadata) wait in it, or if its
-    oldest event has waited for `max_age` seconds. Events that come during a flush go into the lane's next flush
-    together.
-
-    `flushes` is the number of lanes, and so the most flushes under way. `max_pending_events` and `max_pending_bytes`
-    bound the events that are given and not acknowledged. A single larger event is let in alone.
-
-    Raises `ValidationError` for limits that no event could meet.
-    """
-
-    max_events: int = 1_000
-    max_bytes: int = 4 * 1024 * 1024
-    max_age: float = 0.01
-    flushes: int = 2
-    max_pending_events: int = 3_000
-    max_pending_bytes: int = 64 * 1024 * 1024
-
-    def __post_init__(self) -> None:
-        for name in ("max_events", "max_bytes", "max_pending_events", "max_pending_bytes"):
-            check_whole(name, getattr(self, name), least=1)
-        check_whole("flushes", self.flushes, least=1, most=MAX_FLUSHES)
-        check_seconds("max_age", self.max_age, zero=True)
 
 
 @runtime_checkable
@@ -157,15 +115,20 @@ class Lanes(Generic[Acknowledged]):
         # If the buffer is full and nothing is being flushed, at least one lane has enough for a flush.
         self._flush_events = max(1, min(limits.max_events, limits.max_pending_events // limits.flushes))
         self._flush_bytes = max(1, min(limits.max_bytes, limits.max_pending_bytes // limits.flushes))
+        self._closed = False
+        self._given_up = False
+        self._after_fork()
+        after_fork(self, Lanes._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. The events that wait are the parent's to publish."""
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
-        self._lanes: list[_Lane[Acknowledged]] = [_Lane(self._lock) for _ in range(limits.flushes)]
+        self._lanes: list[_Lane[Acknowledged]] = [_Lane(self._lock) for _ in range(self._limits.flushes)]
         self._threads: set[int] = set()
         self._pending_events = 0
         self._pending_bytes = 0
         self._on_room: set[Callable[[], None]] = set()
-        self._closed = False
-        self._given_up = False
 
     # Giving events
 

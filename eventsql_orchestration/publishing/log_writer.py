@@ -24,8 +24,10 @@ from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
+from eventsql_orchestration.forks import OF_PARENTS, after_fork
 from eventsql_orchestration.model import BLOCKS, Topic
-from eventsql_orchestration.publishing import copy_format
+from eventsql_orchestration.publishing import batch_sizes, copy_format
+from eventsql_orchestration.publishing.batch_sizes import BatchSizes
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
 from eventsql_orchestration.publishing.log_room import LogRoom
@@ -34,15 +36,6 @@ from eventsql_orchestration.publishing.placements import Appended
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.appending import LogAppender, TopicState
 from eventsql_orchestration.storage.reading import MAX_OFFSET
-
-FIRST_BATCH: Final = 1_000
-LEAST_BATCH: Final = 100
-MOST_BATCH: Final = 20_000
-"""Events moved in one transaction. Measured: batches of 3,000 to 30,000 move at the same rate. Only a failed batch
-makes the next ones smaller than `LEAST_BATCH`."""
-
-BATCH_SECONDS: Final = 0.2
-"""The time that a transaction should hold its topic. Batches shrink if events are large or the server is slow."""
 
 LOOK_SECONDS: Final = 0.5
 """How often a publisher that appends updates the low-water mark."""
@@ -90,9 +83,7 @@ class LogWriter:
         `lock_timeout` is how many seconds `append` waits for a topic.
         """
         self._database = database
-        self._fixed_batch = batch
-        # By topic, so that large events of one topic do not make the batches of another topic small.
-        self._batches: dict[str, int] = {}
+        self._sizes = BatchSizes(batch)
         # The number of rows of the buffer in the current batch, and the id of its last row if that is known.
         self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
@@ -105,6 +96,13 @@ class LogWriter:
         self._room = LogRoom(database.schema)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
+        after_fork(self, LogWriter._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        OF_PARENTS.append(self._connection)
+        self._connection, self._mutex = None, threading.Lock()
+        self._discard()
 
     def close(self) -> None:
         """Close the connection; the next use opens another."""
@@ -217,7 +215,7 @@ class LogWriter:
 
     def _move_batch(self, topic: str, newest: int) -> int | None:
         connection = self._open()
-        limit = min(self._batches.get(topic, self._fixed_batch or FIRST_BATCH), self._fixed_batch or MOST_BATCH)
+        limit = self._sizes.of(topic)
         started = time.monotonic()
         with self._room.using(topic), self._transaction(connection):
             if connection.execute(self._queries("lock_topic"), {"topic": topic}).fetchone() is None:
@@ -235,7 +233,7 @@ class LogWriter:
             self._tried = batch.rows, batch.upto
             moved = self._mover.move(
                 connection, topic, low_water=mark, upto=batch.upto, definition=batch.definition, mixed=batch.mixed,
-                most=batch.rows, after=self._room.last_id(topic), seconds=BATCH_SECONDS, zoned=zoned,
+                most=batch.rows, after=self._room.last_id(topic), seconds=batch_sizes.BATCH_SECONDS, zoned=zoned,
                 blocks=batch.blocks,
             )  # fmt: skip
             self._room.drew(topic, moved.events)
@@ -245,7 +243,7 @@ class LogWriter:
         if moved.whole:
             self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
             if batch.rows == limit:
-                self._fit_batch(topic, limit, time.monotonic() - started)
+                self._sizes.fit(topic, limit, time.monotonic() - started)
         return moved.events
 
     def _shrink(self, topic: str, error: psycopg.Error) -> None:
@@ -259,7 +257,7 @@ class LogWriter:
 
         events, upto = self._tried
         # A server that runs out of memory closes the connection.
-        self._batches[topic] = max(1, events // 2)
+        self._sizes.halve(topic, events)
         if lost:
             return
         if events > 1:
@@ -277,14 +275,6 @@ class LogWriter:
             f"moved even alone{'' if size is None else f' ({size:,} bytes)'}: {describe(error)}",
             topic=topic, buffer_id=buffer_id, size=size,
         )  # fmt: skip
-
-    def _fit_batch(self, topic: str, size: int, seconds: float) -> None:
-        """Adapt the topic's batch size to the time that a full batch took."""
-        if seconds < BATCH_SECONDS / 2:
-            size = min(size * 2, self._fixed_batch or MOST_BATCH)
-        elif seconds > BATCH_SECONDS and self._fixed_batch is None:
-            size = max(min(size, LEAST_BATCH), size // 2)
-        self._batches[topic] = size
 
     # Appending a publisher's own events
 
@@ -324,7 +314,7 @@ class LogWriter:
             return None
 
         # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
-        most = min(self._batches.get(topic.name, MOST_BUFFERED), MOST_BUFFERED)
+        most = self._sizes.at_most(topic.name, MOST_BUFFERED)
         mark = self._low_water.marks.get(topic.name, 0)
         wanted = events if topic.storage == BLOCKS and self._room.left(topic.name) else 0
         state = self._log.state(connection, topic.name, low_water=mark, limit=most + 1, events=wanted)
@@ -389,8 +379,7 @@ class LogWriter:
             if self.broken:
                 raise
             # Other publishers' events must not make this publisher's batch fail.
-            self._batches[topic] = max(1, found // 2)
+            self._sizes.halve(topic, found)
             raise _BufferStuckError(describe(error)) from error
         self._room.drew(topic, moved.events)
-        if topic in self._batches:
-            self._batches[topic] = max(found * 2, self._batches[topic])
+        self._sizes.double(topic, found)

@@ -13,7 +13,8 @@ import psycopg
 from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
-from eventsql_orchestration.database.notifications import Listener, Notifier
+from eventsql_orchestration.database.notifications import Listener
+from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
     MessageNotFoundError,

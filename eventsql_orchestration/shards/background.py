@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Final
 
 from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -24,13 +25,18 @@ class Background:
         self._tasks: list[Callable[[], object]] = []
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        after_fork(self, Background._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._tasks, self._thread = [], None
 
     def add(self, task: Callable[[], object]) -> None:
         """Repeat `task` from now on; adding it twice changes nothing."""
         with self._lock:
             if task not in self._tasks:
                 self._tasks.append(task)
-            # A forked process does not have the thread.
             if self._thread is None or not self._thread.is_alive():
                 self._thread = start_thread("shards", self._run, self._stop)
 

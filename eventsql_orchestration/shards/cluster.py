@@ -28,6 +28,7 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.background import Background
 from eventsql_orchestration.shards.bootstrap import bootstrap, compare, unreached
@@ -63,6 +64,12 @@ class Cluster:
         self.background = Background()
         self.health = Health(wait=on_down == "wait", on_return=self._check_returned)
         self._of_connections: weakref.WeakKeyDictionary[Connection, str] = weakref.WeakKeyDictionary()
+        after_fork(self, Cluster._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. The first use checks the shards again."""
+        self._lock = threading.RLock()
+        self._state = self._set = None
 
     @property
     def shards(self) -> tuple[Shard, ...]:

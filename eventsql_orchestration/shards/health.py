@@ -20,6 +20,7 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     ShardUnavailableError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
 from eventsql_orchestration.threads import start_thread
@@ -45,6 +46,13 @@ class Health:
         """
         self._wait = wait
         self._on_return = on_return
+        self._lock = threading.Lock()
+        self._returned = threading.Condition(self._lock)
+        self.stop = threading.Event()
+        after_fork(self, Health._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
         self._lock = threading.Lock()
         self._returned = threading.Condition(self._lock)
         self.stop = threading.Event()

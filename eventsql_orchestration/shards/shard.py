@@ -13,8 +13,10 @@ from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagReader
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier
+from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener
+from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.errors import EventSQLError, ShardUnavailableError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import Eraser
 from eventsql_orchestration.maintenance.repartitioning import Repartitioner
@@ -80,6 +82,12 @@ class Shard:
         self._unsubscribe: Callable[[], None] = lambda: None
         self._stop = threading.Event()
         self._wake = threading.Event()
+        after_fork(self, Shard._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. This process finds out by itself whether the shard is down."""
+        self.down, self._background, self._unsubscribe = None, None, lambda: None
+        self._background_lock, self._stop, self._wake = threading.Lock(), threading.Event(), threading.Event()
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"
@@ -129,7 +137,6 @@ class Shard:
 
     @property
     def _transferring(self) -> bool:
-        # A process that was forked after the first publication does not have the thread.
         return self._background is not None and self._background.is_alive()
 
     def _wake_transfer(self) -> None:

@@ -12,11 +12,13 @@ from weakref import WeakSet
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
-from eventsql_orchestration.database.notifications import STORE, Listener, Notifier
+from eventsql_orchestration.database.notifications import STORE, Listener
+from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.rows import fetch_first, query_all
 from eventsql_orchestration.errors import (
     ValidationError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.appending import Appender, Appending, ExpectedVersion
 from eventsql_orchestration.store.archive import Archive, Archived
 from eventsql_orchestration.store.change import (
@@ -85,6 +87,11 @@ class Store:
         # A subscription that runs is kept by its thread.
         self._subscriptions: WeakSet[Subscription] = WeakSet()
         self._subscribing = threading.Lock()
+        after_fork(self, Store._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. What runs is the parent's to stop."""
+        self._subscriptions, self._subscribing = WeakSet(), threading.Lock()
 
     def append(
         self, aggregate_type: str, aggregate_id: str, changes: Sequence[Change],

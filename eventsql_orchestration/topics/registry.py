@@ -20,6 +20,7 @@ from eventsql_orchestration.errors import (
     RegistryError,
     ValidationError,
 )
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import (
     BLOCKS,
     COMPRESSIONS,
@@ -84,6 +85,11 @@ class Registry:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._cache: dict[str, tuple[float, Topic]] = {}
+        self._cache_lock = threading.Lock()
+        after_fork(self, Registry._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
         self._cache_lock = threading.Lock()
 
     # Topics

@@ -22,14 +22,16 @@ from eventsql_orchestration.errors import (
     PermissionDeniedError,
     ValidationError,
 )
-from eventsql_orchestration.publishing.lanes import MAX_FLUSHES, BufferLimits
+from eventsql_orchestration.publishing.buffer_limits import MAX_FLUSHES, BufferLimits
 from eventsql_orchestration.validation import MAX_METADATA_BYTES, Metadata
 
 
-@pytest.fixture(autouse=True)
-def orders(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "audit"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.mark.parametrize(

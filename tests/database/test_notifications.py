@@ -16,8 +16,10 @@ from psycopg import sql
 from sqlalchemy.pool import QueuePool
 
 from eventsql_orchestration.database import Connection, Database, Queries, notifications
+from eventsql_orchestration.database import notifier as notifier_module
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, Notifier, channel_of
+from eventsql_orchestration.database.notifications import BUFFER, LOG, Listener, channel_of
+from eventsql_orchestration.database.notifier import Notifier
 
 if TYPE_CHECKING:
     from tests.fixtures import Until
@@ -299,7 +301,7 @@ def received(dsn: str, until: Until) -> Iterator[Callable[[], list[str]]]:
 def test_what_is_told_within_the_interval_is_told_together_and_the_last_is_never_lost(
     notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "NOTIFY_INTERVAL", 0.2)
+    monkeypatch.setattr(notifier_module, "NOTIFY_INTERVAL", 0.2)
     notifier.notify(LOG, "orders")
     until(lambda: received() == ["log:orders"])
     for _ in range(1_000):
@@ -342,7 +344,7 @@ def test_no_call_of_a_caller_that_looks_opens_a_connection_while_nobody_listens(
         return dedicated(database)
 
     monkeypatch.setattr(Database, "dedicated", counted)
-    monkeypatch.setattr(notifications, "QUIET_INTERVAL", 0.2)
+    monkeypatch.setattr(notifier_module, "QUIET_INTERVAL", 0.2)
     for topic in ("orders", "payments"):
         notifier.notify(LOG, topic, look=True)
     if closed:
@@ -367,7 +369,7 @@ def test_a_listener_hears_a_caller_that_looks(
 def test_a_listener_hears_what_is_told_shortly_after_nobody_listened(
     database: Database, notifier: Notifier, until: Until, monkeypatch: pytest.MonkeyPatch, *, look: bool
 ) -> None:
-    monkeypatch.setattr(notifications, "QUIET_INTERVAL", 0.2)
+    monkeypatch.setattr(notifier_module, "QUIET_INTERVAL", 0.2)
     notifier.notify(LOG, "orders", look=look)
     until(lambda: not notifier._pending)
     heard: list[None] = []
@@ -419,7 +421,7 @@ def test_notifying_waits_for_no_database_and_complains_once(
 def test_closing_sends_what_is_left_and_another_notification_starts_it_anew(
     notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "NOTIFY_INTERVAL", 3600.0)
+    monkeypatch.setattr(notifier_module, "NOTIFY_INTERVAL", 3600.0)
     for count in (2, 4):
         notifier.notify(LOG, "orders")
         until(lambda count=count: len(received()) == count - 1)  # type: ignore[misc]  # bound
@@ -432,7 +434,7 @@ def test_closing_sends_what_is_left_and_another_notification_starts_it_anew(
 def test_a_thread_that_outlives_its_closing_sends_beside_its_successor(
     notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(notifications, "CLOSE_SECONDS", 0.01)
+    monkeypatch.setattr(notifier_module, "CLOSE_SECONDS", 0.01)
 
     class Contended(dict[str, None]):
         """Another thread takes out what this one has just found due."""

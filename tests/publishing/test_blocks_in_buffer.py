@@ -20,10 +20,12 @@ from tests.fixtures import Sessions
 MANY = 200
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     for topic in (Topic("orders", 4, storage=BLOCKS), Topic("plain", storage=BLOCKS), Topic("old", 4, storage=ROWS)):
         platform.registry.register_topic(topic)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def numbered(first: int, count: int = MANY, *, topic: str = "orders", keys: int = 9) -> list[Publication]:
@@ -154,7 +156,7 @@ def test_any_batch_of_the_transfer_keeps_the_order(platform: EventSQL, sessions:
         publish(platform, sessions, numbered(first, MANY - 3, keys=2))
         for number in range(first + MANY - 3, first + MANY):
             platform.publisher.publish(numbered(number, 1, keys=2)[0])
-    platform.shards[0].transfer._writer._fixed_batch = limit
+    platform.shards[0].transfer._writer._sizes._fixed = limit
     platform.transfer.run_once()
     check(platform, range(5 * MANY))
 

@@ -21,7 +21,8 @@ from eventsql_orchestration.errors import (
     PublisherClosedError,
     ValidationError,
 )
-from eventsql_orchestration.publishing.lanes import BufferLimits, Lanes
+from eventsql_orchestration.publishing.buffer_limits import BufferLimits
+from eventsql_orchestration.publishing.lanes import Lanes
 from eventsql_orchestration.topics.partitioner import partition_of_key
 from tests.forms import none_is, stored
 from tests.publishing.conftest import published
@@ -37,9 +38,11 @@ PARTITIONS = 4
 Open = Callable[..., BufferedPublisher]
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", PARTITIONS)).register_topic(Topic("payments"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture

@@ -1,55 +1,88 @@
-"""A process that is forked has connections and threads of its own, and leaves those of the other alone."""
+"""A process that is forked has connections, threads and locks of its own, and leaves those of the other alone."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from tests.publishing.forking import MANY
+from tests.shards.conftest import Databases, databases
 
-FORKING = """
-import os, sys
-from eventsql_orchestration import EventSQL, Publication
+__all__ = ["databases"]
 
-platform = EventSQL(sys.argv[1])
 
-def publish(name, count=30):
-    for number in range(count):
-        platform.publisher.publish(Publication("orders", f"{name} {number}".encode()))
-        platform.reader.end("orders")
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    for consumer in ("sums", "others"):
+        platform.registry.register_consumer(Consumer("orders", consumer))
+    with platform.shards[0].database.connection() as connection:
+        connection.execute("CREATE TABLE public.effect (value text)")
 
-publish("before")
-# Open in this thread when the other process begins.
-with platform.database.transaction() as connection:
-    connection.execute("INSERT INTO public.effect VALUES ('open')")
-    children = []
-    for child in range(2):
-        children.append(os.fork())
-        if not children[-1]:
-            publish(f"child {child}")
-            platform.close()
-            os._exit(0)
-    publish("parent")
-    connection.execute("INSERT INTO public.effect VALUES ('still open')")
-for child in children:
-    assert os.waitpid(child, 0)[1] == 0
-publish("after")
-platform.close()
-"""
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+def run(program: str, *dsns: str) -> None:
+    """Run a function of `forking`."""
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.publishing.forking", program, *dsns]
+    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+def published(platform: EventSQL) -> dict[str, list[str]]:
+    """The events in the order of the log, by the process and the time that published them."""
+    platform.transfer.run_once()
+    found: dict[str, list[str]] = {}
+    for event in platform.reader.read("orders"):
+        name, number = event.value.decode().rsplit(" ", 1)
+        found.setdefault(name, []).append(number)
+    return found
 
 
 def test_a_service_that_forks_after_it_published_goes_on_in_every_process(dsn: str, platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "sums"))
-    with platform.database.connection() as connection:
-        connection.execute("CREATE TABLE public.effect (value text)")
-    subprocess.run([sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKING, dsn], check=True, timeout=120)
-    platform.transfer.run_once()
-    names = ("before", "child 0", "child 1", "parent", "after")
-    values = [event.value.decode() for event in platform.reader.read("orders")]
-    for name in names:
-        assert [value for value in values if value.startswith(name)] == [f"{name} {number}" for number in range(30)]
-    assert len(values) == 30 * len(names)
+    run("service", dsn)
+    thirty = [str(number) for number in range(30)]
+    assert published(platform) == dict.fromkeys(("before", "child 0", "child 1", "parent", "after"), thirty)
     with platform.database.connection() as connection:
         assert connection.execute("SELECT value FROM public.effect ORDER BY 1").fetchall() == [
             ("open",), ("still open",)
         ]  # fmt: skip
+
+
+def test_the_sessions_of_writers_are_of_one_process_each(dsn: str, platform: EventSQL) -> None:
+    run("connections", dsn)
+    counts = {name: len(numbers) for name, numbers in published(platform).items()}
+    assert counts == dict.fromkeys(("before", "child", "after"), MANY + 1)
+
+
+def test_a_lock_that_a_thread_held_at_the_fork_stops_nothing(dsn: str, platform: EventSQL) -> None:
+    run("locks", dsn)
+    counts = {name: len(numbers) for name, numbers in published(platform).items()}
+    assert counts == {"before": MANY + 1, "child": MANY + 2}
+
+
+def test_events_that_wait_in_a_buffered_publisher_are_published_by_one_process(dsn: str, platform: EventSQL) -> None:
+    run("waiting_events", dsn)
+    assert published(platform) == {"child": ["0"], "parent": ["0"]}
+
+
+def test_a_child_that_closes_its_platform_leaves_consumers_of_its_parent_alone(dsn: str, platform: EventSQL) -> None:
+    run("consumers", dsn)
+    assert published(platform) == {"before": ["0"], "after": ["0"]}
+
+
+def test_a_child_finds_out_by_itself_whether_a_shard_is_down(databases: Databases) -> None:
+    dsns = databases(2)
+    with EventSQL(*dsns, transfer=False) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        run("shard_that_was_down", *dsns)
+        platform.transfer.run_once()
+        counts = Counter(
+            {str(shard.name): len(shard.reader.read("orders")) for shard in platform.shards},
+        )
+    assert counts.total() == 20
+    assert min(counts.values()) > 0

@@ -14,7 +14,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.database import driver_connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, StuckEventError
 from eventsql_orchestration.maintenance import repartitioning
-from eventsql_orchestration.publishing import log_writer
+from eventsql_orchestration.publishing import batch_sizes
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage.reading import LogReader
 from tests.forms import in_blocks, stored
@@ -30,9 +30,11 @@ CANCELED: Final = "57014"
 TEMPORARY_FILES: Final = "53400"
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture
@@ -110,7 +112,7 @@ def test_batches_grow_again_when_the_server_takes_them(
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log_writer, "BATCH_SECONDS", 1e9)
+    monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", 1e9)
     publish(platform, *range(8))
     refuse(1)
     platform.transfer.run_once()
@@ -129,7 +131,7 @@ def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(
     refuse: Callable[..., None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(log_writer, "BATCH_SECONDS", -1.0)
+    monkeypatch.setattr(batch_sizes, "BATCH_SECONDS", -1.0)
     publish(platform, *range(20))
     refuse(5)
     platform.transfer.run_once()

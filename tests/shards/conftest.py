@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
 import pytest
 
 from eventsql_orchestration import EventSQL
-from tests.conftest import Administrator
+from tests.conftest import TEMPLATE, Administrator
 from tests.fixtures import Spawn, Until, Worker, until
 
 __all__ = ["Databases", "Open", "Spawn", "Until", "Worker", "until"]
 
-Databases: TypeAlias = Callable[[int], list[str]]
+Databases: TypeAlias = Callable[..., list[str]]
 Open: TypeAlias = Callable[..., EventSQL]
 
 
 @pytest.fixture
 def databases(administrator: Administrator) -> Iterator[Databases]:
-    """Makes migrated databases that hold nothing."""
+    """Makes migrated databases. The first are copies of those that are given, and the others hold nothing."""
     with ExitStack() as stack:
-        yield lambda number: [stack.enter_context(administrator.copied()) for _ in range(number)]
+
+        def copy(number: int, filled: Sequence[str] = ()) -> list[str]:
+            templates = [*filled, *[TEMPLATE] * (number - len(filled))]
+            return [stack.enter_context(administrator.copied(template=template)) for template in templates]
+
+        yield copy
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ def test_a_batch_longer_than_all_segments_goes_through_the_buffer_and_is_moved_i
     platform.publisher.publish_all(Publication("orders", b"%d" % number) for number in range(200))
     assert platform.reader.end("orders") == 0, "the straight path found no segment for its ids"
     assert platform.buffered() == {"orders": 200}
-    platform.shards[0].transfer._writer._fixed_batch = 15
+    platform.shards[0].transfer._writer._sizes._fixed = 15
     assert platform.transfer.run_once() == {"orders": 200}
     check_order(platform.reader.read("orders"), [str(number) for number in range(200)])
 
@@ -263,7 +263,7 @@ def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
     straight = [Publication("orders", b"") for _ in range(60)]
     session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 500)")
     platform.publisher.publish_all(straight)
-    platform.shards[0].transfer._writer._fixed_batch = 15
+    platform.shards[0].transfer._writer._sizes._fixed = 15
     platform.transfer.run_once()
     assert platform.reader.count("orders") == 63
 

@@ -1,0 +1,33 @@
+"""Forked processes: connections, threads and what threads hold stay with the parent, and its objects begin anew."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+Owner = TypeVar("Owner")
+
+OF_PARENTS: Final[list[object]] = []
+"""Connections of processes that this one was forked from. They are kept, because nobody may close them here."""
+
+_BEGIN_ANEW: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
+
+
+def after_fork(owner: Owner, begin_anew: Callable[[Owner], None]) -> None:
+    """Call `begin_anew(owner)` in each process that is forked from this one while the object exists.
+
+    The object drops its connections there without closing them, because the parent goes on to use them. It drops its
+    threads, which do not exist there, and takes new locks: a thread of the parent can have held the old ones.
+    """
+    _BEGIN_ANEW[owner] = begin_anew
+
+
+def _begin_anew() -> None:
+    for owner, begin_anew in list(_BEGIN_ANEW.items()):
+        begin_anew(owner)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_begin_anew)
