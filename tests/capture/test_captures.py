@@ -26,12 +26,19 @@ from tests.capture.replay import differences, events
 from tests.fixtures import Sessions, UntilBlocked
 
 
-@pytest.fixture
-def orders(platform: EventSQL, session: Connection) -> EventSQL:
-    """A platform with a table `orders` that is captured to the topic `changes`."""
-    session.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, secret text)")
+def prepare(platform: EventSQL) -> None:
+    with platform.database.connection() as connection:
+        connection.execute("CREATE TABLE orders (id integer PRIMARY KEY, status text, secret text)")
     platform.registry.register_topic(Topic("changes"))
     platform.capture("orders", "changes")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="orders")
+
+
+@pytest.fixture
+def orders(platform: EventSQL) -> EventSQL:
+    """A platform with a table `orders` that is captured to the topic `changes`."""
     return platform
 
 

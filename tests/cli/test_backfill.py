@@ -67,14 +67,20 @@ class Ledger:
         return sorted({state.name for state in self.platform.registry.consumers("orders")})
 
 
-@pytest.fixture
-def ledger(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.delenv("DAGSTER_HOME", raising=False)
+def prepare(platform: EventSQL) -> None:
     for consumer in location.CONSUMERS:
         consumer.register(platform)
     with platform.database.connection() as connection:
         connection.execute("CREATE TABLE effect (position bigserial, id bigint NOT NULL, partition int NOT NULL)")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def ledger(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.delenv("DAGSTER_HOME", raising=False)
     return Ledger(platform)
 
 

@@ -31,9 +31,8 @@ from tests.waiting import PATIENCE
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def rides(platform: EventSQL) -> EventSQL:
-    """Topics `prices` with 1 event and `rides` with 5 in two partitions, each with a consumer `ledger`."""
+def prepare(platform: EventSQL) -> None:
+    """Make topics `prices` with 1 event and `rides` with 5 in two partitions, each with a consumer `ledger`."""
     for topic, partitions in (("prices", 1), ("rides", 2)):
         platform.registry.register_topic(Topic(topic, partitions=partitions))
         platform.registry.register_consumer(Consumer(topic, "ledger", partitioned=True))
@@ -41,6 +40,13 @@ def rides(platform: EventSQL) -> EventSQL:
     events = [Publication("rides", b'{"fare": %d}' % number, key=f"k{number % 2}", partition=0) for number in range(4)]
     platform.publisher.publish_all([*events, Publication("rides", b"\xff", partition=1), Publication("prices", b"1")])
     platform.transfer.run_once()
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="rides")
+
+
+@pytest.fixture
+def rides(platform: EventSQL) -> EventSQL:
     return platform
 
 

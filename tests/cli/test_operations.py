@@ -42,10 +42,16 @@ def empty(server: EmbeddedPostgres) -> Iterator[str]:
     server.drop_database(name)
 
 
-@pytest.fixture
-def consumer(platform: EventSQL) -> str:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic(TOPIC, partitions=2))
     platform.registry.register_consumer(Consumer(TOPIC, "mailer", partitioned=True), max_attempts=1)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="consumer")
+
+
+@pytest.fixture
+def consumer() -> str:
     return "mailer"
 
 

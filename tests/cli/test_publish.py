@@ -28,9 +28,15 @@ Run = Callable[..., Result]
 Stored = Callable[[str], int]
 
 
-@pytest.fixture
-def topic(platform: EventSQL) -> str:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("account_created", partitions=3))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def topic() -> str:
     return "account_created"
 
 

@@ -20,9 +20,15 @@ from eventsql_orchestration.storage import segments
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def topic(platform: EventSQL) -> str:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("account_created", partitions=2))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="topic")
+
+
+@pytest.fixture
+def topic() -> str:
     return "account_created"
 
 

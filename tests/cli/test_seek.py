@@ -18,14 +18,16 @@ from tests.forms import ids_in
 Run = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def _filled(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     """Events 1 to 1200 in two partitions in turn, consumed to the end by a consumer of each form."""
     platform.registry.register_topic(Topic("orders", 2))
     platform.publisher.publish_all(Publication("orders", b"x", partition=n % 2) for n in range(1_200))
     platform.transfer.run_once()
     platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), start="latest")
     platform.registry.register_consumer(Consumer("orders", "whole"), start="latest")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def offsets(platform: EventSQL, consumer: str) -> list[int]:

@@ -20,11 +20,13 @@ from tests.store.test_order import restored
 Run = Callable[..., Result]
 
 
-@pytest.fixture(autouse=True)
-def _filled(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     store = platform.store
     store.append("order", "1", [Change("placed", {"n": 1}), Change("paid", {"n": 2})], expected_version=0)
     store.append("rider", "é", [Change("joined", {"n": 3}, metadata={"a": "b"})], expected_version=0)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def lines(result: Result) -> list[dict[str, Any]]:

@@ -25,9 +25,8 @@ from tests.waiting import PATIENCE
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def rides(platform: EventSQL) -> EventSQL:
-    """Topic `rides` with 4 events in two partitions, and 1 in the buffer, for `ledger` and the paused `payout`."""
+def prepare(platform: EventSQL) -> None:
+    """Make topic `rides` with 4 events in two partitions, and 1 in the buffer, for `ledger` and the paused `payout`."""
     platform.registry.register_topic(Topic("rides", partitions=2)).register_topic(Topic("empty"))
     platform.registry.register_consumer(Consumer("rides", "ledger", partitioned=True))
     platform.registry.register_consumer(Consumer("rides", "payout"))
@@ -35,6 +34,13 @@ def rides(platform: EventSQL) -> EventSQL:
     platform.transfer.run_once()
     platform.publisher.publish(Publication("rides", b"4", partition=0))
     platform.registry.pause("rides", "payout")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="rides")
+
+
+@pytest.fixture
+def rides(platform: EventSQL) -> EventSQL:
     return platform
 
 

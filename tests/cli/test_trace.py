@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,8 +33,11 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
+from tests.dagster.conftest import migrated
 from tests.forms import stored
 from tests.waiting import wait_until
+
+__all__ = ["migrated"]
 
 Run = Callable[..., Result]
 
@@ -87,12 +91,17 @@ class Pipeline:
         return job.execute_in_process(instance=self.instance).run_id
 
 
-@pytest.fixture
-def pipeline(platform: EventSQL, dsn: str, tmp_path: Path) -> Iterator[Pipeline]:
+def prepare(platform: EventSQL) -> None:
     for name in ("rides", "doubles", "sums"):
         platform.registry.register_topic(Topic(name))
-    home = tmp_path / "instance"
-    home.mkdir()
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def pipeline(platform: EventSQL, dsn: str, migrated: Path, tmp_path: Path) -> Iterator[Pipeline]:
+    home = shutil.copytree(migrated, tmp_path / "instance")
     (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
     eventsql = EventSQLResource(dsn=dsn)
     with dg.DagsterInstance.from_config(str(home)) as instance:

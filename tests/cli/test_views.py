@@ -25,8 +25,7 @@ MOVES = Rollup("moves", timedelta(minutes=1), ("place",), ("grams",))
 TRACKING = Logs("tracking", language="simple")
 
 
-@pytest.fixture(autouse=True)
-def views(platform: EventSQL) -> Views:
+def prepare(platform: EventSQL) -> None:
     views = Views(platform.database)
     views.declare(PARCELS, MOVES, TRACKING)
     with platform.database.transaction() as connection:
@@ -37,7 +36,14 @@ def views(platform: EventSQL) -> Views:
             views.logs(TRACKING).write(
                 connection, [LogEntry("7", f"arrived at {place}", at, attributes={"place": place})]
             )
-    return views
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def views(platform: EventSQL) -> Views:
+    return Views(platform.database)
 
 
 def test_views_are_listed(run: Run) -> None:

@@ -26,12 +26,14 @@ if TYPE_CHECKING:
     from tests.fixtures import SaidBy, Sessions, Spawn, Until
 
 
-@pytest.fixture(autouse=True)
-def _topics_and_consumers(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), max_attempts=2)
     platform.registry.register_consumer(Consumer("orders", "whole"), max_attempts=2)
     make_table(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def fill(platform: EventSQL, count: int) -> list[int]:

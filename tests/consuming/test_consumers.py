@@ -37,13 +37,15 @@ if TYPE_CHECKING:
     from tests.fixtures import SaidBy, Sessions, Spawn, Until
 
 
-@pytest.fixture(autouse=True)
-def _topics_and_consumers(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     make_table(platform)
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("orders", "auditor"))
     platform.registry.register_consumer(Consumer("payments", "mailer"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def fill(platform: EventSQL, count: int, topic: str = "orders") -> list[int]:
@@ -800,6 +802,8 @@ def test_an_idle_poll_takes_two_statements_and_a_batch_three_whatever_its_size(
 ) -> None:
     partition = platform.shards[0].consumers._keys("payments", "mailer")[0]
     options, seen = PollOptions.of(max_events=1_000, max_polling_delay=1.0), Seen()
+    # A process learns the form of a log at its first look.
+    assert platform.reader.count("payments") == 0
     said = said_by(platform.database)
     platform.shards[0].consumers._poll(partition, seen, options, Cancellation())
     assert said.verbs() == ["BEGIN", "SELECT", reading(), "COMMIT"]

@@ -39,9 +39,8 @@ def give_up(platform: EventSQL, consumer: str = "mailer") -> None:
     platform.transfer.run_once()
 
 
-@pytest.fixture
-def letters(platform: EventSQL) -> list[DeadLetter]:
-    """Six dead letters of `mailer`, then the one of `audit`, given up in one hour each from noon on."""
+def prepare(platform: EventSQL) -> None:
+    """Make six dead letters of `mailer`, then the one of `audit`, given up in one hour each from noon on."""
     platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders_dlt"))
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
     platform.publisher.publish_all(
@@ -59,6 +58,14 @@ def letters(platform: EventSQL) -> list[DeadLetter]:
         )
         # They were not given up before there was a topic.
         connection.execute("UPDATE eventsql.topic SET eql_created_at = '2025-01-01'")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def letters(platform: EventSQL) -> list[DeadLetter]:
+    """The prepared dead letters."""
     return platform.dead_letters.list("orders")
 
 

@@ -34,8 +34,7 @@ from tests.fixtures import Until
 from tests.forms import in_blocks, stored
 
 
-@pytest.fixture(autouse=True)
-def _ten_events(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=3)
     make_table(platform)
@@ -43,6 +42,9 @@ def _ten_events(platform: EventSQL) -> None:
         Publication("orders", b"%d" % number, key="k", metadata={"source": "web"}) for number in range(1, 11)
     )
     platform.transfer.run_once()
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 class Broken:

@@ -14,11 +14,13 @@ from eventsql_orchestration.errors import TopicNotFoundError
 from tests.forms import stored
 
 
-@pytest.fixture(autouse=True)
-def _topics_and_consumers(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
     platform.registry.register_consumer(Consumer("orders", "auditor"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def publish(platform: EventSQL, *counts: int) -> None:

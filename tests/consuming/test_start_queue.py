@@ -37,12 +37,18 @@ POLLING = 0.02
 
 
 @pytest.fixture(autouse=True)
-def _topics_and_consumers(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    make_table(platform)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(deliveries, "FIRST_BACKOFF", 0.01)
+
+
+def prepare(platform: EventSQL) -> None:
+    make_table(platform)
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=3)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def fill(platform: EventSQL, keys: str | int, topic: str = "payments") -> list[int]:

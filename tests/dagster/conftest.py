@@ -39,10 +39,15 @@ def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def shared_instance(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dg.DagsterInstance]:
+def instance_home(migrated: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The directory of an instance of the test's own, with a migrated storage."""
+    return str(shutil.copytree(migrated, tmp_path_factory.mktemp("instance"), dirs_exist_ok=True))
+
+
+@pytest.fixture
+def shared_instance(instance_home: str) -> Iterator[dg.DagsterInstance]:
     """An instance with its storage on disk, which threads and processes share."""
-    home = shutil.copytree(migrated, tmp_path_factory.mktemp("instance"), dirs_exist_ok=True)
-    with dg.instance_for_test(temp_dir=str(home)) as opened:
+    with dg.instance_for_test(temp_dir=instance_home) as opened:
         yield opened
 
 

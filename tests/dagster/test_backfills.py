@@ -49,11 +49,12 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def bench(bench: Workbench) -> Workbench:
+def prepare(platform: EventSQL) -> None:
     for consumer in location.CONSUMERS:
-        consumer.register(bench.platform)
-    return bench
+        consumer.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture

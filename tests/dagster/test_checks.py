@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.dagster import (
     CheckAlert,
@@ -44,9 +44,11 @@ eager = consumer_asset(
 )(refuse)
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    eager.register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    eager.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 class Watch:

@@ -33,10 +33,12 @@ def define(function: Callable[..., Any] = record, *, batch: int = 1_000, **limit
     )(function)  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    define().register(bench.platform)
-    ledger.register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    define().register(platform)
+    ledger.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:

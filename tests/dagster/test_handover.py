@@ -46,10 +46,12 @@ long = consumer_asset(
 )(record)
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
+def prepare(platform: EventSQL) -> None:
     for definition in (draining, long):
-        definition.register(bench.platform)
+        definition.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 class Traffic:
@@ -87,6 +89,7 @@ def requests_of(answer: Any) -> list[dg.RunRequest]:
         pytest.param(WATCHES[1], id="one sensor"),
     ],
 )
+@pytest.mark.usefixtures("bench")
 def test_a_successor_begins_before_the_run_that_drains_has_ended(
     platform: EventSQL, dsn: str, shared_instance: dg.DagsterInstance, watch: Watch
 ) -> None:

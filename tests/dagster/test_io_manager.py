@@ -14,7 +14,7 @@ from dagster_pyspark import LazyPySparkResource
 from pydantic import ValidationError as PydanticValidationError
 from pyspark.sql import DataFrame, SparkSession
 
-from eventsql_orchestration import Event, Publication, Topic
+from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, consumer_asset, topic_asset, topic_key
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
@@ -49,9 +49,11 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         resource.spark_session.stop()
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    bench.platform.registry.register_topic(Topic("sums", 2))
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("sums", 2))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def asset(value: object, **options: Any) -> dg.AssetsDefinition:

@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
@@ -27,10 +27,12 @@ eager = consumer_asset(
 )(record)
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    ledger.register(bench.platform)
-    eager.register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    ledger.register(platform)
+    eager.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -35,10 +35,12 @@ RIDES = Topic("rides")
 Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    bench.platform.registry.register_topic(RIDES)
-    bench.platform.registry.register_topic(Topic("sums"))
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(RIDES)
+    platform.registry.register_topic(Topic("sums"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def size(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:

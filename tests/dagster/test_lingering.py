@@ -33,12 +33,20 @@ parted = defined("parted")
 whole = defined("whole", sensor="consumer")
 
 
-@pytest.fixture
-def threaded(bench: Workbench, platform: EventSQL, eventsql: EventSQLResource) -> Iterator[Workbench]:
-    """A workbench whose daemon would evaluate its sensors in threads."""
+def prepare(platform: EventSQL) -> None:
     for definition in (parted, whole):
         definition.register(platform)
-    with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture
+def threaded(
+    bench: Workbench, platform: EventSQL, eventsql: EventSQLResource, instance_home: str
+) -> Iterator[Workbench]:
+    """A workbench whose daemon would evaluate its sensors in threads."""
+    with dg.instance_for_test(temp_dir=instance_home, overrides={"sensors": THREADS}) as instance:
         yield Workbench(platform, eventsql, instance)
 
 
@@ -113,10 +121,12 @@ def test_threads_are_left_to_others(settings: dict[str, Any], sensors: int, core
     assert long_poll.at_once(settings, sensors, cores=cores) == expected
 
 
-def test_a_tick_listens_on_every_shard(shards: dict[str, Workbench], pool: ThreadPoolExecutor) -> None:
+def test_a_tick_listens_on_every_shard(
+    shards: dict[str, Workbench], pool: ThreadPoolExecutor, instance_home: str
+) -> None:
     first, second = shards.values()
     whole.register(first.eventsql.platform)
-    with dg.instance_for_test(overrides={"sensors": THREADS}) as instance:
+    with dg.instance_for_test(temp_dir=instance_home, overrides={"sensors": THREADS}) as instance:
         tick = lingers(pool, Workbench(first.platform, first.eventsql, instance), whole.sensors[0])
         second.publish("rides", 1, partition=0)
         (request,) = tick.result()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import dagster as dg
+import psutil
 import pytest
 
 from eventsql_orchestration.dagster import write_instance
@@ -110,8 +111,8 @@ def _forked(run: dg.DagsterRun, pid: int) -> bool:
 
 def _has_ended(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
         return True
 
 

@@ -12,9 +12,11 @@ from eventsql_orchestration.dagster.housekeeping.prune import delete_publication
 LATER = timedelta(days=30)
 
 
-@pytest.fixture(autouse=True)
-def topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("fares"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def publish(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> str:

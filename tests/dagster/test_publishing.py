@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import format_span_id, format_trace_id
 from pyspark.sql import SparkSession
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     ConsumerDefinition,
@@ -55,10 +55,12 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LazyPySparkResou
         resource.spark_session.stop()
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    bench.platform.registry.register_topic(COUNTS)
-    counts.register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(COUNTS)
+    counts.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def count(

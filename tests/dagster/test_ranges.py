@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -55,10 +55,12 @@ def stumble(claim: Claim) -> None:
     raise RuntimeError("out of memory")
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    bench.platform.registry.register_topic(SUMS)
-    define(total).register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(SUMS)
+    define(total).register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:

@@ -9,7 +9,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, Topic
+from eventsql_orchestration import Event, EventSQL, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
@@ -33,9 +33,11 @@ def define(
     )(function)  # fmt: skip
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    define().register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    define().register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.local.instance import instance_config
@@ -29,11 +29,13 @@ steady = consumer_asset(
 )(record)
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
-    bench.platform.registry.register_topic(SUMS)
-    define_range(total).register(bench.platform)
-    steady.register(bench.platform)
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(SUMS)
+    define_range(total).register(platform)
+    steady.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:

@@ -42,10 +42,12 @@ def defined(function: Any = record, **ticks: Any) -> ConsumerDefinition:
 eager = defined()
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
+def prepare(platform: EventSQL) -> None:
     for definition in (lazy, eager, ledger):
-        definition.register(bench.platform)
+        definition.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def request_of(answer: Any) -> dg.RunRequest:

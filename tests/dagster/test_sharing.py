@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, Topic
+from eventsql_orchestration import Event, EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -55,10 +55,12 @@ def define(
     )
 
 
-@pytest.fixture(autouse=True)
-def registered(bench: Workbench) -> None:
+def prepare(platform: EventSQL) -> None:
     for definition in define():
-        definition.register(bench.platform)
+        definition.register(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def together(bench: Workbench, definitions: Sequence[ConsumerDefinition]) -> dg.JobDefinition:

@@ -29,9 +29,11 @@ from tests.waiting import PATIENCE, wait_until
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("rides")).register_topic(Topic("orders"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture(autouse=True)

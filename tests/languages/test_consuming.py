@@ -25,11 +25,17 @@ if TYPE_CHECKING:
 FETCH = "SELECT claim, epoch, partition, id, key, value, metadata, published_at FROM eventsql.fetch"
 
 
-@pytest.fixture
-def topic(platform: EventSQL) -> EventSQL:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
     make_table(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="topic")
+
+
+@pytest.fixture
+def topic(platform: EventSQL) -> EventSQL:
     return platform
 
 

@@ -23,9 +23,15 @@ if TYPE_CHECKING:
 KEYS = ["", "a", "é ☃ 𝄞", "quote ' \\ \"", "x" * 65_536, *map(str, range(50))]
 
 
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 7))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="topic")
+
+
 @pytest.fixture
 def topic(platform: EventSQL) -> EventSQL:
-    platform.registry.register_topic(Topic("orders", 7))
     return platform
 
 

@@ -45,11 +45,19 @@ def blocks(session: Connection) -> int:
     return int(row[0])
 
 
-@pytest.fixture(params=[PARTITIONS, -1], ids=["partitioned", "whole"])
-def single(platform: EventSQL, request: pytest.FixtureRequest) -> EventSQL:
+def prepare(platform: EventSQL, partitions: int) -> None:
+    platform.registry.register_topic(Topic("orders", partitions, storage="blocks"))
+    publish_singly(platform, 100, partitions=partitions)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(None, marks=pytest.mark.prepared.with_args(prepare, PARTITIONS), id="partitioned"),
+        pytest.param(None, marks=pytest.mark.prepared.with_args(prepare, -1), id="whole"),
+    ]
+)
+def single(platform: EventSQL) -> EventSQL:
     """A platform whose topic `orders` has a block for each of 100 events."""
-    platform.registry.register_topic(Topic("orders", request.param, storage="blocks"))
-    publish_singly(platform, 100, partitions=request.param)
     return platform
 
 

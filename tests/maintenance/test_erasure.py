@@ -35,11 +35,14 @@ SECRET = b"the secret of ann"
 FORMS = (ROWS, BLOCKS)
 
 
-@pytest.fixture(params=FORMS)
-def form(request: pytest.FixtureRequest, platform: EventSQL) -> Storage:
-    """A topic of three partitions in each form, with a dead letter topic."""
+def prepare(platform: EventSQL, form: Storage) -> None:
+    """Make a topic of three partitions, with a dead letter topic."""
+    platform.registry.register_topic(Topic("orders", 3, storage=form)).register_topic(Topic("orders_dlt"))
+
+
+@pytest.fixture(params=[pytest.param(form, marks=pytest.mark.prepared.with_args(prepare, form)) for form in FORMS])
+def form(request: pytest.FixtureRequest) -> Storage:
     found: Storage = request.param
-    platform.registry.register_topic(Topic("orders", 3, storage=found)).register_topic(Topic("orders_dlt"))
     return found
 
 

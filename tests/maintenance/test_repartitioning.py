@@ -39,11 +39,13 @@ from tests.plain import REPLACE_ORDERS
 KEYS = [f"rider {number}" for number in range(40)]
 
 
-@pytest.fixture(autouse=True)
-def registered(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("orders_dlt"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("orders", "auditor"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 class Orders:

@@ -33,8 +33,7 @@ if TYPE_CHECKING:
 EVENTS = 12
 
 
-@pytest.fixture(autouse=True)
-def _filled(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     """A topic of two partitions whose events 1 to 12 alternate, consumed up to the end by two consumers."""
     platform.registry.register_topic(Topic("orders", 2))
     platform.registry.register_consumer(Consumer("orders", "fares", partitioned=True), max_attempts=1)
@@ -46,6 +45,9 @@ def _filled(platform: EventSQL) -> None:
     assert [event.id for event in platform.reader.read("orders")] == list(range(1, EVENTS + 1))
     for consumer in ("fares", "whole"):
         assert platform.consumers.consume_once("orders", consumer, nothing) == EVENTS
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def nothing(_events: Sequence[Event], _connection: Connection) -> None:

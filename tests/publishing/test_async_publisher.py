@@ -27,9 +27,11 @@ NEVER = 3_600.0
 PARTITIONS = 4
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", PARTITIONS))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def order(value: bytes, **fields: Any) -> Publication:

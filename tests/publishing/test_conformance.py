@@ -25,7 +25,6 @@ from tests.publishing.ways import WAYS, Way
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
 
-pytestmark = pytest.mark.both_forms
 
 TABLES = ("event_buffer", "orders_event")
 
@@ -37,11 +36,13 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
     return way
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
     # A publisher knows its topics and does not look again for seconds.
     platform.registry.cached_topic("orders")
+
+
+pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 
 
 @pytest.fixture

@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 ONE = Publication("orders", b"one")
 
 
-@pytest.fixture(autouse=True)
-def _topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
     platform.registry.cached_topic("orders")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture(params=["template0", TEMPLATE], ids=["without the tables", "with the tables"])

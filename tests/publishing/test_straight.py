@@ -25,14 +25,15 @@ from tests.forms import check_order, in_blocks, stored
 if TYPE_CHECKING:
     from tests.fixtures import Said, SaidBy, Sessions, UntilBlocked
 
-pytestmark = pytest.mark.both_forms
 
 MANY = publisher.STRAIGHT_LEAST
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+
+
+pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 
 
 def order(value: object, **fields: Any) -> Publication:

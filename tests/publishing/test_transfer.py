@@ -36,9 +36,11 @@ def platform(dsn: str) -> Iterator[EventSQL]:
         yield opened
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def order(value: object, **fields: Any) -> Publication:

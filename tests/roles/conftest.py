@@ -13,40 +13,51 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database.roles import Roles
+from tests.conftest import TEMPLATE, Administrator, Prepared
 
 Login: TypeAlias = Callable[..., str]
 As: TypeAlias = Callable[..., EventSQL]
 
 
+@pytest.fixture(autouse=True)
+def prefix(administrator: Administrator) -> Iterator[str]:
+    """A prefix of roles. Made before all else: the database with what belongs to the roles is dropped before them."""
+    prefix = f"r{uuid.uuid4().hex[:8]}"
+    yield prefix
+    administrator.drop_roles(prefix)
+
+
+def prepare(platform: EventSQL) -> None:
+    for topic in ("orders", "orders_dlt", "payments", "payments_dlt"):
+        platform.registry.register_topic(Topic(topic, partitions=2))
+    for topic in ("orders", "payments"):
+        platform.registry.register_consumer(Consumer(topic, "mailer", partitioned=True))
+
+
 @pytest.fixture
-def prefix() -> str:
-    return f"r{uuid.uuid4().hex[:8]}"
+def template(request: pytest.FixtureRequest, prepared: Prepared) -> str:
+    return prepared(prepare)[0] if "owner" in request.fixturenames else TEMPLATE
 
 
 @pytest.fixture
 def owner(direct_dsn: str, prefix: str) -> Iterator[EventSQL]:
     """The platform as a superuser, with two topics, their dead letter topics and consumers, and roles of `orders`."""
     with EventSQL(direct_dsn, transfer=False) as platform:
-        for topic in ("orders", "orders_dlt", "payments", "payments_dlt"):
-            platform.registry.register_topic(Topic(topic, partitions=2))
-        for topic in ("orders", "payments"):
-            platform.registry.register_consumer(Consumer(topic, "mailer", partitioned=True))
-        roles = Roles(platform.database)
-        roles.create(prefix=prefix, topics=["orders"])
+        Roles(platform.database).create(prefix=prefix, topics=["orders"])
         yield platform
-        roles.drop()
 
 
 @pytest.fixture
-def login(owner: EventSQL, direct_dsn: str, prefix: str) -> Iterator[Login]:
+def login(owner: EventSQL, direct_dsn: str, prefix: str) -> Login:
     """Makes a login that is a member of roles, named without their prefix; gives its URL."""
-    made: list[str] = []
+    made = 0
 
     def make(*roles: str, options: str = "") -> str:
-        name = f"{prefix}_login_{len(made)}"
+        nonlocal made
+        name = f"{prefix}_login_{made}"
+        made += 1
         with psycopg.connect(direct_dsn, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE ROLE {} LOGIN PASSWORD 'x'").format(sql.Identifier(name)))
-            made.append(name)
             for role in roles:
                 connection.execute(
                     sql.SQL("GRANT {} TO {}").format(sql.Identifier(f"{prefix}_{role}"), sql.Identifier(name))
@@ -56,12 +67,7 @@ def login(owner: EventSQL, direct_dsn: str, prefix: str) -> Iterator[Login]:
             url = url.update_query_dict({"options": options})
         return url.render_as_string(hide_password=False)
 
-    yield make
-    with psycopg.connect(direct_dsn, autocommit=True) as connection:
-        for name in made:
-            connection.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(name)))
-            connection.execute(sql.SQL("DROP OWNED BY {}").format(sql.Identifier(name)))
-            connection.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(name)))
+    return make
 
 
 @pytest.fixture

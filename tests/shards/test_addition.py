@@ -27,6 +27,7 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.offsets import Earliest, Latest
+from tests.conftest import Prepared
 from tests.forms import stored
 from tests.shards.adding import KEYS, add_shard, start
 from tests.shards.conftest import Databases, Open, Until
@@ -44,14 +45,15 @@ MOVING = next(
 STAYING = [next(key for key in KEYS if shard_of_key(key, [*BEFORE, "shard-3"]) == name) for name in BEFORE]
 
 
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+
+
 @pytest.fixture
-def dsns(databases: Databases) -> list[str]:
+def dsns(databases: Databases, prepared: Prepared) -> list[str]:
     """Two shards with a topic and a consumer, and a database that is to be the third."""
-    dsns = databases(3)
-    with EventSQL(*dsns[:2]) as platform:
-        platform.registry.register_topic(Topic("orders", 2))
-        platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
-    return dsns
+    return databases(3, prepared(prepare, databases=2))
 
 
 @pytest.fixture

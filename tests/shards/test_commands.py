@@ -17,31 +17,51 @@ from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.context import resolve_dsn
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.settings import Settings
+from tests.conftest import Prepared
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases
 
 Run = Callable[..., Result]
 
 
-@pytest.fixture
-def dsns(databases: Databases, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@pytest.fixture(autouse=True)
+def _directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("EVENTSQL_DSN", "EVENTSQL_NEW_DSN", "EVENTSQL_SCHEMA", "EVENTSQL_HOME"):
         monkeypatch.delenv(name, raising=False)
-    return databases(3)
+
+
+def running(*dsns: str) -> Run:
+    def run(*arguments: object, stdin: str | None = None, code: int = 0) -> Result:
+        named = [option for dsn in dsns for option in ("--dsn", dsn)]
+        result = CliRunner().invoke(main, [*named, *map(str, arguments)], input=stdin)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+def prepare(platform: EventSQL) -> None:
+    """Make a topic, a consumer and an event for each key."""
+    run = running(*[shard.database.dsn for shard in platform.shards])
+    run("migrate")
+    run("topic", "create", "orders", "--partitions", 2, "--dead-letters")
+    run("consumer", "create", "orders", "mailer", "--partitioned")
+    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
+    run("publish", "orders", "--key", "key", stdin=events)
+    run("transfer", "--once")
+
+
+@pytest.fixture
+def dsns(databases: Databases, prepared: Prepared, request: pytest.FixtureRequest) -> list[str]:
+    """Three databases. The first two are prepared for tests that use `orders`."""
+    return databases(3, prepared(prepare, databases=2) if "orders" in request.fixturenames else ())
 
 
 @pytest.fixture
 def run(dsns: list[str]) -> Run:
     """Runs the program on the first two databases."""
-
-    def run_on_shards(*arguments: object, stdin: str | None = None, code: int = 0) -> Result:
-        named = [option for dsn in dsns[:2] for option in ("--dsn", dsn)]
-        result = CliRunner().invoke(main, [*named, *map(str, arguments)], input=stdin)
-        assert result.exit_code == code, result.output
-        return result
-
-    return run_on_shards
+    return running(*dsns[:2])
 
 
 def objects(result: Result) -> list[dict[str, object]]:
@@ -56,12 +76,6 @@ def lines(result: Result) -> list[dict[str, object]]:
 @pytest.fixture
 def orders(run: Run) -> Run:
     """The same, with a topic, a consumer and an event for each key."""
-    run("migrate")
-    run("topic", "create", "orders", "--partitions", 2, "--dead-letters")
-    run("consumer", "create", "orders", "mailer", "--partitioned")
-    events = "".join(json.dumps({"key": key}) + "\n" for key in KEYS)
-    run("publish", "orders", "--key", "key", stdin=events)
-    run("transfer", "--once")
     return run
 
 

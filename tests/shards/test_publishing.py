@@ -21,17 +21,20 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
+from tests.conftest import Prepared
 from tests.forms import stored
 from tests.shards.conftest import Databases, Open
 
 KEYS = [f"key {number}" for number in range(30)]
 
 
-@pytest.fixture
-def platform(databases: Databases, opened: Open) -> EventSQL:
-    platform = opened(*databases(2)).open()
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("whole"))
-    return platform
+
+
+@pytest.fixture
+def platform(databases: Databases, prepared: Prepared, opened: Open) -> EventSQL:
+    return opened(*databases(2, prepared(prepare, databases=2))).open()
 
 
 def events(number: int, *, keyed: bool = True, start: int = 0) -> Iterator[Publication]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pyspark.sql import DataFrame, SparkSession
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.spark import FORMAT, spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.conftest import Prepared
 from tests.spark.processes import free_port
 from tests.spark.sessions import started
 
@@ -46,28 +48,36 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 @pytest.fixture
 def publish(platform: EventSQL) -> Callable[..., None]:
     """Publishes events, some without key or metadata: `publish(5, first=10)`, to another topic with `topic=`."""
+    return functools.partial(publish_some, platform)
 
-    def some(events: int, *, topic: str = "orders", first: int = 0) -> None:
-        platform.publisher.publish_all(
-            Publication(
-                topic,
-                f"válue {number}".encode() + bytes([number % 256]),
-                key=None if number % 5 == 0 else f"kéy-{number % 7}",
-                metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": '\\"{}'},
-            )
-            for number in range(first, first + events)
+
+def publish_some(platform: EventSQL, events: int, *, topic: str = "orders", first: int = 0) -> None:
+    platform.publisher.publish_all(
+        Publication(
+            topic,
+            f"válue {number}".encode() + bytes([number % 256]),
+            key=None if number % 5 == 0 else f"kéy-{number % 7}",
+            metadata={} if number % 3 == 0 else {"source": "wéb", "number": str(number), "": '\\"{}'},
         )
-        platform.transfer.run_once()
+        for number in range(first, first + events)
+    )
+    platform.transfer.run_once()
 
-    return some
+
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", partitions=4))
+    for first in range(0, 1_000, 100):
+        publish_some(platform, 100, first=first)
 
 
 @pytest.fixture
-def orders(platform: EventSQL, publish: Callable[..., None]) -> str:
+def template(template: str, prepared: Prepared, request: pytest.FixtureRequest) -> str:
+    return prepared(prepare)[0] if "orders" in request.fixturenames else template
+
+
+@pytest.fixture
+def orders(platform: EventSQL) -> str:
     """A topic of 1,000 events over 4 partitions, in 10 publications."""
-    platform.registry.register_topic(Topic("orders", partitions=4))
-    for first in range(0, 1_000, 100):
-        publish(100, first=first)
     return "orders"
 
 

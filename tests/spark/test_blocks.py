@@ -38,9 +38,11 @@ MANY = LEAST_BY_BLOCKS
 PublishMany = Callable[..., list[Attempt]]
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", partitions=4)).register_topic(Topic("fares"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture

@@ -40,10 +40,12 @@ def on_cluster(cluster: Cluster, **settings: str) -> dict[str, str]:
     return {"spark.master": cluster.url, **executors, **address, **settings}
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3)):
         platform.registry.register_topic(topic)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def values_in(platform: EventSQL, topic: str) -> list[int]:

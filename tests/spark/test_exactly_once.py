@@ -130,10 +130,12 @@ def after_commit(locks: Locks, start: Callable[[], None]) -> None:
 Stop = Callable[[Locks, Callable[[], None]], None]
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3)):
         platform.registry.register_topic(topic)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def values_in(platform: EventSQL, topic: str) -> list[int]:

@@ -19,9 +19,11 @@ PARTITIONS = 7
 KEYS = ["", "a", "ké", "键", "a" * 300, *(f"key-{number}" for number in range(60))]
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", partitions=PARTITIONS))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def publications() -> list[Publication]:

@@ -29,6 +29,7 @@ from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import COLUMNS, BatchReader, FilteringReader, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from tests.conftest import Prepared
 from tests.shards.conftest import Databases, databases
 
 __all__ = ["databases"]
@@ -40,18 +41,22 @@ ALL = read_schema(headers=True, shards=True)
 ONE = read_schema(headers=True)
 
 
+def prepare(platform: EventSQL) -> None:
+    """Make 600 events of 40 keys in a topic of 2 partitions."""
+    platform.registry.register_topic(Topic("orders", partitions=2))
+    publish(platform, range(EVENTS))
+
+
 @pytest.fixture
-def urls(databases: Databases) -> list[str]:
-    return databases(2)
+def urls(databases: Databases, prepared: Prepared) -> list[str]:
+    return databases(2, prepared(prepare, databases=2))
 
 
 @pytest.fixture
 def platform(urls: list[str]) -> Iterator[EventSQL]:
-    """Two shards, with 600 events of 40 keys in a topic of 2 partitions."""
+    """Two shards, prepared."""
     with EventSQL(*urls, transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders", partitions=2))
-        publish(platform, range(EVENTS))
-        yield platform
+        yield platform.open()
 
 
 @pytest.fixture

@@ -62,10 +62,12 @@ Write = Callable[..., None]
 FARE = "value binary, key string"
 
 
-@pytest.fixture(autouse=True)
-def topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     for topic in (Topic("orders", partitions=4), Topic("fares", partitions=3), Topic("plain")):
         platform.registry.register_topic(topic)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture

@@ -48,11 +48,13 @@ from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import WriteOptions
 from eventsql_orchestration.spark.staging import Attempt, Share, StreamBatch, stage
 from eventsql_orchestration.spark.writer import BatchWriter, Staged
-from tests.conftest import Administrator, own_server
-from tests.shards.conftest import Databases
+from tests.conftest import Administrator, Prepared, own_server
+from tests.shards.conftest import Databases, databases
 from tests.spark.spreading import publish, rows, source_of, staged, start
 from tests.spark.stopping import Stop, await_end_of_transactions, no_transactions, stopping
 from tests.waiting import wait_until
+
+__all__ = ["databases"]
 
 NAMES = ["shard-1", "shard-2", "shard-3"]
 
@@ -63,22 +65,25 @@ MANY = 3 * LEAST_BY_BLOCKS + 6_000
 """Enough for blocks on every shard."""
 
 
-@pytest.fixture
-def databases(administrator: Administrator) -> Iterator[Databases]:
-    with ExitStack() as stack:
-        yield lambda number: [stack.enter_context(administrator.copied()) for _ in range(number)]
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders", partitions=4))
 
 
 @pytest.fixture
-def dsns(databases: Databases) -> list[str]:
+def dsns(databases: Databases, prepared: Prepared) -> list[str]:
     """Three shards with a topic; the events of a write lie on all of them."""
-    return prepared(databases(3))
+    return in_order(databases(3, prepared(prepare, databases=3)))
 
 
-def prepared(dsns: list[str]) -> list[str]:
+def made(dsns: list[str]) -> list[str]:
+    """The same without a copy."""
     with EventSQL(*dsns, transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders", partitions=4))
-    # In the order of their names, which is another one than that of their URLs.
+        prepare(platform)
+    return in_order(dsns)
+
+
+def in_order(dsns: list[str]) -> list[str]:
+    """Shards in the order of their names, which is another one than that of their URLs."""
     named = {}
     for dsn in dsns:
         with psycopg.connect(dsn) as connection:
@@ -633,7 +638,7 @@ def test_every_commit_waits_for_the_disk(databases: Databases) -> None:
         with psycopg.connect(dsn, autocommit=True) as connection:
             name = connection.info.dbname
             connection.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit TO off").format(sql.Identifier(name)))
-    dsns = prepared(dsns)
+    dsns = made(dsns)
     for dsn in dsns:
         with psycopg.connect(dsn, autocommit=True) as connection:
             connection.execute("CREATE TABLE public.seen (step text, waits text)")
@@ -746,7 +751,7 @@ def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(ad
             # What no commit waits for is not on disk before.
             connection.execute("ALTER SYSTEM SET wal_writer_delay TO '10s'")
             connection.execute("SELECT pg_reload_conf()")
-        dsns = prepared([stack.enter_context(administrator.copied()), crashing])
+        dsns = made([stack.enter_context(administrator.copied()), crashing])
         stop = Stop(crashing, "UPDATE ON eventsql.spark_part", at_commit=True)
         process = start(dsns, 0, FEW)
         stop.await_reached()
@@ -793,8 +798,8 @@ def values_of(dsns: list[str]) -> list[int]:
 
 @pytest.mark.nightly
 def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Databases) -> None:
-    *made, new = databases(4)
-    dsns = prepared(made)
+    *first, new = databases(4)
+    dsns = made(first)
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     add(dsns, new)
     everything = [*dsns, new]
@@ -809,8 +814,8 @@ def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Datab
 
 
 def test_a_write_under_way_keeps_the_fence_back(databases: Databases) -> None:
-    *made, new = databases(4)
-    dsns = prepared(made)
+    *first, new = databases(4)
+    dsns = made(first)
     with writing(dsns, 0, "INSERT ON eventsql.spark_publication", at_commit=True) as write:
         adding = threading.Thread(target=add, args=(dsns, new))
         adding.start()
@@ -840,8 +845,8 @@ def test_a_write_that_an_addition_overtakes_is_refused(
     databases: Databases, monkeypatch: pytest.MonkeyPatch, shard: int, statement: str
 ) -> None:
     monkeypatch.setattr(add_shard, "ABANDONED_SECONDS", 0.0)
-    *made, new = databases(4)
-    dsns = prepared(made)
+    *first, new = databases(4)
+    dsns = made(first)
     with writing(dsns, shard, statement) as write:
         adding = threading.Thread(target=add, args=(dsns, new))
         adding.start()
@@ -862,8 +867,8 @@ def test_a_write_that_an_addition_overtakes_is_refused(
 def test_a_write_is_not_planned_while_a_shard_is_being_added(
     databases: Databases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    *made, new = databases(3)
-    dsns = prepared(made)
+    *first, new = databases(3)
+    dsns = made(first)
 
     def die(step: str) -> None:
         if "is fenced" in step:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import psycopg
@@ -28,17 +28,21 @@ from tests.waiting import PATIENCE
 
 OTHER: dict[Storage, Storage] = {"rows": "blocks", "blocks": "rows"}
 
-pytestmark = pytest.mark.parametrize("storage", ["rows", "blocks"])
+
+def prepare(platform: EventSQL, storage: Storage) -> None:
+    """Make a topic of three partitions, in segments of 100 ids."""
+    platform.registry.register_topic(Topic("orders", 3, storage=storage))
 
 
-@pytest.fixture
-def platform(dsn: str, storage: Storage, monkeypatch: pytest.MonkeyPatch) -> Iterator[EventSQL]:
-    """A platform with a topic `orders` of three partitions, in segments of 100 ids, without a transfer of its own."""
+pytestmark = pytest.mark.parametrize(
+    "storage", [pytest.param(form, marks=pytest.mark.prepared.with_args(prepare, form)) for form in OTHER]
+)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
-    with EventSQL(dsn, transfer=False) as platform:
-        platform.registry.register_topic(Topic("orders", 3, storage=storage))
-        yield platform
 
 
 def publish(platform: EventSQL, first: int, events: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import groupby
@@ -20,8 +20,6 @@ from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.ranges import LogRanges, Sample
 from eventsql_orchestration.storage.reading import MAX_OFFSET, Extent, LogReader, Waiting
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
-
-pytestmark = pytest.mark.both_forms
 
 SCHEMA = "eventsql"
 TOPIC = "orders"
@@ -75,7 +73,7 @@ class Log:
 
 def rows(platform: EventSQL) -> None:
     """The form in which an event is a row."""
-    platform.registry.register_topic(Topic(TOPIC, 3))
+    platform.registry.register_topic(Topic(TOPIC, 3, storage="rows"))
 
 
 def blocks(platform: EventSQL) -> None:
@@ -92,13 +90,18 @@ def both(platform: EventSQL) -> None:
         assert platform.registry.set_storage(TOPIC, "rows")
 
 
-@pytest.fixture(params=[rows, blocks, both], ids=["rows", "blocks", "both"])
-def log(
-    request: pytest.FixtureRequest, platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> Log:
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    create: Callable[[EventSQL], None] = request.param
-    create(platform)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(None, marks=pytest.mark.prepared.with_args(form), id=form.__name__)
+        for form in (rows, blocks, both)
+    ]
+)
+def log(platform: EventSQL, session: Connection) -> Log:
     return Log(platform, session)
 
 

@@ -13,16 +13,16 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from tests.forms import in_blocks, stored
 
-pytestmark = pytest.mark.both_forms
-
 EVENTS = 20_000
 
 RANGE = "SELECT eql_id FROM eventsql.events(%s, %s, %s)"
 
 
-@pytest.fixture(autouse=True)
-def _topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
+
+
+pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
 
 
 def fill(session: Connection, events: int) -> None:

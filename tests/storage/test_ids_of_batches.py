@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 SEQUENCE = "eventsql.orders_block_eql_id_seq"
 
 
-@pytest.fixture(autouse=True)
-def _topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="blocks"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def draw(session: psycopg.Connection, *batches: int, after: int = 0) -> list[int]:

@@ -13,14 +13,17 @@ SEQUENCE = "eventsql.orders_block_eql_id_seq"
 BOUNDS = (0, 1, WINDOW - 300, WINDOW - 150, WINDOW - 1, WINDOW, WINDOW + 1, WINDOW + 150, 4 * WINDOW, MAX_OFFSET)
 
 
-@pytest.fixture(autouse=True)
-def _log(platform: EventSQL, session: psycopg.Connection) -> None:
+def prepare(platform: EventSQL) -> None:
     """Blocks that begin in a window and end in the next one, a gap of more than a window, and events behind it."""
     platform.registry.register_topic(Topic("orders", 2, storage="blocks"))
     for newest in (WINDOW - 600, WINDOW - 200, WINDOW + 500, 4 * WINDOW - 100):
-        session.execute(f"SELECT setval('{SEQUENCE}', %s)", [newest])
-        session.execute("SELECT eventsql.make_segments('orders', %s, 2)", [WINDOW])
+        with platform.database.connection() as connection:
+            connection.execute(f"SELECT setval('{SEQUENCE}', %s)", [newest])
+            connection.execute("SELECT eventsql.make_segments('orders', %s, 2)", [WINDOW])
         platform.publisher.publish_all(Publication("orders", b"%d" % number, key=str(number)) for number in range(300))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def read(session: psycopg.Connection, **values: int | None) -> list[int]:

@@ -27,9 +27,11 @@ BUFFER = '"eventsql"."event_buffer_eql_id_seq"'
 settings = pytest.mark.parametrize("setting", ["CACHE 50", "INCREMENT BY -1", "CYCLE"])
 
 
-@pytest.fixture(autouse=True)
-def _topics(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def publish(platform: EventSQL, *values: int, topic: str = "orders") -> None:

@@ -192,10 +192,12 @@ class Model:
                 assert (loaded.version, loaded.number) == (version, plain.number)
 
 
-@pytest.fixture(autouse=True)
-def _effects(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     with platform.database.connection() as connection:
         connection.execute("CREATE TABLE public.effects (id bigint GENERATED ALWAYS AS IDENTITY, name text, n int)")
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def run(platform: EventSQL, steps: list[Append | Handle | Archive]) -> None:

@@ -73,9 +73,15 @@ class KeptOrder(Order, SnapshottingAggregate):
         self.route, self.price, self.raises = list(state["route"]), state["price"], state["raises"]
 
 
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic(TOPIC))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
 @pytest.fixture
 def store(platform: EventSQL) -> Store:
-    platform.registry.register_topic(Topic(TOPIC))
     return Store(platform.database)
 
 

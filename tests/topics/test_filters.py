@@ -19,10 +19,12 @@ EVEN = EventFilter(metadata={"parity": "even"})
 Way = Callable[..., int]
 
 
-@pytest.fixture(autouse=True)
-def _topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     make_table(platform)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 @pytest.fixture(params=["in process", "claims"])

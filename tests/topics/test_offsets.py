@@ -14,6 +14,7 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.offsets import (
     AtOffset,
@@ -37,9 +38,11 @@ NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 SECOND = timedelta(seconds=1)
 
 
-@pytest.fixture(autouse=True)
-def _topic(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def log(database: Database, events: Iterable[tuple[int, int, datetime]]) -> None:
@@ -191,6 +194,8 @@ def test_a_position_costs_few_statements_for_all_partitions(
 ) -> None:
     log(database, [(id_, id_ % 3, NOON + id_ * SECOND) for id_ in range(1, 100)])
     with database.connection() as connection:
+        # A process learns the form of a log at its first look.
+        log_form.form_now(connection, "eventsql", "orders")
         said = said_by(connection)
         targets = resolve(connection, "eventsql", "orders", position, {0: 50, 1: 50, 2: 50})
     assert targets.keys() == {0, 1, 2}

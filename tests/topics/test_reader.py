@@ -9,13 +9,15 @@ from eventsql_orchestration.errors import PartitionOutOfRangeError, TopicNotFoun
 from tests.forms import stored
 
 
-@pytest.fixture(autouse=True)
-def _twelve_events_in_three_partitions(platform: EventSQL) -> None:
+def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("empty", 3))
     for number in range(1, 13):
         # One by one: together, a log in blocks would have them partition by partition.
         platform.publisher.publish(Publication("orders", b"%d" % number, partition=number % 3))
         platform.transfer.run_once()
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def test_a_range_excludes_its_beginning_and_includes_its_end(platform: EventSQL) -> None:
