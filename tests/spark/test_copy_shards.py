@@ -111,7 +111,6 @@ def check_nothing_is_left(platform: EventSQL) -> None:
         assert counted(dsn, "spark_decision") == counted(dsn, "spark_part", "eql_published_at IS NULL") == 0
 
 
-@pytest.mark.nightly
 def test_a_stream_goes_on_from_its_checkpoint_and_without_it_publishes_nothing_twice(
     spark: SparkSession, shards: EventSQL, checkpoint: Path
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import dagster as dg
-import pytest
 
 from tests.dagster.launcher.conftest import deployed
 from tests.waiting import wait_until
@@ -23,7 +22,6 @@ def leave():
 """
 
 
-@pytest.mark.nightly
 def test_runs_execute_their_own_exit_handlers_and_the_server_executes_those_of_the_import(tmp_path: Path) -> None:
     with deployed(tmp_path, "first", before=REGISTERING) as deployment:
         runs = [deployment.launch("use")]

@@ -196,7 +196,6 @@ def test_two_launchers_of_one_instance_have_the_same_server(deployment: Deployme
     assert deployment.seen(run)[1] == server == deployment.servers()[-1]
 
 
-@pytest.mark.nightly
 def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment: Deployment) -> None:
     runs = {name: deployment.waiting(location=name) for name in ("first", "second")}
     seen = {name: deployment.seen(run, location=name) for name, run in runs.items()}
@@ -207,7 +206,6 @@ def test_runs_of_two_locations_see_their_own_modules_and_environment(deployment:
         assert deployment.ended(run) is SUCCESS
 
 
-@pytest.mark.nightly
 def test_a_launch_that_is_refused_goes_back_into_the_queue(tmp_path: Path) -> None:
     queue = {"max_user_code_failure_retries": 5, "user_code_failure_retry_delay": 0}
     coordinator = {"module": "dagster", "class": "QueuedRunCoordinator", "config": queue}
