@@ -9,9 +9,6 @@ from typing import Any, Final, TypeVar
 
 Owner = TypeVar("Owner")
 
-OF_PARENTS: Final[list[object]] = []
-"""Connections of processes that this one was forked from. They are kept, because nobody may close them here."""
-
 _BEGIN_ANEW: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 

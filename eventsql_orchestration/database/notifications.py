@@ -97,6 +97,8 @@ class Listener:
         """See `forks`. The subscribers are threads of the parent."""
         self._lock = threading.Lock()
         self._callbacks = {}
+        if self._ending is not None:
+            self._ending.close()
         self._thread = self._ending = self._listening = None
 
     @property

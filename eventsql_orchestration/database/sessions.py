@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import socket
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -14,6 +16,7 @@ from psycopg.pq import TransactionStatus
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import ConfigurationError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 
@@ -22,6 +25,10 @@ ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 
 ENCODING: Final = "UTF8"
 """The encoding that a database must have: it holds every text."""
+
+_OF_PARENTS: Final[list[Connection]] = []
+"""Connections of processes that this one was forked from. Kept: psycopg warns of an open connection that is freed, and
+closing one would free memory of libpq that a thread of the parent can have been at work on."""
 
 ASKED_AFTER: Final = 10.0
 """Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
@@ -35,6 +42,7 @@ def open_session(connection: Connection) -> None:
     session: it prepares no statements, and makes only settings that the pooler keeps for each client. Raises
     `ConfigurationError` for a database that cannot hold every text.
     """
+    after_fork(connection, _leave_to_parent)
     own = connection.info.backend_pid
     autocommit, connection.autocommit = connection.autocommit, True
     row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
@@ -51,6 +59,20 @@ def open_session(connection: Connection) -> None:
         if not (connection.info.parameter_status("DateStyle") or "").startswith("ISO"):
             connection.execute("SET DateStyle TO ISO")
     connection.autocommit = autocommit
+
+
+def _leave_to_parent(connection: Connection) -> None:
+    """See `forks`. A dead socket takes the place of this process's copy of the socket.
+
+    With a copy, the session and its locks would outlive the parent for as long as this process runs, and whatever is
+    done with the connection here would be done in the parent's session.
+    """
+    _OF_PARENTS.append(connection)
+    if not connection.closed:
+        dead, peer = socket.socketpair()
+        peer.close()
+        with dead:
+            os.dup2(dead.fileno(), connection.fileno(), inheritable=False)
 
 
 def is_pooled(connection: Connection) -> bool:

@@ -24,7 +24,7 @@ from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import StuckEventError
-from eventsql_orchestration.forks import OF_PARENTS, after_fork
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import batch_sizes, copy_format
 from eventsql_orchestration.publishing.batch_sizes import BatchSizes
@@ -100,7 +100,6 @@ class LogWriter:
 
     def _after_fork(self) -> None:
         """See `forks`."""
-        OF_PARENTS.append(self._connection)
         self._connection, self._mutex = None, threading.Lock()
         self._discard()
 

@@ -9,10 +9,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
+import psycopg
+
 from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.waiting import PATIENCE, wait_until
 
@@ -64,12 +67,35 @@ def service(dsn: str) -> None:
     # Open in this thread when the other process begins.
     with platform.database.transaction() as connection:
         connection.execute("INSERT INTO public.effect VALUES ('open')")
-        children = [child(lambda: work("child 0")), child(lambda: work("child 1"))]
+        children = [child(lambda: work("child 0")), child(lambda: work("child 1")), child(lambda: end(connection))]
         publish(platform, "parent")
         connection.execute("INSERT INTO public.effect VALUES ('still open')")
     await_success(*children)
     publish(platform, "after")
     platform.close()
+
+
+def end(connection: Connection) -> None:
+    """A child cannot end the transaction that it was forked in."""
+    with suppress(psycopg.OperationalError):
+        connection.execute("ROLLBACK")
+    assert connection.closed
+
+
+def killed(dsn: str) -> None:
+    """Is killed while it handles an event. A process that it has forked for that goes on until standard input ends."""
+    platform = EventSQL(dsn)
+
+    def handle(_event: object, _connection: object) -> None:
+        if os.fork() == 0:
+            sys.stdin.read()
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    publish(platform, "before", count=1)
+    platform.consumers.start("orders", "sums", handle)
+    signal.alarm(int(PATIENCE))
+    signal.pause()
 
 
 def connections(dsn: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -10,10 +11,14 @@ from pathlib import Path
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
+from tests.fixtures import Until
 from tests.publishing.forking import MANY
 from tests.shards.conftest import Databases, databases
+from tests.waiting import PATIENCE
 
 __all__ = ["databases"]
+
+ROOT = Path(__file__).parents[2]
 
 
 def prepare(platform: EventSQL) -> None:
@@ -27,10 +32,13 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
+def command(program: str, *dsns: str) -> list[str]:
+    """Runs a function of `forking`."""
+    return [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.publishing.forking", program, *dsns]
+
+
 def run(program: str, *dsns: str) -> None:
-    """Run a function of `forking`."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-m", "tests.publishing.forking", program, *dsns]
-    subprocess.run(command, check=True, timeout=120, cwd=Path(__file__).parents[2])
+    subprocess.run(command(program, *dsns), check=True, timeout=PATIENCE, cwd=ROOT)
 
 
 def published(platform: EventSQL) -> dict[str, list[str]]:
@@ -57,6 +65,16 @@ def test_the_sessions_of_writers_are_of_one_process_each(dsn: str, platform: Eve
     run("connections", dsn)
     counts = {name: len(numbers) for name, numbers in published(platform).items()}
     assert counts == dict.fromkeys(("before", "child", "after"), MANY + 1)
+
+
+def test_a_killed_process_leaves_no_transaction_behind_while_a_process_that_it_forked_goes_on(
+    dsn: str, platform: EventSQL, until: Until
+) -> None:
+    handled: list[object] = []
+    with subprocess.Popen(command("killed", dsn), stdin=subprocess.PIPE, cwd=ROOT) as process:
+        assert process.wait(PATIENCE) == -signal.SIGKILL
+        until(lambda: platform.consumers.consume_once("orders", "sums", lambda events, _: handled.extend(events)))
+    assert len(handled) == 1
 
 
 def test_a_lock_that_a_thread_held_at_the_fork_stops_nothing(dsn: str, platform: EventSQL) -> None:
