@@ -17,6 +17,7 @@ import psycopg
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.publishing.buffered import _watching
 from tests.waiting import PATIENCE, wait_until
 
 MANY: Final = 200
@@ -131,6 +132,7 @@ def locks(dsn: str) -> None:
 
     def work() -> None:
         done = threading.Event()
+        assert all(map(is_free, locks_of(platform, buffered, _watching)))
         publish(platform, "child", count=1)
         publish_batch(platform, "child")
         buffered.publish(Publication("orders", b"child 0")).result(PATIENCE)
@@ -139,7 +141,7 @@ def locks(dsn: str) -> None:
         assert done.wait(PATIENCE)
         assert platform.close()
 
-    with held(locks_of(platform, buffered)):
+    with held(locks_of(platform, buffered, _watching)):
         pid = child(work)
     await_success(pid)
     platform.close()
@@ -157,6 +159,8 @@ def locks_of(*objects: object) -> list[Any]:
         seen.add(id(each))
         if isinstance(each, LOCKS):
             found[id(each)] = each
+        elif isinstance(each, threading.Condition | threading.Event):
+            left += vars(each).values()
         elif isinstance(each, dict):
             left += [*each.keys(), *each.values()]
         elif isinstance(each, list | tuple | set):
@@ -164,6 +168,14 @@ def locks_of(*objects: object) -> list[Any]:
         elif type(each).__module__.startswith("eventsql_orchestration"):
             left += vars(each).values() if hasattr(each, "__dict__") else ()
     return list(found.values())
+
+
+def is_free(lock: Any) -> bool:
+    """Whether this process can take a lock. Gives it back."""
+    free: bool = lock.acquire(blocking=False)
+    if free:
+        lock.release()
+    return free
 
 
 @contextmanager
