@@ -38,11 +38,15 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Way:
 
 def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_topic(Topic("payments"))
-    # A publisher knows its topics and does not look again for seconds.
-    platform.registry.cached_topic("orders")
 
 
 pytestmark = [pytest.mark.both_forms, pytest.mark.prepared.with_args(prepare)]
+
+
+@pytest.fixture(autouse=True)
+def _remembered(platform: EventSQL) -> None:
+    """A publisher knows its topics and does not look again for seconds."""
+    platform.registry.cached_topic("orders")
 
 
 @pytest.fixture

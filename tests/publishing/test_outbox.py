@@ -22,7 +22,6 @@ ONE = Publication("orders", b"one")
 
 def prepare(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 3))
-    platform.registry.cached_topic("orders")
 
 
 pytestmark = pytest.mark.prepared.with_args(prepare)
