@@ -6,9 +6,7 @@ the server more than most accesses.
 
 from __future__ import annotations
 
-import os
 from typing import Any, Final, Self, cast
-from weakref import WeakSet
 
 from dagster._serdes import ConfigurableClassData
 from dagster_postgres import (
@@ -20,15 +18,14 @@ from dagster_postgres import (
 from dagster_postgres.utils import pg_config, pg_url_from_config
 from sqlalchemy import Connection, Engine, create_engine
 
+from eventsql_orchestration.forks import after_fork
+
 _POOL_SIZE: Final = 5
 """Connections that an instance keeps. A thread that finds all of them in use connects for one access, as in Dagster's
 own storage."""
 
 _RECYCLE_AFTER: Final = 300.0
 """Seconds until a connection is replaced. Load balancers drop idle connections silently, AWS's after 350 s."""
-
-
-_ENGINES: Final[WeakSet[Engine]] = WeakSet()
 
 _COMPLETE: Final[set[str | None]] = set()
 """URLs of storages whose tables exist; None stands for every storage."""
@@ -45,17 +42,13 @@ def _engine(url: str) -> Engine:
         url, isolation_level="AUTOCOMMIT", pool_size=_POOL_SIZE, max_overflow=-1, pool_pre_ping=True,
         pool_use_lifo=True, pool_recycle=_RECYCLE_AFTER,
     )  # fmt: skip
-    _ENGINES.add(engine)
+    after_fork(engine, _leave_to_parent)
     return engine
 
 
-def _leave_connections() -> None:
-    """Leave the connections to the parent of this process. psycopg 2 does not close another process's connection."""
-    for engine in list(_ENGINES):
-        engine.dispose(close=False)
-
-
-os.register_at_fork(after_in_child=_leave_connections)
+def _leave_to_parent(engine: Engine) -> None:
+    """See `forks`. psycopg 2 does not close another process's connection."""
+    engine.dispose(close=False)
 
 
 class _RunStorage(PostgresRunStorage):
