@@ -101,7 +101,6 @@ def test_only_a_limited_number_of_ticks_linger_at_once(
 
 
 def test_no_tick_lingers_if_sensors_are_evaluated_one_after_the_other(bench: Workbench) -> None:
-    parted.register(bench.platform)
     assert bench.tick(parted.sensors[0]) == "no events wait after offset 0"
 
 
