@@ -9,6 +9,10 @@ from typing import Any, Final, TypeVar
 
 Owner = TypeVar("Owner")
 
+OF_PARENTS: Final[list[object]] = []
+"""Connections of the processes that this one was forked from. They are kept: freeing one takes locks and memory that a
+thread of the parent can have been at work on."""
+
 _BEGIN_ANEW: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 
 

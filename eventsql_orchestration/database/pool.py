@@ -20,7 +20,7 @@ from eventsql_orchestration.database.connections import UTF8, Connection
 from eventsql_orchestration.database.sessions import ISOLATION, is_fresh, watch
 from eventsql_orchestration.database.urls import connect_arguments, render
 from eventsql_orchestration.errors import ClosedError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import OF_PARENTS, after_fork
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,8 @@ class Pool:
 
     def _after_fork(self) -> None:
         """See `forks`."""
+        # Never given back: a thread of the parent can have held the lock of its pool.
+        OF_PARENTS.extend(self._spares)
         self._spares = []
         self.engine.dispose(close=False)
 

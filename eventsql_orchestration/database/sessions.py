@@ -16,7 +16,7 @@ from psycopg.pq import TransactionStatus
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import ConfigurationError
-from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.forks import OF_PARENTS, after_fork
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
 
@@ -25,10 +25,6 @@ ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 
 ENCODING: Final = "UTF8"
 """The encoding that a database must have: it holds every text."""
-
-_OF_PARENTS: Final[list[Connection]] = []
-"""Connections of processes that this one was forked from. Kept: psycopg warns of an open connection that is freed, and
-closing one would free memory of libpq that a thread of the parent can have been at work on."""
 
 ASKED_AFTER: Final = 10.0
 """Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
@@ -67,7 +63,7 @@ def _leave_to_parent(connection: Connection) -> None:
     With a copy, the session and its locks would outlive the parent for as long as this process runs, and whatever is
     done with the connection here would be done in the parent's session.
     """
-    _OF_PARENTS.append(connection)
+    OF_PARENTS.append(connection)
     if not connection.closed:
         dead, peer = socket.socketpair()
         peer.close()

@@ -141,7 +141,13 @@ def locks(dsn: str) -> None:
         assert done.wait(PATIENCE)
         assert platform.close()
 
-    with held(locks_of(platform, buffered, _watching)):
+    def keeps_spare() -> bool:
+        platform.shards[0].reader.end("orders")
+        return bool(platform.database._pool._spares)
+
+    wait_until(keeps_spare, "the pool keeps a spare connection")
+    pool: Any = platform.database.engine.pool
+    with held([*locks_of(platform, buffered, _watching), pool._pool.mutex]):
         pid = child(work)
     await_success(pid)
     platform.close()
