@@ -131,7 +131,9 @@ class Acknowledgement:
     def _call(self, callback: Callable[[Acknowledgement], object]) -> None:
         try:
             callback(self)
-        except (Exception, SystemExit):
+        except KeyboardInterrupt:
+            raise
+        except BaseException:
             # The thread has other events to commit.
             logger.exception("a callback of an acknowledgement failed")
 
@@ -140,7 +142,8 @@ class Acknowledgement:
 
         Only the publisher calls it, holding the lock of `_watching`.
         """
-        self._outcome, self._number = outcome, number
+        # The outcome last: a thread that sees it reads the number without the lock.
+        self._number, self._outcome = number, outcome
         return self._waited is not None or bool(self._callbacks)
 
     def tell(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -556,7 +557,7 @@ def test_an_acknowledgement_raises_the_same_error_each_time(opened: Open, sessio
         assert raised.value is error
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit])
+@pytest.mark.parametrize("error", [ZeroDivisionError, SystemExit, asyncio.CancelledError])
 def test_a_callback_that_raises_keeps_nobody_else_from_hearing(
     opened: Open, error: type[BaseException], caplog: pytest.LogCaptureFixture
 ) -> None:
