@@ -10,7 +10,7 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.pq import TransactionStatus
@@ -30,6 +30,9 @@ from eventsql_orchestration.model import Event
 logger = logging.getLogger(__name__)
 
 # Handlers
+
+Given = TypeVar("Given")
+Returned = TypeVar("Returned")
 
 BatchHandler: TypeAlias = Callable[[Sequence[Event], Connection], object]
 """Takes events in order, and the connection whose transaction commits their offset."""
@@ -358,12 +361,17 @@ def _each(
     return None
 
 
-def call_handler(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> None:
-    """Raises the handler's error, and `psycopg.ProgrammingError` if the handler ended the transaction."""
+def call_handler(connection: Connection, given: Given, handler: Callable[[Given, Connection], Returned]) -> Returned:
+    """Call a handler of events, messages or changes in a transaction; gives what it returned.
+
+    Raises the handler's error, and `psycopg.ProgrammingError` if the handler ended the transaction.
+    """
     try:
-        check_returned(handler(events, connection))
+        returned = handler(given, connection)
     except psycopg.Rollback as error:
-        # psycopg would take it for success, and the events would pass without their effects.
+        # psycopg would take it for success, and what was given would pass without its effects.
         raise psycopg.ProgrammingError("the handler rolled its effects back") from error
+    check_returned(returned)
     if transaction_lost(connection):
         raise psycopg.ProgrammingError(TRANSACTION_ENDED)
+    return returned

@@ -10,10 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-import psycopg
-
-from eventsql_orchestration.consuming.failures import transaction_lost
-from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED
+from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     DatabaseFullError,
@@ -176,9 +173,7 @@ class QueueRun:
 
     def _handle(self, messages: Sequence[Message]) -> None:
         with self.queue.transaction(messages[0]) as connection:
-            published = self.handler(messages, connection)
-            if transaction_lost(connection):
-                raise psycopg.ProgrammingError(TRANSACTION_ENDED)
+            published = call_handler(connection, messages, self.handler)
             self.queue.acknowledge_all(messages, connection=connection)
         self.done.published.update(published)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.consuming.batch import check_handler
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue, seconds_of
 from eventsql_orchestration.queue.worker import Backoff, Handler, QueueWorkers, exponential
@@ -54,8 +55,10 @@ class Queue(MessageQueue):
         `backoff(receives)` seconds, with the error in its history. The visibility timeout of messages that a worker
         holds is extended meanwhile. Each of up to 20 workers keeps a connection while its handler runs, and receives up
         to `max_messages` at once. Give the queue `max_receives`, or a message whose handler always fails comes back for
-        ever. Raises `ValidationError` for more workers than this process may have connections.
+        ever. Raises `ValidationError` for more workers than this process may have connections, and for a handler that
+        would never run, such as a coroutine function.
         """
+        check_handler(handler, "message", "connection")
         check_whole("workers", workers, least=1, most=MAX_WORKERS)
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
         for database in self._shards.databases():

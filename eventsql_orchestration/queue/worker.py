@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
+from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
@@ -187,14 +188,14 @@ class QueueWorkers:
     def _handle(self, message: Message) -> None:
         try:
             with self._queue.transaction(message) as connection:
-                self._handler(message, connection)
+                call_handler(connection, message, self._handler)
                 self._queue.acknowledge(message, connection=connection)
         except MessageNotFoundError as lost:
             if message.id not in lost.ids:
                 self._fail(message, lost)
                 return
             logger.warning("the effects of a message were rolled back: %s", lost)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
+        except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             self._fail(message, error)
         else:
             with self._lock:

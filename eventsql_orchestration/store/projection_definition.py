@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, TypeAlias
 
+from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
@@ -87,6 +88,7 @@ class CheckedProjection:
 
     def __init__(self, projection: Projection) -> None:
         kind = type(projection).__name__
+        check_runs(projection.apply)
         self.projection = projection
         self.name = check_name(f"name of {kind}", getattr(projection, "name", None))
         self.schema = check_name(f"schema of {kind}", projection.schema)

@@ -11,7 +11,7 @@ from typing import Final, Literal, Self, TypeAlias
 import psycopg
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import check_handler
+from eventsql_orchestration.consuming.batch import check_handler, check_returned
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF, transaction_lost
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -188,7 +188,7 @@ class Subscription:
 
     def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
         try:
-            self._handler(change, connection)
+            check_returned(self._handler(change, connection))
             _check_transaction(connection)
         except Exception as error:
             if connection.closed:
@@ -290,8 +290,11 @@ class Subscription:
                 except (psycopg.Error, EventSQLError) as error:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
                     delay = FAULT_DELAY
-                except Exception:
-                    # A handler may wrap the error of a lost connection in one of its own.
+                except BaseException as error:
+                    # A handler may wrap the error of a lost connection in one of its own, or call sys.exit(), which
+                    # would end a thread silently. The main thread is the program's to end.
+                    if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
+                        raise
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
                     delay = FAULT_DELAY
                 else:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
+import asyncio
 import threading
 from contextlib import ExitStack
 
+import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue import Message, Queue
+from eventsql_orchestration.queue.worker import Handler
 from tests.fixtures import Until
 
 
@@ -190,17 +192,49 @@ def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, qu
     queue.acknowledge(mine)
 
 
-def test_a_handler_that_exits_fails_and_its_worker_goes_on(queue: Queue, until: Until) -> None:
+@pytest.mark.parametrize("error", [SystemExit("3"), asyncio.CancelledError("3")])
+def test_a_handler_that_exits_fails_and_its_worker_goes_on(queue: Queue, until: Until, error: BaseException) -> None:
     def leave(message: Message, _connection: Connection) -> None:
         if message.body == b"bad":
-            sys.exit(3)
+            raise error
 
     queue.send_all([b"bad", b"good"])
     with queue.work(leave, backoff=lambda _: 600.0) as workers:
         until(lambda: workers.handled == 1)
         assert workers.failed == 1
     (bad,) = queue.peek()
-    assert bad.history[-1]["reason"] == "SystemExit: 3"
+    assert bad.history[-1]["reason"] == f"{type(error).__name__}: 3"
+
+
+async def never_run(message: Message, connection: Connection) -> None: ...
+
+
+def test_a_handler_that_would_never_run_is_refused(queue: Queue) -> None:
+    for wrong in (never_run, None, lambda: None):
+        with pytest.raises(ValidationError):
+            queue.work(wrong)  # type: ignore[arg-type]  # that is the mistake
+
+
+def rolls_back(message: Message, connection: Connection) -> None:
+    raise psycopg.Rollback
+
+
+def ends_the_transaction(message: Message, connection: Connection) -> None:
+    write(message, connection)
+    connection.execute("ROLLBACK")
+
+
+def returns_a_coroutine(message: Message, connection: Connection) -> object:
+    return never_run(message, connection)
+
+
+@pytest.mark.parametrize("handler", [returns_a_coroutine, rolls_back, ends_the_transaction])
+def test_a_message_whose_handler_leaves_no_effects_stays(queue: Queue, until: Until, handler: Handler) -> None:
+    queue.send(b"one")
+    with queue.work(handler, backoff=lambda _: 600.0) as workers:
+        until(lambda: workers.handled + workers.failed)
+        assert workers.failed == 1
+    assert queue.peek()[0].history[-1]["reason"]
 
 
 def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(

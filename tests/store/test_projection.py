@@ -359,9 +359,16 @@ def _without(name: str, value: Any) -> Callable[[], Projection]:
     return type("Odd", (Sums,), {name: value})
 
 
+async def _never_runs(projection: Projection, change: RecordedChange, connection: Connection) -> None: ...
+
+
 @pytest.mark.parametrize(
-    "make", [_without("name", ""), _without("name", "n" * 60), _without("tables", ()), _without("types", [])]
-)
+    "make",
+    [
+        _without("name", ""), _without("name", "n" * 60), _without("tables", ()), _without("types", []),
+        _without("apply", _never_runs),
+    ],
+)  # fmt: skip
 def test_projections_that_cannot_be_used_are_refused(store: Store, make: Callable[[], Projection]) -> None:
     with pytest.raises(ValidationError):
         Projections(store, [make()])

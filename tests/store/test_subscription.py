@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from typing import Any
 
@@ -145,28 +146,36 @@ def test_a_failed_change_is_tried_again_and_those_before_it_count(store: Store) 
     assert store.subscriptions()[0].attempts == 0
 
 
-@pytest.mark.parametrize("how", ["raises", "breaks the transaction", "ends the transaction", "fails at the commit"])
+@pytest.mark.parametrize(
+    "how",
+    ["raises", "returns a coroutine", "breaks the transaction", "ends the transaction", "fails at the commit"],
+)
 def test_a_change_that_keeps_failing_becomes_a_dead_letter(store: Store, how: str) -> None:
     put(store, "1", 1, 2, 3)
     mended = False
     with store.database.connection() as connection:
         connection.execute("ALTER TABLE public.effects ADD UNIQUE (n) DEFERRABLE INITIALLY DEFERRED")
 
-    def broken(change: RecordedChange, connection: Connection) -> None:
+    async def later() -> None: ...
+
+    def broken(change: RecordedChange, connection: Connection) -> object:
         effect(change, connection)
         if change.data["n"] != 2 or mended:
-            return
+            return None
+        if how == "returns a coroutine":
+            return later()
         if how == "raises":
             raise ValueError("never")
         if how == "breaks the transaction":
             try:
                 connection.execute("SELECT 1/0")
             except psycopg.Error:
-                return
+                return None
         if how == "ends the transaction":
             connection.pgconn.exec_(b"ROLLBACK")
         if how == "fails at the commit":
             effect(change, connection)
+        return None
 
     subscription = subscribed(store, broken, max_attempts=2)
     for _ in range(3):
@@ -229,8 +238,11 @@ def test_a_replay_drops_the_letters_of_changes_that_are_handed_over_again(store:
     assert effects(store) == [2, 3, 2, 3, 4, 1]
 
 
-def test_a_running_subscription_outlives_what_a_handler_raises_without_its_connection(
-    store: Store, until: Until, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error", [ValueError("the handler's own error for a lost connection"), SystemExit(3), asyncio.CancelledError()]
+)
+def test_a_running_subscription_outlives_what_a_handler_raises(
+    store: Store, until: Until, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
     lost = [True]
@@ -238,8 +250,9 @@ def test_a_running_subscription_outlives_what_a_handler_raises_without_its_conne
     def wraps(change: RecordedChange, connection: Connection) -> None:
         if lost:
             lost.clear()
-            connection.close()
-            raise ValueError("the handler's own error for a lost connection")
+            if isinstance(error, ValueError):
+                connection.close()
+            raise error
         effect(change, connection)
 
     put(store, "1", 1)
