@@ -37,6 +37,10 @@ class MissingExtraError(ConfigurationError):
     def __init__(self, extra: str, needed_for: str) -> None:
         super().__init__(f"{needed_for} needs the extra [{extra}]: pip install 'eventsql-orchestration[{extra}]'")
         self.extra = extra
+        self._needed_for = needed_for
+
+    def __reduce__(self) -> tuple[type[MissingExtraError], tuple[str, str]]:
+        return type(self), (self.extra, self._needed_for)
 
 
 class EmbeddedServerError(EventSQLError):
@@ -270,6 +274,9 @@ class ConsumptionError(EventSQLError):
     def __init__(self, event: object, message: str | None = None) -> None:
         super().__init__(message or f"event {getattr(event, 'id', event)!r} could not be processed")
         self.event = event
+
+    def __reduce__(self) -> tuple[type[ConsumptionError], tuple[object, str]]:
+        return type(self), (self.event, self.message)
 
 
 class PartitionLeasedError(EventSQLError):

@@ -38,10 +38,13 @@ def test_a_message_of_ones_own_is_kept() -> None:
     assert TopicNotFoundError("no topic 'x'").message == str(TopicNotFoundError("no topic 'x'")) == "no topic 'x'"
 
 
-def test_an_error_survives_the_way_between_processes() -> None:
-    error = pickle.loads(pickle.dumps(TopicNotFoundError("no topic 'x'")))
-    assert isinstance(error, TopicNotFoundError)
-    assert error.message == "no topic 'x'"
+@pytest.mark.parametrize(
+    "error",
+    [*(member("no") for member in PLAIN), MissingExtraError("spark", "the data source"), ConsumptionError(7, "no")],
+)
+def test_an_error_survives_the_way_between_processes(error: EventSQLError) -> None:
+    found = pickle.loads(pickle.dumps(error))
+    assert (type(found), found.message, vars(found)) == (type(error), error.message, vars(error))
 
 
 def test_errors_of_shards_survive_it_with_what_they_say_of_them() -> None:
