@@ -324,7 +324,8 @@ class ClusterTransfer:
 
         while not stop.is_set():
             for shard in self._cluster.known():
-                if shard not in running:
+                if shard not in running or not running[shard].is_alive():
+                    # Also after an error, such as one of `on_moved`: otherwise the shard's events would wait for ever.
                     name = f"transfer-{shard.label}"
                     running[shard] = start_thread(
                         name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report

@@ -348,7 +348,7 @@ class Cluster:
 
     def close(self) -> None:
         """End the threads."""
-        self.health.close()
+        self.health.close(self._shards)
         self.background.close()
 
 

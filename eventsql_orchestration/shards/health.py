@@ -99,33 +99,43 @@ class Health:
             if shard.down is not None:
                 return
             shard.down, shard.down_since = error, time.monotonic()
+            stop = self.stop
 
         logger.warning("shard %s is down: %s", shard.label, error)
-        start_thread("shard-probe", self._probe, shard)
+        start_thread("shard-probe", self._probe, shard, stop)
 
-    def _probe(self, shard: Shard) -> None:
-        stop, delay = self.stop, FIRST_PROBE
+    def _probe(self, shard: Shard, stop: threading.Event) -> None:
+        delay = FIRST_PROBE
         while not stop.wait(delay):
             delay = min(delay * 2, LAST_PROBE)
             try:
                 self._on_return(shard, shard.store.state())
             except EventSQLError as error:
-                shard.down = error
+                self._note(shard, error, stop)
             except Exception as error:
                 # If the thread died, the shard would stay down for ever.
                 logger.exception("shard %s cannot be checked; trying again", shard.label)
-                shard.down = DatabaseError(str(error))
+                self._note(shard, DatabaseError(str(error)), stop)
             else:
-                with self._returned:
-                    shard.down = None
-                    self._returned.notify_all()
+                self._note(shard, None, stop)
                 logger.warning("shard %s is back", shard.label)
                 return
 
-    def close(self) -> None:
-        """End the threads that probe shards."""
-        self.stop.set()
-        self.stop = threading.Event()
+    def _note(self, shard: Shard, down: EventSQLError | None, stop: threading.Event) -> None:
+        with self._returned:
+            # After `close`, no thread would find out that the shard is back.
+            if not stop.is_set():
+                shard.down = down
+                self._returned.notify_all()
+
+    def close(self, shards: Iterable[Shard]) -> None:
+        """End the threads that probe shards. A platform that is opened again finds out anew which of them are down."""
+        with self._returned:
+            self.stop.set()
+            self.stop = threading.Event()
+            for shard in shards:
+                shard.down = None
+            self._returned.notify_all()
 
 
 def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailableError]:

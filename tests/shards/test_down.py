@@ -123,6 +123,18 @@ def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_t
     platform.registry.register_topic(Topic("taken"))
 
 
+def test_a_platform_that_is_opened_again_finds_out_anew_which_shards_are_down(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
+    platform = opened(*dsns).open()
+    second.stop()
+    with pytest.raises(DatabaseUnavailableError):
+        platform.publisher.publish(publication(LOST[0]))
+    platform.close()
+    second.start()
+    platform.open().publisher.publish(publication(LOST[0]))
+
+
 def test_with_no_shard_up_there_is_nothing_to_open(closed: list[str], opened: Open) -> None:
     with pytest.raises(DatabaseUnavailableError):
         opened(*closed).open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import psycopg
@@ -21,9 +22,10 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.threads import start_thread
 from tests.conftest import Prepared
 from tests.forms import stored
-from tests.shards.conftest import Databases, Open
+from tests.shards.conftest import Databases, Open, Until
 
 KEYS = [f"key {number}" for number in range(30)]
 
@@ -211,3 +213,24 @@ def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: EventSQL) 
         pytest.raises(ShardError, match="give the URLs of all shards"),
     ):
         publications.write_targets("orders", {})
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: EventSQL, until: Until) -> None:
+    stop, reports = threading.Event(), list[dict[str, int]]()
+
+    def fail_once(moved: dict[str, int]) -> None:
+        reports.append(moved)
+        if len(reports) == 1:
+            raise BrokenPipeError
+
+    transfer = start_thread("transfer", platform.transfer.run, stop, on_moved=fail_once)
+    try:
+        for round_ in range(2):
+            for each in events(20):
+                platform.publisher.publish(each)
+            until(lambda least=round_ + 1: len(reports) >= least)
+        until(lambda: not platform.buffered())
+    finally:
+        stop.set()
+        transfer.join()
