@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final, NoReturn, TypeAlias
 
 import psycopg
@@ -80,6 +81,20 @@ def check_encoding(connection: psycopg.Connection[Any]) -> None:
             f"the connection has the client_encoding {connection.info.parameter_status('client_encoding')}, and events "
             "are written in UTF-8: connect with client_encoding=UTF8, or execute `SET client_encoding TO 'UTF8'`"
         )
+
+
+@contextmanager
+def plain_cursors(connection: Connection) -> Iterator[None]:
+    """Run the block's statements with psycopg's ordinary cursors.
+
+    The cursors of a caller's connection may give no binary results, as those that bind on the client's side, which
+    Django makes, or take other placeholders.
+    """
+    theirs, connection.cursor_factory = connection.cursor_factory, psycopg.Cursor
+    try:
+        yield
+    finally:
+        connection.cursor_factory = theirs
 
 
 def begin(connection: Connection | sqlalchemy.Connection) -> None:

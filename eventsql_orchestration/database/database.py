@@ -20,6 +20,7 @@ from eventsql_orchestration.database.connections import (
     driver_connection,
     identity,
     joinable_connection,
+    plain_cursors,
 )
 from eventsql_orchestration.database.grants import may_not_migrate, permission_error
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
@@ -153,7 +154,7 @@ class Database:
         """
         driver = joinable_connection(connection)
         self.ensure_schema()
-        with self.errors(driver):
+        with self.errors(driver), plain_cursors(driver):
             self._home.check(driver, self, self._identity)
             begin(connection)
             yield driver

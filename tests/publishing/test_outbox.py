@@ -9,9 +9,12 @@ import psycopg
 import pytest
 import sqlalchemy
 from psycopg import conninfo
+from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.store import Change
 from tests.conftest import TEMPLATE, Administrator
 
 if TYPE_CHECKING:
@@ -129,3 +132,23 @@ def test_a_connection_that_is_refused_has_begun_nothing(platform: EventSQL, anot
         with mine.begin():
             assert mine.execute(sqlalchemy.text("SELECT 1")).scalar_one() == 1
     engine.dispose()
+
+
+@pytest.mark.parametrize("cursor", [psycopg.ClientCursor, psycopg.RawCursor])
+def test_cursors_of_a_callers_connection_may_be_of_any_kind(
+    platform: EventSQL, dsn: str, cursor: type[psycopg.Cursor[Any]]
+) -> None:
+    queue = Queue(platform, "mails")
+    queue.send(b"received")
+    change = Change("placed", {"price": 1})
+    with psycopg.connect(dsn, cursor_factory=cursor, row_factory=dict_row) as mine:
+        for publish in both_ways(platform):
+            publish(mine)
+        queue.send(b"sent", connection=mine)
+        queue.acknowledge(queue.receive()[0], connection=mine)
+        platform.store.append("order", "1", [change], expected_version="none", connection=mine)
+        assert [each.data for each in platform.store.load("order", "1", connection=mine)] == [change.data]
+        assert mine.cursor_factory is cursor
+    platform.transfer.run_once()
+    assert [event.value for event in platform.reader.read("orders")] == [ONE.value] * 2
+    assert [message.body for message in queue.receive()] == [b"sent"]
