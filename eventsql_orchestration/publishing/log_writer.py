@@ -96,6 +96,7 @@ class LogWriter:
         self._room = LogRoom(database.schema)
         self._refused: set[str] = set()
         self._mutex = threading.Lock()
+        self._closing = False
         after_fork(self, LogWriter._after_fork)
 
     def _after_fork(self) -> None:
@@ -104,9 +105,19 @@ class LogWriter:
         self._discard()
 
     def close(self) -> None:
-        """Close the connection; the next use opens another."""
-        with self._mutex:
+        """Close the connection; one in use, at the end of its session. The next use opens another."""
+        self._closing = True
+        # Do not wait: a server that stands still would keep the session for ever.
+        if self._mutex.acquire(blocking=False):
+            self._release()
+
+    def _release(self) -> None:
+        if self._closing:
             self._discard()
+        self._mutex.release()
+        if self._closing:
+            # `close` came in between.
+            self.close()
 
     def _open(self) -> Connection:
         if self._connection is None or self._connection.closed:
@@ -140,6 +151,7 @@ class LogWriter:
             yield
 
     def _discard(self) -> None:
+        self._closing = False
         if self._connection is not None:
             self._connection.close()
         self._connection = None
@@ -163,7 +175,7 @@ class LogWriter:
             self._discard()
             raise
         finally:
-            self._mutex.release()
+            self._release()
 
     def may_append(self, topic: str) -> bool:
         """Whether the current role may write to logs and was not refused the log of `topic` before."""

@@ -217,6 +217,18 @@ def test_closing_leaves_no_connection_open(dsn: str) -> None:
                 break
 
 
+def test_closing_does_not_wait_for_a_batch_that_the_server_keeps(dsn: str) -> None:
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        platform.publisher.publish_all(Publication("orders", b"") for _ in range(100))
+        writer = platform.shards[0].publisher._writer
+        assert writer is not None
+        with writer.session():
+            platform.close()
+            assert not writer.broken
+        assert writer.broken, "its connection is closed after the batch"
+
+
 def test_a_schema_that_is_missing_is_an_error_where_it_is_not_to_be_made(server: EmbeddedPostgres) -> None:
     dsn = server.create_database("without_tables")
     with EventSQL(dsn, migrate=False) as platform, pytest.raises(SchemaOutdatedError):
