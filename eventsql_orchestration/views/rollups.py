@@ -10,6 +10,8 @@ from decimal import Context, Decimal, Inexact
 from functools import reduce
 from typing import Any, Final, TypeAlias
 
+from psycopg.rows import tuple_row
+
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Connection, Database
 from eventsql_orchestration.errors import ValidationError
@@ -160,7 +162,8 @@ class RollupView:
 
         fresh = {key: _sketches(sums) for key, sums in added.items()}
         # The buckets are locked from here on, so nobody else merges sketches into them.
-        rows = joined.execute(addition(rollup, self._schema), values, binary=True, prepare=False).fetchall()
+        cursor = joined.cursor(row_factory=tuple_row)
+        rows = cursor.execute(addition(rollup, self._schema), values, binary=True, prepare=False).fetchall()
         width = 1 + len(rollup.dimensions)
         held = {(row[0], tuple(row[1:width])): row[width:] for row in rows}
         merges = [merge_distinct] * len(rollup.distinct) + [merge_quantiles] * len(rollup.quantiles)

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from psycopg import sql
+from psycopg.rows import dict_row
 
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import DatabaseError, MissingExtraError, ValidationError, ViewConflictError
@@ -290,6 +291,15 @@ def test_the_rank_of_a_quantile_of_many_numbers_is_nearly_right() -> None:
     assert same_quantiles(merged, [whole])
     assert not same_quantiles(merged, [sketch_quantiles(float(number) * 1.3 for number in range(count))])
     assert not same_quantiles(merged, [sketch_quantiles(map(float, range(count - 1)))])
+
+
+def test_a_callers_connection_may_have_its_own_rows(database: Database, visits: RollupView) -> None:
+    for _ in range(2):
+        with database.transaction() as connection:
+            connection.row_factory = dict_row  # type: ignore[assignment]  # as handlers do
+            visits.add(connection, [visit()])
+    (bucket,) = visits.read()
+    assert (bucket.count, visitors(bucket)) == (2, 1)
 
 
 def test_a_retention_leaves_sketches_of_old_entries_out(database: Database, views: Views) -> None:
