@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeAlias, TypeVar
@@ -39,6 +40,9 @@ BatchHandler: TypeAlias = Callable[[Sequence[Event], Connection], object]
 
 EventHandler: TypeAlias = Callable[[Event, Connection], object]
 """Takes one event, and the connection whose transaction commits its offset."""
+
+OF_HANDLER: Final = (Exception, CancelledError)
+"""The errors that count as failures of a handler: `asyncio.CancelledError`, too, of a task that the handler ran."""
 
 _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
@@ -173,7 +177,7 @@ class _FailedEvent:
 
     __slots__ = ("_error", "event_id", "index")
 
-    def __init__(self, index: int, event_id: int, error: Exception) -> None:
+    def __init__(self, index: int, event_id: int, error: BaseException) -> None:
         self.index = index
         self.event_id = event_id
         named = isinstance(error, ConsumptionError) and error.__cause__ is not None
@@ -233,7 +237,7 @@ class BatchRunner:
                 retry.committed(limit)
             return outcome
 
-    def fail(self, connection: Connection, batch: Batch, error: Exception) -> BatchResult | None:
+    def fail(self, connection: Connection, batch: Batch, error: BaseException) -> BatchResult | None:
         """Record in the caller's transaction that the first matching event failed; None if no event matches."""
         events = batch.matching()
         return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
@@ -334,7 +338,7 @@ def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler)
     """Handle events at once. Returns the handler's error, or raises it if the handler ended the transaction."""
     try:
         call_handler(connection, events, handler)
-    except Exception as error:
+    except OF_HANDLER as error:
         # A statement that failed leaves the transaction open, and only a rollback can follow.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
             raise
@@ -354,7 +358,7 @@ def _each(
                     # Rolled back, so that constraints stay deferred for the next event.
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
-        except Exception as error:
+        except OF_HANDLER as error:
             if transaction_lost(connection):
                 raise
             return _FailedEvent(index, event.id, error)

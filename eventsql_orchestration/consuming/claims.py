@@ -264,7 +264,7 @@ class Claims:
             return claim
 
     def settle(
-        self, claim: Claim, event: Event, error: Exception, *, done: Sequence[Event] = ()
+        self, claim: Claim, event: Event, error: BaseException, *, done: Sequence[Event] = ()
     ) -> tuple[Claim, BatchResult]:
         """Record that `event` of a claim failed. The events of `done`, which precede it, were processed.
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eventsql_orchestration.consuming.batch import BatchResult, check_returned
+from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, check_returned
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
@@ -132,7 +132,7 @@ class LeasedPolls:
             try:
                 if events:
                     check_returned(self.handler(events, lease))
-            except Exception as error:
+            except OF_HANDLER as error:
                 if isinstance(error, ClaimLostError) or lost.is_set():
                     raise ClaimLostError(f"{claim} was lost while it was worked on") from error
                 if lease.committed:
@@ -159,7 +159,7 @@ class LeasedPolls:
         return total
 
 
-def _failed(error: Exception, events: Sequence[Event]) -> int | None:
+def _failed(error: BaseException, events: Sequence[Event]) -> int | None:
     """The index of the event that failed; None if it is unknown."""
     if isinstance(error, ConsumptionError):
         named = getattr(error.event, "id", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -126,6 +127,18 @@ def test_an_event_whose_handler_returns_an_awaitable_has_failed(
     (state,) = platform.registry.consumer("orders", "mailer")
     assert state.last_event_id == 0
     assert (state.failure or "").startswith("TypeError: the handler returned an awaitable")
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize("start", STARTERS)
+def test_a_handler_whose_task_was_cancelled_has_failed(
+    platform: EventSQL, until: Callable[..., None], start: Starter
+) -> None:
+    def handle(_events: object, _connection: object) -> None:
+        raise asyncio.CancelledError
+
+    start(platform, handle)
+    until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
 
 
 @pytest.mark.usefixtures("_one_event")

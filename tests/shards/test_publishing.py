@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import psycopg
 import pytest
@@ -219,6 +220,9 @@ def test_spark_does_not_write_to_one_shard_whatever_the_key(platform: EventSQL) 
 def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: EventSQL, until: Until) -> None:
     stop, reports = threading.Event(), list[dict[str, int]]()
 
+    def reported(least: int) -> bool:
+        return len(reports) >= least
+
     def fail_once(moved: dict[str, int]) -> None:
         reports.append(moved)
         if len(reports) == 1:
@@ -226,10 +230,10 @@ def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: 
 
     transfer = start_thread("transfer", platform.transfer.run, stop, on_moved=fail_once)
     try:
-        for round_ in range(2):
+        for least in (1, 2):
             for each in events(20):
                 platform.publisher.publish(each)
-            until(lambda least=round_ + 1: len(reports) >= least)
+            until(partial(reported, least))
         until(lambda: not platform.buffered())
     finally:
         stop.set()
