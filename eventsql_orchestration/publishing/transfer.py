@@ -67,6 +67,8 @@ class Transfer:
         self._database = database
         self._announce = announce
         self._writer = LogWriter(database, batch=batch)
+        self._suspected: set[str] = set()
+        """Topics whose batch lost the connection. They come last: the batch itself may have ended the session."""
 
     def run_once(
         self, topics: Iterable[str] | None = None, *, deadline: float | None = None, retry_held: bool = False
@@ -141,16 +143,18 @@ class Transfer:
             with self._writer.session():
                 last, topics = self._writer.look(wanted)
                 newest = last if newest is None else newest
-                for topic in topics:
+                for topic in sorted(topics, key=self._suspected.__contains__):
                     if topic in failed:
                         continue
                     try:
                         counts[topic] = self._writer.move(topic, newest)
+                        self._suspected.discard(topic)
                     except SmallerBatchError as error:
                         logger.info("the next batch is smaller, because this one failed: %s", error)
                         again = True
                     except (psycopg.Error, DatabaseError) as error:
                         if self._writer.broken:
+                            self._suspected.add(topic)
                             raise
                         failed[topic] = self._fault(topic, error)
                         logger.error("%s", failed[topic])

@@ -659,6 +659,29 @@ def test_a_transfer_that_was_closed_opens_again(platform: EventSQL) -> None:
     assert platform.transfer.run_once() == {"orders": 1}
 
 
+def test_a_batch_whose_session_ends_does_not_keep_other_topics_waiting(
+    platform: EventSQL, transfers: Callable[..., Transfer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.publisher.publish(order("it ends the session"))
+    platform.publisher.publish(Publication("payments", b"one"))
+    transfer = transfers()
+    mover = transfer._writer._mover
+    move = mover.move
+
+    def end(connection: Connection, topic: str, **named: Any) -> Moved:
+        if topic == "orders":
+            connection.close()
+        return move(connection, topic, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(mover, "move", end)
+        for _ in range(2):
+            with pytest.raises(DatabaseUnavailableError):
+                transfer.run_once()
+    assert values(platform, "payments") == ["one"]
+    assert transfer.run_once() == {"orders": 1}
+
+
 def test_an_interrupted_transfer_leaves_nothing_half_done(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     platform.publisher.publish(order("one"))
     mover = platform.shards[0].transfer._writer._mover
