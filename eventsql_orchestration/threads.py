@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from typing import ParamSpec
+
+Arguments = ParamSpec("Arguments")
+
+logger = logging.getLogger(__name__)
 
 
 def start_thread(
@@ -20,3 +26,19 @@ def join_all(threads: Iterable[threading.Thread], deadline: float) -> None:
     """Wait until the threads have ended, or until `deadline`, a time of `time.monotonic`."""
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
+
+
+def after_commit(wake: Callable[Arguments, object]) -> Callable[Arguments, None]:
+    """A function that calls `wake`, which wakes threads and processes, and logs its errors.
+
+    What was committed must not look as if it had failed: its caller would do it again. Whoever is not woken looks by
+    itself later.
+    """
+
+    def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:
+        try:
+            wake(*arguments, **named)
+        except Exception as error:
+            logger.warning("nobody was woken after a commit: %s", error, exc_info=True)
+
+    return call

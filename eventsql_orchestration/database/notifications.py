@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from multiprocessing.connection import wait
 from typing import Final, TypeAlias
 
@@ -28,6 +28,7 @@ from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.sessions import is_pooled
 from eventsql_orchestration.errors import ClosedError, EventSQLError
 from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -117,12 +118,18 @@ class Listener:
         self._database.check_open()
         subscription = payload_of(kind, topic or "")
         with self._lock:
-            self._callbacks[subscription] = (*self._callbacks.get(subscription, ()), callback)
             if self._thread is None or not self._thread.is_alive():
-                ending, self._ending = socket.socketpair()
-                self._thread = threading.Thread(target=self._run, args=(ending,), name="eventsql-listener", daemon=True)
-                self._thread.start()
+                self._start()
+            self._callbacks[subscription] = (*self._callbacks.get(subscription, ()), callback)
         return lambda: self._unsubscribe(subscription, callback)
+
+    def _start(self) -> None:
+        """Start the thread. Call with the lock held."""
+        with ExitStack() as opened:
+            ending, own = map(opened.enter_context, socket.socketpair())
+            thread = start_thread("listener", self._run, ending)
+            opened.pop_all()
+        self._thread, self._ending = thread, own
 
     def _unsubscribe(self, subscription: str, callback: Callback) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -78,10 +79,7 @@ class Notifier:
             with self._lock:
                 if self._thread is None or not self._thread.is_alive():
                     self._stop = threading.Event()
-                    self._thread = threading.Thread(
-                        target=self._run, args=(self._stop,), name="eventsql-notifier", daemon=True
-                    )
-                    self._thread.start()
+                    self._thread = start_thread("notifier", self._run, self._stop)
 
     def _nobody_listens(self) -> bool:
         """Look whether anybody listens. If not, forget what is pending: a new listener looks for events first."""

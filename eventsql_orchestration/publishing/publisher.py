@@ -30,6 +30,7 @@ from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, 
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.sharding import ANYWHERE, ShardSet
+from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.topics.partitioner import Partitioner, default_partition, default_partitions
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_kind
@@ -79,8 +80,8 @@ class Publisher:
         self._insertion = SingleStatement("publish", self._queries("publish"))
         self._partitioner: Partitioner = default_partition
         self._writer = LogWriter(database, lock_timeout=LOCK_TIMEOUT) if straight else None
-        self._on_published = on_published
-        self._on_appended = on_appended
+        self._on_published = after_commit(on_published)
+        self._on_appended = after_commit(on_appended)
 
     def close(self) -> None:
         """Close the connection of the straight path; the next batch opens another."""

@@ -17,6 +17,7 @@ from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, EventSQLError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.publishing.log_writer import LogWriter, SmallerBatchError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
+from eventsql_orchestration.threads import after_commit
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Transfer:
         `batch` fixes the number of events moved at a time; the default follows their size and the server's speed.
         """
         self._database = database
-        self._announce = announce
+        self._announce = after_commit(announce)
         self._writer = LogWriter(database, batch=batch)
         self._suspected: set[str] = set()
         """Topics whose batch lost the connection. They come last: the batch itself may have ended the session."""

@@ -35,6 +35,7 @@ from eventsql_orchestration.queue.values import (
     NewMessage,
     QueueDefinition,
 )
+from eventsql_orchestration.threads import after_commit
 
 QUEUE: Final = "queue"
 """The kind of a notification of new messages in a queue."""
@@ -308,7 +309,7 @@ class QueueTable:
     def notify(self) -> None:
         """Tell receivers in all processes that the queue may have visible messages."""
         if self._notifier is not None:
-            self._notifier.notify(QUEUE, self.name, look=True)
+            after_commit(self._notifier.notify)(QUEUE, self.name, look=True)
 
     def _gone(self) -> QueueNotFoundError:
         return QueueNotFoundError(

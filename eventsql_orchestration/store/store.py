@@ -43,6 +43,7 @@ from eventsql_orchestration.store.subscription import (
     delete,
     move,
 )
+from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.validation import check_name, check_time, check_whole
 
 _DEFAULT_OPTIONS: Final = SubscriptionOptions()
@@ -127,7 +128,7 @@ class Store:
         they poll.
         """
         if self._notifier is not None:
-            self._notifier.notify(STORE, None)
+            after_commit(self._notifier.notify)(STORE, None)
 
     def close_stream(
         self, aggregate_type: str, aggregate_id: str, *, connection: CallersConnection | None = None

@@ -217,6 +217,23 @@ def test_closing_leaves_no_connection_open(dsn: str) -> None:
                 break
 
 
+def test_what_was_committed_does_not_fail_because_nobody_could_be_woken(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with EventSQL(dsn) as platform:
+        platform.registry.register_topic(Topic("orders"))
+        with monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", fail)
+            platform.publisher.publish(Publication("orders", b""))
+            assert platform.publisher.publish_all(Publication("orders", b"") for _ in range(100)) == 100
+            assert platform.store.append("order", "1", [Change("placed", {})], expected_version="none") == 1
+        platform.transfer.run_once()
+        assert platform.reader.count("orders") == 101
+
+
 def test_closing_does_not_wait_for_a_batch_that_the_server_keeps(dsn: str) -> None:
     with EventSQL(dsn) as platform:
         platform.registry.register_topic(Topic("orders"))
