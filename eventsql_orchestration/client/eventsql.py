@@ -179,6 +179,12 @@ class EventSQL:
         self._cluster.open()
         return self
 
+    def opened(self) -> tuple[Shard, ...]:
+        """The `shards`, after the first call has connected as `open` does. Raises as `open`, and `ClosedError`."""
+        self._check_open()
+        self._cluster.open()
+        return self.shards
+
     def _reopen(self) -> None:
         for shard in self.shards:
             shard.database.open()

@@ -22,7 +22,7 @@ class Platform(Protocol):
     @property
     def shards(self) -> tuple[Shard, ...]: ...
 
-    def open(self) -> object: ...
+    def opened(self) -> tuple[Shard, ...]: ...
 
     def shard_of(self, key: str) -> Shard: ...
 
@@ -71,18 +71,17 @@ class QueueShards:
         if self.lone():
             return [self._table(self._shards()[0])]
         assert not isinstance(self._source, Shard)
-        self._source.open()
-        up = [shard for shard in self._source.shards if shard.down is None and shard.active]
+        shards = self._source.opened()
+        up = [shard for shard in shards if shard.down is None and shard.active]
         if not up:
-            raise self._source.shards[0].unavailable()
+            raise shards[0].unavailable()
         return [self._table(shard) for shard in up]
 
     def every(self) -> list[QueueTable]:
         """The queue in each database. Raises `DatabaseUnavailableError` if one of them cannot be reached."""
         if not self.lone():
             assert not isinstance(self._source, Database | Shard)
-            self._source.open()
-            for shard in self._source.shards:
+            for shard in self._source.opened():
                 if shard.down is not None:
                     raise shard.unavailable()
         return [self._table(None)] if isinstance(self._source, Database) else list(map(self._table, self._shards()))

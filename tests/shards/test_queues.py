@@ -9,6 +9,7 @@ import pytest
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
+    ClosedError,
     DatabaseUnavailableError,
     QueueInUseError,
     RedefinitionError,
@@ -124,3 +125,12 @@ def test_messages_are_given_back_on_the_other_shards_while_one_is_down(platform:
         queue.give_back(held)
     first.down = None
     assert {message.shard for message in queue.receive(max_messages=3)} == {each.shard for each in held[1:]}
+
+
+def test_workers_end_with_their_platform_and_do_not_open_it_again(platform: EventSQL, until: Until) -> None:
+    queue = Queue(platform, "jobs")
+    with queue.work(lambda message, connection: None) as workers:
+        platform.close()
+        until(lambda: not workers.running)
+    with pytest.raises(ClosedError):
+        queue.send(b"x")
