@@ -213,6 +213,10 @@ def without_annotation(events: Any, connection: Connection, stranger) -> None: .
 async def asynchronous(events: Any, connection: Connection) -> None: ...
 
 
+def generating(events: Any, connection: Connection) -> Any:
+    yield
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -220,6 +224,7 @@ async def asynchronous(events: Any, connection: Connection) -> None: ...
         (with_a_stranger, "parameter stranger that is neither"),
         (without_annotation, "parameter stranger that is neither"),
         (asynchronous, "is asynchronous"),
+        (generating, "is a generator function"),
     ],
 )
 def test_a_function_that_cannot_be_called_is_refused_when_it_is_defined(

@@ -10,8 +10,9 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.consuming.batch import is_asynchronous
+from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.errors import ValidationError
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,13 @@ class UserFunction:
         """Read a function's signature.
 
         Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
-        nor annotated as a resource, and if the function is asynchronous, because it would never run.
+        nor annotated as a resource, and for a coroutine or generator function, which would never run.
         """
         name = getattr(function, "__name__", repr(function))
-        if is_asynchronous(function):
-            raise dg.DagsterInvalidDefinitionError(
-                f"{name}() is asynchronous and would never run: make it a plain function"
-            )
+        try:
+            check_runs(function)
+        except ValidationError as error:
+            raise dg.DagsterInvalidDefinitionError(error.message) from None
         parameters = inspect.signature(function).parameters
         for parameter in required:
             if parameter not in parameters:
