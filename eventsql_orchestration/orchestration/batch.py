@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
-from eventsql_orchestration.consuming.batch import BatchResult, check_returned, matching
+from eventsql_orchestration.consuming.batch import BatchResult, call_handler, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
@@ -65,7 +66,7 @@ class BatchConsumer:
             chosen = matching(conditions, events)
             if chosen:
                 with self.shard.database.transaction() as connection:
-                    check_returned(self._call(chosen, connection))
+                    call_handler(connection, chosen, self._call)
             replayed += BatchResult(len(chosen), events[-1].id, len(events) - len(chosen))
         return replayed
 
@@ -82,14 +83,14 @@ class BatchConsumer:
 class RangeConsumer:
     """Consumes a claim by one call of a function, which commits the claim itself and returns metadata or None.
 
-    A range that fails is released, and tried again after a pause. `retries(error)`: whether the orchestrator would run
-    the function again after that error.
+    A range that fails is released, and tried again after a pause. If the function raises after its commit, nothing is
+    left to release. `retries(error)`: whether the orchestrator would run the function again after that error.
     """
 
     shard: Shard
     function: Callable[[Claim], Mapping[str, Any] | None]
     log: logging.Logger
-    retries: Callable[[Exception], bool]
+    retries: Callable[[BaseException], bool]
 
     def __call__(self, claim: Claim) -> BatchResult:
         """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
@@ -99,23 +100,31 @@ class RangeConsumer:
         except (ClaimLostError, DatabaseError):
             # The range is not at fault: the next tick claims it again once the database is back.
             raise
-        except Exception as error:
+        except (Exception, CancelledError) as error:
+            if self._is_committed(claim):
+                raise
             self._release(claim, error)
             if isinstance(error, FinalRunError) or not self.retries(error):
                 raise
             # A retry would find the range released, do nothing, and succeed.
             raise RangeFailedError(f"{claim} failed and was released: {type(error).__name__}: {error}") from error
+        if not isinstance(metadata, Mapping | None):
+            # The range is committed, and belongs to the history of its run.
+            self.log.warning("the function returned no metadata: a mapping or None, not %s", type(metadata).__name__)
+            metadata = None
         return BatchResult(claim.events, claim.range.upto, metadata=dict(metadata or {}))
 
     def _require_commit(self, claim: Claim) -> None:
-        _, state = self.shard.claims.get(claim.id)
-        if state != "committed":
+        if not self._is_committed(claim):
             raise NotCommittedError(
                 f"{claim} was not committed: publish with publish_dataframe(…, claim=claim), or commit it with "
                 "claims.commit in the transaction of the effects"
             )
 
-    def _release(self, claim: Claim, error: Exception) -> None:
+    def _is_committed(self, claim: Claim) -> bool:
+        return self.shard.claims.get(claim.id)[1] == "committed"
+
+    def _release(self, claim: Claim, error: BaseException) -> None:
         failure = self.shard.claims.fail(claim, error)
         if failure is None:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -136,7 +137,7 @@ class QueueRun:
         if len(messages) > 1:
             try:
                 self._handle(messages)
-            except Exception as error:
+            except (Exception, CancelledError) as error:
                 if _is_outside(error):
                     raise
                 self.log.info(
@@ -164,7 +165,7 @@ class QueueRun:
                 return
             self.done.lost += 1
             self.log.warning("the effects of a message were rolled back: %s", lost)
-        except Exception as error:
+        except (Exception, CancelledError) as error:
             if _is_outside(error):
                 raise
             self._fail(message, error)
@@ -184,7 +185,7 @@ class QueueRun:
         if count:
             self.done.handled += len(messages)
 
-    def _fail(self, message: Message, error: Exception) -> None:
+    def _fail(self, message: Message, error: BaseException) -> None:
         reason, pause = reason_of(error), pause_after(message, self.backoff)
         dead_letters = None
         self.done.failed += 1
@@ -204,5 +205,5 @@ class QueueRun:
                 )
 
 
-def _is_outside(error: Exception) -> bool:
+def _is_outside(error: BaseException) -> bool:
     return isinstance(error, _OUTSIDE) and getattr(error.__cause__, "sqlstate", None) not in _ENDED_FOR_TIME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from asyncio import CancelledError
 from collections.abc import Callable
 from typing import Any
 
@@ -140,6 +141,46 @@ def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(ben
     result = bench.run(broken, request(bench, broken))
     assert not result.success
     assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
+
+
+def test_a_range_whose_task_was_cancelled_spends_an_attempt(bench: Workbench) -> None:
+    def cancelled(claim: Claim) -> None:
+        raise CancelledError
+
+    broken = define(cancelled, max_attempts=1)
+    bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
+    ids = bench.publish("rides", 3)
+    assert not bench.run(broken, request(bench, broken)).success
+    assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
+
+
+def test_a_function_that_raises_after_its_commit_fails_its_run_with_its_own_error(bench: Workbench) -> None:
+    def late(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> None:
+        total(context, claim, eventsql)
+        raise RuntimeError("out of memory")
+
+    definition = define(late)
+    ids = bench.publish("rides", 3)
+    result = bench.run(definition, request(bench, definition))
+    assert not result.success
+    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
+    assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data or event.event_specific_data)
+    assert sums(bench) == [b"3"]
+    assert bench.offset(definition) == ids[-1]
+
+
+def test_a_committed_range_is_reported_whatever_its_function_returns(
+    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+) -> None:
+    def counting(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> int:
+        total(context, claim, eventsql)
+        return 3
+
+    definition = define(counting)
+    bench.publish("rides", 3)
+    result = bench.run(definition, request(bench, definition))
+    assert result.success
+    assert metadata(result, definition.key)["events"] == 3
 
 
 def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) -> None:

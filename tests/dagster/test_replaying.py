@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import dagster as dg
+import psycopg
 import pytest
 
 from eventsql_orchestration import Event, EventSQL, Topic
@@ -342,6 +343,25 @@ def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench)
     assert bench.effects() == [*ids, *ids[:2]]
     (state,) = bench.platform.registry.consumer("rides", "c")
     assert (state.last_event_id, state.attempts) == (ids[-1], 0), "a failure of a replay does not count as an attempt"
+
+
+@pytest.mark.parametrize("how", ["ROLLBACK", "rolled back", "closed"])
+def test_a_replay_whose_effects_were_rolled_back_fails(bench: Workbench, how: str) -> None:
+    def undo(events: Sequence[Event], connection: Connection) -> None:
+        record(events, connection)
+        if how == "rolled back":
+            raise psycopg.Rollback
+        if how == "closed":
+            connection.close()
+        else:
+            connection.execute("ROLLBACK")
+
+    bench.publish("rides", 3)
+    requested = request(bench, define())
+    assert bench.run(define(), requested).success
+    effects = bench.effects()
+    assert not again(bench, define(undo), requested, replay=True).success
+    assert bench.effects() == effects
 
 
 def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbench) -> None:

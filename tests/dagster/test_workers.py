@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,19 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
     assert work.run(definition, request).success
     (letter,) = Queue(work.bench.platform, "pictures_dead").peek()
     assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: no such picture"] * 2
+
+
+def test_a_message_whose_task_was_cancelled_delays_no_other(work: Work) -> None:
+    ids = work.send(3)
+
+    def cancelled(messages: Sequence[Message], connection: Connection) -> None:
+        write(messages, connection)
+        if ids[1] in {message.id for message in messages}:
+            raise CancelledError
+
+    assert not work.run(worker(cancelled)).success
+    assert sorted(work.bench.effects()) == [ids[0], ids[2]]
+    assert work.receives() == [(1, 0)]
 
 
 def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_are_paused(work: Work) -> None:

@@ -163,7 +163,7 @@ def range_asset(
         ticks, default_status, (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes),
     )  # fmt: skip
 
-    def retries(error: Exception) -> bool:
+    def retries(error: BaseException) -> bool:
         return options.retry_policy is not None and not isinstance(error, dg.Failure)
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
