@@ -13,6 +13,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
+from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
@@ -316,7 +317,7 @@ class Rebuilding:
     def _apply(self, shadow: Shadow, state: Consumed, events: Sequence[Event], connection: Connection) -> int:
         view = self._open(shadow.definition)
         for group in state.groups(events):
-            self._feed.apply(group, view, connection)
+            call_handler(connection, group, lambda given, on: self._feed.apply(given, view, on))
         return len(events)
 
     # The switch

@@ -26,7 +26,7 @@ from eventsql_orchestration import (
     Topic,
 )
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, ViewConflictError
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.views import (
@@ -92,6 +92,23 @@ class Lines(Feed):
         view.write(
             connection, [LogEntry(event.key or "", f"line {at}", NOON + at * MINUTE) for event, at in read(events)]
         )
+
+
+class Undoing(Steps):
+    """Has no effect in the end."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def apply(self, events: Sequence[Event], view: Any, connection: Connection) -> Any:
+        if self.how == "coroutine":
+            return self.later()
+        super().apply(events, view, connection)
+        if self.how == "rolled back":
+            raise psycopg.Rollback
+        return connection.execute("ROLLBACK")
+
+    async def later(self) -> None: ...
 
 
 FEEDS: tuple[Feed, ...] = (Steps(), Counts(), Lines())
@@ -248,6 +265,18 @@ def test_a_rebuild_mends_a_view_and_goes_on(world: World, feed: Feed) -> None:
     world.publish(50)
     world.consume()
     world.check()
+
+
+@pytest.mark.parametrize("how", ["coroutine", "rolled back", "ROLLBACK"])
+def test_a_feed_whose_entries_are_not_written_replaces_nothing(world: World, how: str) -> None:
+    world.publish(*range(8))
+    world.consume()
+    wanted = world.rows("steps")
+    for take in (world.views.compare, world.views.rebuild):
+        with pytest.raises((TypeError, DatabaseError)):
+            take(Undoing(how))
+    assert world.rows("steps") == wanted
+    assert world.leftovers() == []
 
 
 def test_a_handler_that_commits_late_is_in_the_rebuilt_view_once(world: World, until_blocked: UntilBlocked) -> None:
