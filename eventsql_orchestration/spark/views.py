@@ -176,7 +176,9 @@ def _buckets(view: Rollup, entries: DataFrame) -> DataFrame:
         # Spark's sum of decimals has 10 more digits than they have. A sum of bigints is a bigint, and would overflow.
         whole = entries.schema[name].dataType.simpleString() in _WHOLE
         exact = f.col(name).cast("decimal(38,0)") if whole else f.col(name)
-        total = f.when(f.sum(exact).isNull(), f.raise_error(f.lit(f"value {name} is null, or its sum is too large")))
+        # Spark's sum leaves nulls out.
+        wrong = f.sum(exact).isNull() | (f.count(exact) < f.count("*"))
+        total = f.when(wrong, f.raise_error(f.lit(f"value {name} is null, or its sum is too large")))
         measures += [
             total.otherwise(f.sum(exact)).alias(f"sum_{name}"), f.min(exact).alias(f"min_{name}"),
             f.max(exact).alias(f"max_{name}"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from psycopg.errors import UndefinedTable
+from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 
 from eventsql_orchestration import Connection, Consumer, Event, EventFilter, EventSQL, Publication
@@ -166,6 +167,24 @@ def test_a_part_that_outlives_its_rebuild_writes_nothing(world: World, spark: Sp
         copying.copy_part([("", NOON, "z", 0, 1)], 100)
     world.views.rebuild(BulkCounts(), fill=SparkViewFill(spark))
     assert world.views.compare(BulkCounts()).equal
+
+
+def test_a_value_that_is_missing_beside_others_of_its_bucket_is_refused(world: World, spark: SparkSession) -> None:
+    world.publish(*range(4))
+    world.consume()
+
+    class Incomplete(BulkCounts):
+        def frame(self, events: DataFrame) -> DataFrame:
+            return (
+                super()
+                .frame(events)
+                .selectExpr(
+                    "date_trunc('HOUR', at) AS at", "'a' AS resource", "digits", "nullif(minutes, 2) AS minutes"
+                )
+            )
+
+    with pytest.raises(PySparkException, match="value minutes is null"):
+        world.views.rebuild(Incomplete(), fill=SparkViewFill(spark))
 
 
 @pytest.mark.parametrize(
