@@ -88,14 +88,14 @@ class RangeConsumer:
     """
 
     shard: Shard
-    function: Callable[[Claim], Mapping[str, Any] | None]
+    function: Callable[[Claim], object]
     log: logging.Logger
     retries: Callable[[BaseException], bool]
 
     def __call__(self, claim: Claim) -> BatchResult:
         """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
         try:
-            metadata = self.function(claim)
+            returned = self.function(claim)
             self._require_commit(claim)
         except (ClaimLostError, DatabaseError):
             # The range is not at fault: the next tick claims it again once the database is back.
@@ -108,11 +108,15 @@ class RangeConsumer:
                 raise
             # A retry would find the range released, do nothing, and succeed.
             raise RangeFailedError(f"{claim} failed and was released: {type(error).__name__}: {error}") from error
-        if not isinstance(metadata, Mapping | None):
+        return BatchResult(claim.events, claim.range.upto, metadata=self._metadata(returned))
+
+    def _metadata(self, returned: object) -> dict[str, Any]:
+        if isinstance(returned, Mapping):
+            return dict(returned)
+        if returned is not None:
             # The range is committed, and belongs to the history of its run.
-            self.log.warning("the function returned no metadata: a mapping or None, not %s", type(metadata).__name__)
-            metadata = None
-        return BatchResult(claim.events, claim.range.upto, metadata=dict(metadata or {}))
+            self.log.warning("the function returned no metadata: a mapping or None, not %s", type(returned).__name__)
+        return {}
 
     def _require_commit(self, claim: Claim) -> None:
         if not self._is_committed(claim):
