@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import dagster as dg
 import pytest
@@ -21,6 +22,7 @@ from eventsql_orchestration.dagster.io.spark_progress import (
 )
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
+from tests.waiting import PATIENCE
 
 ROWS = 1_000
 
@@ -74,6 +76,16 @@ def test_stages_and_rows_of_a_run_s_own_jobs_are_logged_and_become_metadata(reso
     assert not [thread for thread in threading.enumerate() if thread.name == THREAD], (
         "the watching thread ended with the block"
     )
+
+
+def test_a_block_may_stop_its_session() -> None:
+    session, context = Mock(), Mock()
+    with spark_progress(context, session, every=PATIENCE) as progress:
+        # `SparkContext.stop` leaves no Java context to ask.
+        session.sparkContext.configure_mock(_jsc=None, **{
+            "statusTracker.side_effect": AttributeError, "setLocalProperty.side_effect": AttributeError,
+        })  # fmt: skip
+    assert progress.metadata() == {}
 
 
 def test_a_session_starts_when_it_is_used_and_not_before(

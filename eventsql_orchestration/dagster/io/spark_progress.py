@@ -73,6 +73,8 @@ class _OwnStatus:
         self._group = group
 
     def look(self) -> tuple[int, list[StageProgress]]:
+        if _is_stopped(self._context):
+            return 0, []
         tracker = self._context.statusTracker()
         jobs = tracker.getJobIdsForGroup(self._group)
         store = self._context._jsc.sc().statusStore()  # noqa: SLF001 - py4j's way in; no public one has the rows
@@ -88,6 +90,11 @@ class _OwnStatus:
                 if data.numTasks() and data.status().toString() in _BEGUN:
                     found.append(_own_stage(stage, data))
         return len(jobs), found
+
+
+def _is_stopped(context: Any) -> bool:
+    """Whether the block has stopped its session. It then has no figures any more."""
+    return context._jsc is None  # noqa: SLF001 - no public method tells
 
 
 def _own_stage(stage: int, data: Any) -> StageProgress:
@@ -214,7 +221,7 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
     try:
         yield _OwnStatus(spark, group)
     finally:
-        for name in ("spark.jobGroup.id", "spark.job.description"):
+        for name in () if _is_stopped(spark.sparkContext) else ("spark.jobGroup.id", "spark.job.description"):
             spark.sparkContext.setLocalProperty(name, None)  # type: ignore[arg-type]  # None removes it
 
 
