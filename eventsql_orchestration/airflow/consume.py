@@ -18,7 +18,7 @@ from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
-from eventsql_orchestration.consuming.batch import is_asynchronous
+from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
@@ -83,8 +83,7 @@ class EventSQLConsumeOperator(BaseOperator):
             # Airflow's graph shows the topic before the task.
             kwargs["inlets"] = [*listed(kwargs.get("inlets")), topic_asset(topic, eventsql_conn_id)]
         super().__init__(**kwargs)
-        if is_asynchronous(python_callable):
-            raise ValidationError(f"python_callable is a plain function, not {python_callable!r}")
+        check_runs(python_callable)
         if gets not in get_args(Gets):
             raise ValidationError(f"gets is one of {', '.join(map(repr, get_args(Gets)))}, not {gets!r}")
         self.topic = topic

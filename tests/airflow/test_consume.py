@@ -350,7 +350,16 @@ def test_the_database_that_goes_away_fails_the_try_and_the_next_one_continues(ri
     assert effects(rides) == logged(rides)
 
 
-@pytest.mark.parametrize("wrong", [{"gets": "rows"}, {"batch": 0}])
+async def asynchronous(events: Sequence[Event], connection: Connection) -> None: ...
+
+
+def generating(events: Sequence[Event], connection: Connection) -> Any:
+    yield
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"gets": "rows"}, {"batch": 0}, {"function": asynchronous}, {"function": generating}]
+)
 def test_wrong_arguments_are_refused_when_the_dag_is_made(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         operator(**wrong)
