@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from asyncio import CancelledError
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
-from eventsql_orchestration.consuming.batch import BatchResult, call_handler, matching
+from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, call_handler, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
@@ -100,7 +99,7 @@ class RangeConsumer:
         except (ClaimLostError, DatabaseError):
             # The range is not at fault: the next tick claims it again once the database is back.
             raise
-        except (Exception, CancelledError) as error:
+        except OF_HANDLER as error:
             if self._is_committed(claim):
                 raise
             self._release(claim, error)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from asyncio import CancelledError
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from eventsql_orchestration.consuming.batch import call_handler
+from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     DatabaseFullError,
@@ -137,7 +136,7 @@ class QueueRun:
         if len(messages) > 1:
             try:
                 self._handle(messages)
-            except (Exception, CancelledError) as error:
+            except OF_HANDLER as error:
                 if _is_outside(error):
                     raise
                 self.log.info(
@@ -165,7 +164,7 @@ class QueueRun:
                 return
             self.done.lost += 1
             self.log.warning("the effects of a message were rolled back: %s", lost)
-        except (Exception, CancelledError) as error:
+        except OF_HANDLER as error:
             if _is_outside(error):
                 raise
             self._fail(message, error)
