@@ -101,7 +101,7 @@ class LogWriter:
 
     def _after_fork(self) -> None:
         """See `forks`."""
-        self._connection, self._mutex = None, threading.Lock()
+        self._connection, self._mutex, self._closing = None, threading.Lock(), False
         self._discard()
 
     def close(self) -> None:
@@ -113,6 +113,7 @@ class LogWriter:
 
     def _release(self) -> None:
         if self._closing:
+            self._closing = False
             self._discard()
         self._mutex.release()
         if self._closing:
@@ -151,7 +152,6 @@ class LogWriter:
             yield
 
     def _discard(self) -> None:
-        self._closing = False
         if self._connection is not None:
             self._connection.close()
         self._connection = None

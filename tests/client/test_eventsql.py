@@ -246,6 +246,16 @@ def test_closing_does_not_wait_for_a_batch_that_the_server_keeps(dsn: str) -> No
         assert writer.broken, "its connection is closed after the batch"
 
 
+def test_a_writer_that_is_closed_before_its_batch_connects_is_closed_after_it(platform: EventSQL) -> None:
+    writer = platform.shards[0].publisher._writer
+    assert writer is not None
+    with writer.session():
+        writer.close()
+        writer.look(None)
+        assert not writer.broken
+    assert writer.broken
+
+
 def test_a_schema_that_is_missing_is_an_error_where_it_is_not_to_be_made(server: EmbeddedPostgres) -> None:
     dsn = server.create_database("without_tables")
     with EventSQL(dsn, migrate=False) as platform, pytest.raises(SchemaOutdatedError):
