@@ -320,10 +320,12 @@ class Run:
         self._until(cast, repartitioned)
 
     def _change_form(self, cast: Cast, platform: EventSQL) -> None:
-        storage: Storage = "rows" if platform.registry.topic(TOPIC).storage == "blocks" else "blocks"
+        storage: Storage | None = None
 
         def changed() -> bool:
+            nonlocal storage
             try:
+                storage = storage or ("rows" if platform.registry.topic(TOPIC).storage == "blocks" else "blocks")
                 platform.registry.set_storage(TOPIC, storage, timeout=5.0)
             except (DatabaseError, ShardError):
                 # A batch or a lost server was in the way: it is done again, as its operator is told.
