@@ -85,12 +85,16 @@ def check_encoding(connection: psycopg.Connection[Any]) -> None:
 
 @contextmanager
 def plain_cursors(connection: Connection) -> Iterator[None]:
-    """Run the block's statements with psycopg's ordinary cursors.
+    """Run the block's statements with cursors that send parameters to the server.
 
-    The cursors of a caller's connection may give no binary results, as those that bind on the client's side, which
-    Django makes, or take other placeholders.
+    A caller's connection may make cursors that bind on the client's side, as Django's do, which give no binary results,
+    or cursors with other placeholders. Other cursors of the caller stay: they may trace statements.
     """
-    theirs, connection.cursor_factory = connection.cursor_factory, psycopg.Cursor
+    theirs = connection.cursor_factory
+    if not issubclass(theirs, psycopg.ClientCursor | psycopg.RawCursor):
+        yield
+        return
+    connection.cursor_factory = psycopg.Cursor
     try:
         yield
     finally:
