@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -23,6 +24,9 @@ from eventsql_orchestration.signals import handling, setting
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks whether the queue is drained."""
+
+_PAUSE_SECONDS: Final = 0.05
+"""Seconds between two looks whether the programs under way have ended."""
 
 
 class HandlerFailedError(EventSQLError):
@@ -117,8 +121,10 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
                     f"waiting for {counted(under_way, 'message')} under way; the next Ctrl-C kills "
                     f"{command[0]} and ends this at once"
                 )
-            while not working.stop():
-                pass
+            # Not by a join of the threads: after a Ctrl-C in a join, Python 3.11 counts a running thread as ended, and the
+            # command would end before the thread has given its message back.
+            while working.running:
+                time.sleep(_PAUSE_SECONDS)
         except BaseException:
             # Programs in groups of their own would run on where no Ctrl-C reaches them.
             if killed := programs.kill():

@@ -15,7 +15,7 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.queue import Queue, list_queues
 from tests.cli.conftest import Start
 from tests.fixtures import Until
@@ -174,6 +174,23 @@ def test_a_ctrl_c_after_a_signal_kills_the_program_and_ends_at_once(
     assert not psutil.pid_exists(program)
     (message,) = Queue(database, "jobs").peek()
     assert message.receives == 1
+    assert message.state != "in flight"
+
+
+def test_a_command_gives_the_message_of_a_killed_program_back_before_it_ends(
+    start: Start, database: Database, directory: Path, session: Connection
+) -> None:
+    process, _ = worker(start, database, directory)
+    os.killpg(process.pid, signal.SIGTERM)
+    assert "waiting for 1 message" in line(process)
+    with session.transaction():
+        session.execute("SELECT FROM eventsql.queue_message FOR UPDATE")
+        os.killpg(process.pid, signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(2)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    (message,) = Queue(database, "jobs").peek()
     assert message.state != "in flight"
 
 
