@@ -21,16 +21,15 @@ class Background:
     """Calls each task every half second, until it is removed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._tasks: list[Callable[[], object]] = []
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._after_fork()
         after_fork(self, Background._after_fork)
 
     def _after_fork(self) -> None:
         """See `forks`."""
-        self._lock, self._stop = threading.Lock(), threading.Event()
-        self._tasks, self._thread = [], None
+        self._lock = threading.Lock()
+        self._tasks: list[Callable[[], object]] = []
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
     def add(self, task: Callable[[], object]) -> None:
         """Repeat `task` from now on; adding it twice changes nothing."""

@@ -46,9 +46,7 @@ class Health:
         """
         self._wait = wait
         self._on_return = on_return
-        self._lock = threading.Lock()
-        self._returned = threading.Condition(self._lock)
-        self.stop = threading.Event()
+        self._after_fork()
         after_fork(self, Health._after_fork)
 
     def _after_fork(self) -> None:
