@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
+from tests.conftest import Prepared
 from tests.dagster.conftest import migrated
 from tests.forms import stored
 from tests.waiting import wait_until
@@ -91,38 +92,62 @@ class Pipeline:
         return job.execute_in_process(instance=self.instance).run_id
 
 
-def prepare(platform: EventSQL) -> None:
-    for name in ("rides", "doubles", "sums"):
-        platform.registry.register_topic(Topic(name))
+@dataclass(frozen=True)
+class TwoRounds:
+    """What two rounds through the whole pipeline left, of three rides and of four: each test has a copy."""
+
+    database: str
+    home: Path
+    doubles_run: str
+    """The first round's run that made doubles."""
+
+    last_doubles_run: str
+    last_sums_run: str
+    """Those of the second round."""
 
 
-pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
-@pytest.fixture
-def pipeline(platform: EventSQL, dsn: str, migrated: Path, tmp_path: Path) -> Iterator[Pipeline]:
-    home = shutil.copytree(migrated, tmp_path / "instance")
-    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
-    eventsql = EventSQLResource(dsn=dsn)
+@contextmanager
+def opened(home: Path, platform: EventSQL) -> Iterator[Pipeline]:
+    eventsql = EventSQLResource(dsn=platform.database.dsn)
     with dg.DagsterInstance.from_config(str(home)) as instance:
         yield Pipeline(platform, eventsql, home, instance)
     eventsql.platform.close()
 
 
+@pytest.fixture(scope="module")
+def two_rounds(migrated: Path, prepared: Prepared, tmp_path_factory: pytest.TempPathFactory) -> TwoRounds:
+    home = shutil.copytree(migrated, tmp_path_factory.mktemp("two_rounds"), dirs_exist_ok=True)
+    (home / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
+    runs = []
+
+    def fill(platform: EventSQL) -> None:
+        for name in ("rides", "doubles", "sums"):
+            platform.registry.register_topic(Topic(name))
+        with opened(home, platform) as pipeline:
+            for rides in (3, 4):
+                pipeline.publish(rides)
+                runs.append(pipeline.run(doubled, "rides", "doubles"))
+                runs.append(pipeline.run(summed, "doubles", "sums"))
+
+    (database,) = prepared(fill)
+    first_doubles, _, doubles, sums = runs
+    return TwoRounds(database, home, first_doubles, doubles, sums)
+
+
+@pytest.fixture
+def template(two_rounds: TwoRounds) -> str:
+    return two_rounds.database
+
+
+@pytest.fixture
+def pipeline(platform: EventSQL, two_rounds: TwoRounds, tmp_path: Path) -> Iterator[Pipeline]:
+    with opened(shutil.copytree(two_rounds.home, tmp_path / "instance"), platform) as pipeline:
+        yield pipeline
+
+
 @pytest.fixture(autouse=True)
 def no_dagster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
-
-
-def two_steps(pipeline: Pipeline) -> tuple[str, str, int]:
-    """Two rounds through the whole pipeline: the runs of the second, and the end of rides."""
-
-    def one(count: int) -> tuple[str, str, int]:
-        end = pipeline.publish(count)
-        return pipeline.run(doubled, "rides", "doubles"), pipeline.run(summed, "doubles", "sums"), end
-
-    one(3)
-    return one(4)
 
 
 def trace(run: Run, *arguments: object) -> tuple[dict[str, Any], str]:
@@ -131,12 +156,13 @@ def trace(run: Run, *arguments: object) -> tuple[dict[str, Any], str]:
     return json.loads(result.stdout), result.stderr
 
 
-def test_an_event_is_traced_over_two_runs_to_the_events_of_a_service(run: Run, pipeline: Pipeline) -> None:
-    doubles_run, sums_run, end = two_steps(pipeline)
-    offset = pipeline.platform.reader.end("sums")
-    found, message = trace(run, "sums", offset)
+def test_an_event_is_traced_over_two_runs_to_the_events_of_a_service(
+    run: Run, pipeline: Pipeline, two_rounds: TwoRounds
+) -> None:
+    end = pipeline.platform.reader.end("rides")
+    found, message = trace(run, "sums", pipeline.platform.reader.end("sums"))
 
-    assert (found["run_id"], found["asset"], found["run"]) == (sums_run, "summed", None)
+    assert (found["run_id"], found["asset"], found["run"]) == (two_rounds.last_sums_run, "summed", None)
     (doubles,) = found["inputs"]
     assert (doubles["topic"], doubles["consumer"], doubles["upto"]) == (
         "doubles",
@@ -144,7 +170,7 @@ def test_an_event_is_traced_over_two_runs_to_the_events_of_a_service(run: Run, p
         pipeline.platform.reader.end("doubles"),
     )
     (of_doubles,) = doubles["origins"]
-    assert (of_doubles["run_id"], of_doubles["events"]) == (doubles_run, 4)
+    assert (of_doubles["run_id"], of_doubles["events"]) == (two_rounds.last_doubles_run, 4)
     (rides,) = of_doubles["inputs"]
     assert (rides["after"], rides["upto"]) == (end - 4, end), "the range of the second round alone"
     (of_rides,) = rides["origins"]
@@ -152,17 +178,15 @@ def test_an_event_is_traced_over_two_runs_to_the_events_of_a_service(run: Run, p
     assert message == "eventsql: status and times of runs are not shown: give --dagster-url, or set DAGSTER_HOME\n"
 
 
-def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipeline) -> None:
-    doubles_run, sums_run, end = two_steps(pipeline)
-    offset = pipeline.platform.reader.end("sums")
+def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipeline, two_rounds: TwoRounds) -> None:
+    offset, middle, end = (pipeline.platform.reader.end(topic) for topic in ("sums", "doubles", "rides"))
     lines = [line.lstrip("│├└─ ") for line in run("trace", "sums", offset).stdout.splitlines()]
-    middle = pipeline.platform.reader.end("doubles")
     assert [line.partition(", claim")[0] for line in lines] == [
         f"sums event {offset}",
-        f"run {sums_run}, asset summed",
+        f"run {two_rounds.last_sums_run}, asset summed",
         f"read doubles offsets {middle - 3} to {middle} as consumer to_sums",
         f"doubles 4 events, offsets {middle - 3} to {middle}",
-        f"run {doubles_run}, asset doubled",
+        f"run {two_rounds.last_doubles_run}, asset doubled",
         f"read rides offsets {end - 3} to {end} as consumer to_doubles",
         f"rides 4 events, offsets {end - 3} to {end}",
         "published by a service or a program, not by a run",
@@ -170,9 +194,9 @@ def test_the_tree_reads_from_the_event_to_its_origin(run: Run, pipeline: Pipelin
 
 
 def test_status_and_times_come_from_the_instance_of_dagster_home(
-    run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+    run: Run, pipeline: Pipeline, two_rounds: TwoRounds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _, sums_run, _ = two_steps(pipeline)
+    sums_run = two_rounds.last_sums_run
     monkeypatch.setenv("DAGSTER_HOME", str(pipeline.home))
     found, message = trace(run, "sums", pipeline.platform.reader.end("sums"))
     assert message == ""
@@ -216,13 +240,13 @@ def webserver(pipeline: Pipeline) -> Iterator[str]:
 
 
 def test_a_webserver_is_asked_the_same_and_linked_to(
-    run: Run, pipeline: Pipeline, webserver: str, monkeypatch: pytest.MonkeyPatch
+    run: Run, pipeline: Pipeline, two_rounds: TwoRounds, webserver: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A proxy of the environment does not reach this machine's loopback.
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    _, sums_run, _ = two_steps(pipeline)
+    sums_run = two_rounds.last_sums_run
     offset = pipeline.platform.reader.end("sums")
     served, message = trace(run, "sums", offset, "--dagster-url", webserver)
     assert message == ""
@@ -270,7 +294,6 @@ def through_io_manager(pipeline: Pipeline) -> tuple[str, int]:
 
 
 def test_without_dagster_input_without_a_claim_is_unknown(run: Run, pipeline: Pipeline) -> None:
-    pipeline.publish(7)
     run_id, offset = through_io_manager(pipeline)
     found, _ = trace(run, "sums", offset)
     assert (found["run_id"], found["inputs"]) == (run_id, [])
@@ -278,7 +301,6 @@ def test_without_dagster_input_without_a_claim_is_unknown(run: Run, pipeline: Pi
 
 
 def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
-    pipeline.publish(1)
     refused = run("trace", "rides", 1, "--dagster-url", "nowhere")
     assert run("trace", "rides", 1).stderr == "", "no run, so nothing is lacking"
     assert refused.exit_code == 2
@@ -289,8 +311,6 @@ def test_a_bad_url_is_wrong_usage(run: Run, pipeline: Pipeline) -> None:
 def test_the_trace_is_shown_if_dagster_does_not_answer(
     run: Run, pipeline: Pipeline, closed_port: int, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    pipeline.publish(3)
-    pipeline.run(doubled, "rides", "doubles")
     if how == "DAGSTER_HOME":
         monkeypatch.setenv("DAGSTER_HOME", "/nowhere")
         found, message = trace(run, "doubles", 1)
@@ -302,19 +322,17 @@ def test_the_trace_is_shown_if_dagster_does_not_answer(
 
 
 def test_the_instance_of_the_home_is_used(run: Run, pipeline: Pipeline, directory: Path) -> None:
-    pipeline.publish(3)
-    pipeline.run(doubled, "rides", "doubles")
     (directory / ".eventsql").mkdir()
     pipeline.home.rename(directory / ".eventsql" / "dagster")
     found, message = trace(run, "doubles", 1)
     assert (found["run"]["status"], message) == ("SUCCESS", "")
 
 
-def test_a_dead_letter_and_a_redriven_event_are_traced_to_their_original(run: Run, pipeline: Pipeline) -> None:
+def test_a_dead_letter_and_a_redriven_event_are_traced_to_their_original(
+    run: Run, pipeline: Pipeline, two_rounds: TwoRounds
+) -> None:
     platform = pipeline.platform
     platform.registry.register_topic(Topic("doubles_dlt"))
-    pipeline.publish(2)
-    doubles_run = pipeline.run(doubled, "rides", "doubles")
     metadata = {**platform.reader.read("doubles", limit=1)[0].metadata, "dlt_topic": "doubles", "dlt_offset": "1"}
     platform.publisher.publish(Publication("doubles_dlt", b"", metadata=metadata))
     redriven = {**platform.reader.read("doubles", limit=1)[0].metadata, "redriven_from": "doubles_dlt:1"}
@@ -324,7 +342,7 @@ def test_a_dead_letter_and_a_redriven_event_are_traced_to_their_original(run: Ru
     found, _ = trace(run, "doubles", platform.reader.end("doubles"))
     letter = found["copy_of"]
     assert (found["run_id"], letter["topic"], letter["run_id"]) == (None, "doubles_dlt", None)
-    assert (letter["copy_of"]["first_offset"], letter["copy_of"]["run_id"]) == (1, doubles_run)
+    assert (letter["copy_of"]["first_offset"], letter["copy_of"]["run_id"]) == (1, two_rounds.doubles_run)
     assert letter["copy_of"]["inputs"][0]["topic"] == "rides"
     assert "a copy of doubles_dlt event 1" in run("trace", "doubles", platform.reader.end("doubles")).stdout
 
@@ -336,33 +354,34 @@ def test_metadata_of_events_cannot_control_the_terminal_and_a_link_has_no_passwo
     said = {"dagster_run_id": run_id, "dagster_asset_key": asset, "dagster_partition": partition}
     pipeline.platform.publisher.publish(Publication("rides", b"", metadata=said))
     pipeline.platform.transfer.run_once()
+    offset = pipeline.platform.reader.end("rides")
     url = f"http://somebody:secret@127.0.0.1:{free_port(3456)}/"
-    told = run("trace", "rides", 1, "--dagster-url", url)
+    told = run("trace", "rides", offset, "--dagster-url", url)
     assert told.exit_code == 0
     assert not set("\x1b\x07\x9b") & set(told.output)
     assert r"run r\x1b]0;title\x07\nrun 2, asset \x1b[2J [\x9b31m], http://127.0.0.1:" in told.stdout
-    found = run("trace", "rides", 1, "--dagster-url", url, "--json")
+    found = run("trace", "rides", offset, "--dagster-url", url, "--json")
     assert "secret" not in told.output + found.output
     assert not set("\x1b\x07\x9b") & set(found.output)
     assert json.loads(found.stdout)["run_id"] == run_id
 
 
 def test_many_publishers_of_a_range_are_cut_short_and_counted(run: Run, pipeline: Pipeline) -> None:
-    for _ in range(3):
-        pipeline.publish(1)
-        pipeline.run(doubled, "rides", "doubles")
+    platform = pipeline.platform
+    runs = [{"dagster_run_id": f"run {number}", "dagster_asset_key": "doubled"} for number in range(3)]
+    platform.publisher.publish_all(Publication("doubles", b"2", metadata=metadata) for metadata in runs)
+    platform.transfer.run_once()
     pipeline.run(summed, "doubles", "sums")
-    found, _ = trace(run, "sums", 1, "--width", 2)
+    offset = platform.reader.end("sums")
+    found, _ = trace(run, "sums", offset, "--width", 2)
     (doubles,) = found["inputs"]
     assert (len(doubles["origins"]), doubles["origins_left_out"]) == (2, 1)
-    assert "1 publisher more: give a larger --width" in run("trace", "sums", 1, "--width", 2).stdout
+    assert "1 publisher more: give a larger --width" in run("trace", "sums", offset, "--width", 2).stdout
 
 
 def test_events_that_retention_dropped_end_the_trace(
     run: Run, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline.publish(3)
-    pipeline.run(doubled, "rides", "doubles")
     with pipeline.platform.database.connection() as connection:
         connection.execute(f"DELETE FROM eventsql.{stored('rides')}")
     found, _ = trace(run, "doubles", 1)
@@ -394,7 +413,6 @@ def test_a_missing_event_is_one_line(
 
 
 def test_an_event_that_a_run_of_airflow_published_is_traced_to_what_it_read(run: Run, pipeline: Pipeline) -> None:
-    end = pipeline.publish(3)
     platform = pipeline.platform
     platform.registry.register_consumer(Consumer("rides", "sums"))
     claim = platform.claims.claim("rides", "sums", owner=airflow_run("dag", "manual__1"), max_wait=0.0)
@@ -409,6 +427,6 @@ def test_an_event_that_a_run_of_airflow_published_is_traced_to_what_it_read(run:
     assert (found["run_id"], found["asset"], found["partition"]) == ("airflow dag/manual__1", "sum_up", "4")
     assert (found["url"], message.count("--airflow-url")) == (None, 1)
     (read,) = found["inputs"]
-    assert (read["topic"], read["consumer"], read["claim"], read["upto"]) == ("rides", "sums", claim.id, end)
+    assert (read["topic"], read["consumer"], read["claim"], read["upto"]) == ("rides", "sums", claim.id, 7)
     (origin,) = read["origins"]
-    assert (origin["events"], origin["run_id"]) == (3, None)
+    assert (origin["events"], origin["run_id"]) == (7, None)
