@@ -1,10 +1,10 @@
-"""What the hot statements do in a log of ten million events, and in a buffer that is churned.
+"""What the hot statements do in a log of five million events, and in a buffer that is churned.
 
 Every statement is explained with ANALYZE where the package runs it: with its parameters, planned for its values and,
 where it may be prepared, for any. What must not grow with the tables is what it visits: no segment or buffer is read
 as a whole, and segments that hold nothing of what is asked for are left alone.
 
-Cost: some 30 s on two idle cores, most of it to fill the log, and 1.3 GB of the test server's disk until its end.
+Cost: some 20 s on two idle cores, most of it to fill the log, and 0.7 GB of the test server's disk until its end.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from tests.fixtures import SaidBy
 
 SEGMENT: Final = segments.SEGMENT_EVENTS
-FILLED: Final = 4
+FILLED: Final = 2
 PER_SEGMENT: Final = 2_500_000
 """Events of a filled segment. It was rolled halfway: ids have gaps as large as this."""
 
@@ -233,7 +233,7 @@ def watch() -> Iterator[Watch]:
         yield watch
 
 
-# A log of ten million events
+# A log of five million events
 
 
 def names_of(platform: EventSQL) -> list[str]:
