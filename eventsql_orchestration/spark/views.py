@@ -21,6 +21,7 @@ from eventsql_orchestration.views import Logs, Rollup, Timeline, ViewFeed, ViewF
 from eventsql_orchestration.views.definitions import EPOCH, start_of
 from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
 from eventsql_orchestration.views.partitions import NO_TENANT
+from eventsql_orchestration.views.rollups import MAX_DIMENSION_LENGTH
 from eventsql_orchestration.views.sketches import DISTINCT_SIZE, QUANTILE_SIZE
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ _SECOND: Final = timedelta(seconds=1)
 
 _WHOLE: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 """Spark's types of whole numbers."""
+
+_DIMENSION: Final = f"dimension {{}} of the frame is null or has more than {MAX_DIMENSION_LENGTH} characters"
 
 
 class SparkViewFeed(ViewFeed):
@@ -124,7 +127,7 @@ def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetim
     """The entries after `oldest` with the columns of the view's table, beside `number`. Raises `ViewConflictError`."""
     if isinstance(view, Rollup):
         wanted = ["at", *view.dimensions, *view.values, *view.distinct]
-        given = {"eql_bucket": _floored(f.col("at"), view.grain), **{name: f.col(name) for name in wanted[1:]}}
+        given = {"eql_bucket": _floored(f.col("at"), view.grain), **_checked(view)}
     else:
         wanted = (
             ["offset", "resource", "data", "occurred_at"]
@@ -156,6 +159,20 @@ def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetim
     return kept.select(*(column.alias(name) for name, column in given.items()))
 
 
+def _checked(rollup: Rollup) -> dict[str, Column]:
+    """The dimensions, values and distinct texts of entries. One that `RollupEntry` would refuse fails the query."""
+    rules = [
+        *((name, f.length(name) <= MAX_DIMENSION_LENGTH, _DIMENSION) for name in rollup.dimensions),
+        *((name, f.col(name).isNotNull(), "value {} of the frame is null") for name in rollup.values),
+        *((name, f.length(name) > 0, "distinct text {} of the frame is null or empty") for name in rollup.distinct),
+    ]
+    # A condition on a null is null, and not true.
+    return {
+        name: f.when(right, f.col(name)).otherwise(f.raise_error(f.lit(message.format(name))))
+        for name, right, message in rules
+    }
+
+
 def _floored(time: Column, step: timedelta) -> Column:
     """The last multiple of `step` since 1970 that is not after a time, without rounding."""
     micros = f.unix_micros(time)
@@ -176,13 +193,8 @@ def _buckets(view: Rollup, entries: DataFrame) -> DataFrame:
         # Spark's sum of decimals has 10 more digits than they have. A sum of bigints is a bigint, and would overflow.
         whole = entries.schema[name].dataType.simpleString() in _WHOLE
         exact = f.col(name).cast("decimal(38,0)") if whole else f.col(name)
-        # Spark's sum leaves nulls out.
-        wrong = f.sum(exact).isNull() | (f.count(exact) < f.count("*"))
-        total = f.when(wrong, f.raise_error(f.lit(f"value {name} is null, or its sum is too large")))
-        measures += [
-            total.otherwise(f.sum(exact)).alias(f"sum_{name}"), f.min(exact).alias(f"min_{name}"),
-            f.max(exact).alias(f"max_{name}"),
-        ]  # fmt: skip
+        total = f.coalesce(f.sum(exact), f.raise_error(f.lit(f"the sum of value {name} is too large")))
+        measures += [total.alias(f"sum_{name}"), f.min(exact).alias(f"min_{name}"), f.max(exact).alias(f"max_{name}")]
     # Sketches of Spark are of the same library, and of the same form in Python.
     measures += [f.theta_sketch_agg(f.col(name), DISTINCT_SIZE).alias(f"eql_distinct_{name}") for name in view.distinct]
     measures += [

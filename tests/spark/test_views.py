@@ -169,22 +169,27 @@ def test_a_part_that_outlives_its_rebuild_writes_nothing(world: World, spark: Sp
     assert world.views.compare(BulkCounts()).equal
 
 
-def test_a_value_that_is_missing_beside_others_of_its_bucket_is_refused(world: World, spark: SparkSession) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"minutes": "nullif(minutes, 2)"}, "value minutes of the frame is null"),
+        ({"resource": "repeat('a', 200 + minutes)"}, "dimension resource of the frame .* more than 200 characters"),
+        ({"digits": "replace(digits, '2')"}, "distinct text digits of the frame is null or empty"),
+    ],
+)
+def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(
+    world: World, spark: SparkSession, wrong: dict[str, str], message: str
+) -> None:
     world.publish(*range(4))
     world.consume()
 
-    class Incomplete(BulkCounts):
+    class Wrong(BulkCounts):
         def frame(self, events: DataFrame) -> DataFrame:
-            return (
-                super()
-                .frame(events)
-                .selectExpr(
-                    "date_trunc('HOUR', at) AS at", "'a' AS resource", "digits", "nullif(minutes, 2) AS minutes"
-                )
-            )
+            entries = {"at": "date_trunc('HOUR', at)", "minutes": "minutes", "digits": "digits", "resource": "digits"}
+            return super().frame(events).selectExpr(*(f"{text} AS {name}" for name, text in (entries | wrong).items()))
 
-    with pytest.raises(PySparkException, match="value minutes is null"):
-        world.views.rebuild(Incomplete(), fill=SparkViewFill(spark))
+    with pytest.raises(PySparkException, match=message):
+        world.views.rebuild(Wrong(), fill=SparkViewFill(spark))
 
 
 @pytest.mark.parametrize(
