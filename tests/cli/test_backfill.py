@@ -514,7 +514,6 @@ def dagster(dsn: str, tmp_path: Path, ledger: Ledger, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_running_dagster_replays_a_range_as_partitions_of_an_asset(
     run: Run, ledger: Ledger, dagster: LocalDagster
 ) -> None:

@@ -22,7 +22,6 @@ Run = Callable[..., Result]
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
     reported: list[tuple[str, int, int]] = []
 

@@ -288,7 +288,6 @@ def scaffold(project: Path, name: str) -> Path:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(180)
 def test_dg_scaffolds_a_consumer(project: Path) -> None:
     folder = scaffold(project, "billing")
     written = yaml.safe_load((folder / "defs.yaml").read_text())
@@ -298,7 +297,6 @@ def test_dg_scaffolds_a_consumer(project: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(180)
 def test_dg_lists_the_definitions_of_scaffolded_consumers(project: Path) -> None:
     scaffold(project, "billing")
     # A second consumer, in a folder whose name Dagster does not accept.

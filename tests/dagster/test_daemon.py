@@ -105,7 +105,6 @@ def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that_each_event_takes_effect_once(
     shards: dict[str, Workbench],
     platform: EventSQL,

@@ -13,7 +13,7 @@ from tests.log.plan import Settings
 from tests.log.verdict import AS_A_QUEUE, CONSUMERS
 from tests.poolers.pgbouncer import MISSING, PROGRAM
 
-SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=11, restarts=2, repartitionings=3, deadline=250.0)
+SMALL = Settings(events=15_000, seed=20250613, partitions=4, kills=11, restarts=2, repartitionings=3)
 CHANGING = replace(SMALL, events=6_000, changes=3)
 
 SHARDED = replace(
@@ -23,6 +23,7 @@ SHARDED = replace(
 AS_QUEUE = replace(CHANGING, events=2_000, restarts=4, consumers=AS_A_QUEUE)
 
 
+@pytest.mark.timeout(1_500)
 @pytest.mark.parametrize(
     "settings",
     [

@@ -36,7 +36,6 @@ __all__ = ["directory", "start"]
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.timeout(480),
     pytest.mark.skipif(PROMETHEUS is None, reason="Prometheus is not here"),
 ]
 

@@ -72,7 +72,6 @@ def dev() -> Iterator[Dev]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-@pytest.mark.timeout(600)
 def test_the_asset_graph_shows_topics_and_what_consumes_them(
     dev: Dev, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
@@ -115,7 +114,6 @@ def lags(dev: Dev) -> list[int]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
     with storage(dev) as (server, _), EventSQL(server.dsn, transfer=False) as platform:
         # The simulation's events wait meanwhile.
@@ -138,7 +136,6 @@ mutation ($parent: String!) {
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
     finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
     with storage(dev) as (server, instance):
@@ -170,7 +167,6 @@ def _status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus | 
     return None if run is None else run.status
 
 
-@pytest.mark.timeout(300)
 def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> None:
     server = EmbeddedPostgres(dev.home / "postgres").status()
     assert server is not None
@@ -183,7 +179,6 @@ def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> No
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@pytest.mark.timeout(300)
 def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     children = psutil.Process(dev.process.pid).children(recursive=True)
     assert EmbeddedPostgres(dev.home / "postgres").status() is not None

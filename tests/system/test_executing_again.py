@@ -25,7 +25,6 @@ def execute_again(system: System, run_id: str, step: str) -> list[str]:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_failed_run_that_is_re_executed_in_every_way_of_the_ui_charges_once(system: System) -> None:
     def ids() -> list[int]:
         return [event.id for event in system.platform.reader.read(location.CHARGES.name)]
@@ -46,7 +45,6 @@ def test_a_failed_run_that_is_re_executed_in_every_way_of_the_ui_charges_once(sy
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_a_run_that_succeeded_is_re_executed_in_the_ui_and_only_a_consumer_replays_its_range(system: System) -> None:
     """By hand, with run retries on. A replay takes effect again knowingly; nothing else is doubled."""
     publish(system.platform, location.TIPS.name, [b"1", b"2", b"3"])
@@ -77,7 +75,6 @@ def test_a_run_that_succeeded_is_re_executed_in_the_ui_and_only_a_consumer_repla
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(600)
 def test_the_window_of_a_backfill_that_is_replayed_is_not_replayed_again_by_re_execution(system: System) -> None:
     publish(system.platform, location.TIPS.name, [b"5", b"6"])
     newest = system.platform.reader.read(location.TIPS.name)[-1].id

@@ -20,7 +20,6 @@ def shown(driver: webdriver.Chrome) -> str:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: webdriver.Chrome, tmp_path: Path) -> None:
     wait_until(lambda: system.alerted("check delivered of order_status is red"), "an alert")
     browser.get(f"{system.dagster.url}/assets/order_status?view=checks&checkDetail=delivered")
@@ -34,7 +33,6 @@ def test_a_dead_letter_turns_the_check_delivered_red(system: System, browser: we
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
     system: System, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
@@ -58,7 +56,6 @@ def test_a_consumer_that_falls_behind_is_plotted_turns_red_and_green_again(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_a_backfills_progress_is_that_of_its_partitions(
     system: System, browser: webdriver.Chrome, tmp_path: Path
 ) -> None:
@@ -83,7 +80,6 @@ def test_a_backfills_progress_is_that_of_its_partitions(
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
 def test_one_run_at_a_time_starts_a_spark_session_wherever_it_is_launched(system: System) -> None:
     first = system.materialize("session")
     wait_until(lambda: system.status(first) == "STARTED", "the first session")

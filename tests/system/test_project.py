@@ -60,7 +60,6 @@ def publish(platform: EventSQL, item: str) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(project: Path) -> None:
     log = project.parent / "dev.log"
     server = EmbeddedPostgres(project / ".eventsql" / "postgres")
@@ -109,7 +108,6 @@ def test_dev_consumes_starts_a_server_that_died_again_and_ends_with_everything(p
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 def test_a_round_of_a_location_without_a_simulation_consumes_what_waits(project: Path) -> None:
     with EventSQL(EmbeddedPostgres(project / ".eventsql" / "postgres").start().dsn, transfer=False) as platform:
         publish(platform, "salt")
@@ -135,7 +133,6 @@ defs = dg.Definitions([number])
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(400)
 def test_a_location_that_registers_and_transfers_nothing_is_told_so(project: Path) -> None:
     (project / "plain.py").write_text(PLAIN)
     done = subprocess.run(
