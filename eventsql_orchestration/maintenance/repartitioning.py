@@ -13,6 +13,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
@@ -48,6 +49,10 @@ PART_BYTES: Final = 8 * 1024 * 1024
 
 class TooManyBufferedError(Exception):
     """Internal: events come faster than they are moved."""
+
+
+class IdsChangedError(DatabaseBusyError):
+    """Internal: the sequence of a log was set back, or others drew ids from it, while events were moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +153,9 @@ class Repartitioner:
 def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tuple[str, int, int]]) -> None:
     """Empty the buffer and lock it until the caller's transaction ends, which holds `topics`.
 
-    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `OpenPartsError` if decided
-    events of publications over several shards are not in the buffer yet, and the driver's error if a publisher's
-    transaction does not end in time.
+    `topics` are names with their partitions and layouts. Raises `TooManyBufferedError`, `IdsChangedError`,
+    `OpenPartsError` if decided events of publications over several shards are not in the buffer yet, and the driver's
+    error if a publisher's transaction does not end in time.
     """
     mover, room, layout_queries = BufferMover(schema), LogRoom(schema), Queries("layouts", schema)
     _limit(connection, BUFFER_SECONDS)
@@ -167,9 +172,11 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         (buffered,) = fetch_one(connection, layout_queries("count_buffered"), counted)
         if buffered > MOST_BUFFERED:
             raise TooManyBufferedError
-        if buffered:
-            low_water = 0
-            parts = {"topic": topic, "bytes": PART_BYTES}
+        if not buffered:
+            continue
+        low_water = 0
+        parts = {"topic": topic, "bytes": PART_BYTES}
+        try:
             for (upto,) in connection.execute(layout_queries("buffered_parts"), parts, prepare=False).fetchall():
                 moved = mover.move(
                     connection, topic, low_water=low_water, upto=upto, definition=[partitions, layout], mixed=True,
@@ -179,6 +186,9 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
                 low_water = upto
             if not blocks:
                 room.check(connection, topic)
+        except (psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation) as error:
+            # A block without usable ids, or events in rows with the ids of others. The next attempt looks at the sequence.
+            raise IdsChangedError(f"events of topic {topic!r} could not be moved: {describe(error)}") from error
 
 
 def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
@@ -190,6 +200,6 @@ def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
     why = "transactions of consumers or publishers did not end in time: try again later"
     if isinstance(error, TooManyBufferedError):
         why = f"more than {MOST_BUFFERED:,} events came while the buffer was emptied: try again with less traffic"
-    elif isinstance(error, OpenPartsError):
+    elif isinstance(error, (OpenPartsError, IdsChangedError)):
         why = str(error)
     return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

@@ -15,7 +15,13 @@ from typing import Final
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
-from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Step, TooManyBufferedError, drain
+from eventsql_orchestration.maintenance.repartitioning import (
+    RETRY_SECONDS,
+    IdsChangedError,
+    Step,
+    TooManyBufferedError,
+    drain,
+)
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError
@@ -157,7 +163,7 @@ class ShardStore:
             except (DatabaseBusyError, TooManyBufferedError) as error:
                 if not retry.lasts():
                     why = "publishers' transactions do not end, or too many events come"
-                    if isinstance(error, OpenPartsError):
+                    if isinstance(error, (OpenPartsError, IdsChangedError)):
                         why = str(error)
                     raise DatabaseBusyError(f"{self._database} was not changed: {why}; run it again") from error
 

@@ -6,7 +6,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import psycopg
 import pytest
@@ -25,6 +25,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
+from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.offsets import Earliest, Latest
 from tests.conftest import Prepared
@@ -234,6 +235,30 @@ def test_the_fence_is_behind_a_log_whose_sequence_was_set_back(dsns: list[str], 
         ShardStore(shard.database).fence(2, [*BEFORE, "shard-3"], shard.transfer)
         fence = connection.execute("SELECT eql_fence FROM eventsql.shard_fence WHERE eql_topic = 'orders'").fetchone()
     assert fence == (shard.reader.read("orders")[-1].id,)
+
+
+def test_the_fence_is_tried_again_if_a_sequence_is_set_back_while_events_are_moved(
+    dsns: list[str], opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2])
+    shard = platform.shard_of(MOVING)
+    platform.publisher.publish_all(publication(MOVING, number) for number in range(3))
+    shard.transfer.run_once()
+    platform.publisher.publish(publication(MOVING, 3))
+    # The event comes after the last look before publishers have to wait.
+    monkeypatch.setattr(type(shard.transfer), "run_once", lambda *_, **__: {})
+    real = LogAppender.move
+
+    def behind(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(LogAppender, "move", real)
+        with shard.database.connection() as other:
+            other.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 1)")
+        return real(*given, **named)
+
+    monkeypatch.setattr(LogAppender, "move", behind)
+    assert ShardStore(shard.database).fence(2, [*BEFORE, "shard-3"], shard.transfer)
+    assert LogAppender.move is real
+    assert [event.value for event in shard.reader.read("orders")][-1] == b"3"
 
 
 def test_whoever_holds_the_old_set_is_told_by_the_transaction_that_would_have_written(

@@ -10,7 +10,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.database import Connection, migrations
-from eventsql_orchestration.errors import SequenceError
+from eventsql_orchestration.errors import DatabaseBusyError, SequenceError
 from eventsql_orchestration.model import BLOCKS, ROWS, STORAGES, Storage
 from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.appending import LogAppender
@@ -315,6 +315,38 @@ def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
     # The events come after the last look before publishers have to wait.
     monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
     platform.repartitioner.repartition("parcels", 3)
+    assert consume(platform, "parcels") == [100]
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_repartitioning_is_tried_again_if_the_sequence_is_set_back_while_it_moves_events(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    table = "parcels_block" if storage == BLOCKS else "parcels_event"
+    platform.registry.register_topic(Topic("parcels", 2, storage=storage))
+    platform.registry.register_consumer(Consumer("parcels", "mailer"))
+    platform.publisher.publish_all(Publication("parcels", b"%d" % value, key="1") for value in range(100))
+    assert consume(platform, "parcels") == list(range(100))
+    session.execute(f"DELETE FROM eventsql.{table}")
+    publish(platform, 100, topic="parcels")
+    # The events come after the last look before publishers have to wait.
+    monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
+    real = LogAppender.move
+
+    def behind(*given: Any, **named: Any) -> Any:
+        monkeypatch.setattr(LogAppender, "move", real)
+        session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+        return real(*given, **named)
+
+    monkeypatch.setattr(LogAppender, "move", behind)
+    with pytest.raises(DatabaseBusyError):
+        platform.repartitioner.repartition("parcels", 3, timeout=0.0)
+    assert LogAppender.move is real
+    assert platform.registry.topic("parcels").partitions == 2
+
+    monkeypatch.setattr(LogAppender, "move", behind)
+    platform.repartitioner.repartition("parcels", 3)
+    assert LogAppender.move is real
     assert consume(platform, "parcels") == [100]
 
 
