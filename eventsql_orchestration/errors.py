@@ -329,6 +329,25 @@ class MessageNotFoundError(EventSQLError):
         self.ids = tuple(ids)
 
 
+class PartlySentError(ShardError):
+    """Some shards have taken their messages of a `send_all`, others have not: send the messages without an id again.
+
+    `ids` has the id of each message in the order of the call, None for a message that was not sent, and `failed` the
+    error by shard. The messages of the shards in `failed` are not sent, unless the error says that their outcome is
+    unknown.
+    """
+
+    def __init__(self, ids: Sequence[int | None], failed: Mapping[str, Exception]) -> None:
+        sent = len(ids) - list(ids).count(None)
+        faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
+        super().__init__(f"sent {sent} of {len(ids)} messages: send those without an id in `ids` again ({faults})")
+        self.ids = list(ids)
+        self.failed = dict(failed)
+
+    def __reduce__(self) -> tuple[type[PartlySentError], tuple[list[int | None], dict[str, Exception]]]:
+        return type(self), (self.ids, self.failed)
+
+
 class QueueNotFoundError(EventSQLError):
     """There is no such queue: create it with `eventsql queue create`, or send a message to it."""
 

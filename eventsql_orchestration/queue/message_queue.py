@@ -16,6 +16,7 @@ from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
     MessageNotFoundError,
+    PartlySentError,
     QueueNotFoundError,
     ShardError,
     ValidationError,
@@ -119,7 +120,8 @@ class MessageQueue:
         """Send up to 10,000 messages in one statement, all or none, and return their ids in the same order.
 
         With `connection`, they are sent when the caller's transaction commits. Over several shards, the messages of
-        each shard are one statement. Raises as `send`.
+        each shard are one statement, and `PartlySentError` says which messages were sent if a shard has failed. Raises
+        as `send`.
         """
         check_several("messages", messages)
         given = [each if isinstance(each, NewMessage) else _bare(each) for each in messages]
@@ -135,17 +137,25 @@ class MessageQueue:
         if connection is not None:
             return self._shards.where(connection, given, tables).put(given, connection)
 
-        ids = [0] * len(given)
         grouped: dict[int, tuple[QueueTable, list[int]]] = {}
         for place, message in enumerate(given):
             # A message with the same deduplication id has to go to the shard of the first one.
             key = message.deduplication_id if message.key is None else message.key
             table = self._shards.for_key(key, tables)
             grouped.setdefault(id(table), (table, []))[1].append(place)
+        ids: dict[int, int] = {}
+        failed: dict[str, Exception] = {}
         for table, places in grouped.values():
-            for place, sent in zip(places, table.put([given[each] for each in places], None), strict=True):
-                ids[place] = sent
-        return ids
+            try:
+                ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
+            except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others
+                failed[table.shard or ""] = error
+        if not failed:
+            return [ids[place] for place in range(len(given))]
+        first = next(iter(failed.values()))
+        if not ids:
+            raise first
+        raise PartlySentError([ids.get(place) for place in range(len(given))], failed) from first
 
     # Receiving
 

@@ -13,12 +13,14 @@ from eventsql_orchestration.errors import (
     EventSQLError,
     MissingExtraError,
     PartlyPublishedError,
+    PartlySentError,
     TopicNotFoundError,
     WrongShardError,
 )
 
 ALL = [member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, EventSQLError)]
-PLAIN = [member for member in ALL if member not in (MissingExtraError, ConsumptionError, PartlyPublishedError)]
+COMPOSED = (MissingExtraError, ConsumptionError, PartlyPublishedError, PartlySentError)
+PLAIN = [member for member in ALL if member not in COMPOSED]
 
 
 @pytest.mark.parametrize("error", ALL)
@@ -54,6 +56,8 @@ def test_errors_of_shards_survive_it_with_what_they_say_of_them() -> None:
     assert partly.committed == {"east": 3}
     assert partly.failed["west"].message == "no topic"
     assert "published 3 events on 'east'" in partly.message
+    sent = pickle.loads(pickle.dumps(PartlySentError([3, None], {"west": TopicNotFoundError("no queue")})))
+    assert (sent.ids, sent.failed["west"].message) == ([3, None], "no queue")
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:

@@ -10,7 +10,9 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
+    DatabaseError,
     DatabaseUnavailableError,
+    PartlySentError,
     QueueInUseError,
     RedefinitionError,
     ShardError,
@@ -89,6 +91,38 @@ def test_the_only_shard_that_is_up_takes_no_keys_of_the_others(platform: EventSQ
         shard.down = None
     assert [message.body for message in Queue(up, "jobs").receive(max_messages=9)] == [b"1"]
     assert [message.body for message in Queue(platform.shard_of(theirs), "jobs").receive(max_messages=9)] == [b"2"]
+
+
+@pytest.mark.parametrize("broken", [0, 1, 2])
+def test_a_batch_that_one_shard_refuses_says_which_messages_were_sent(platform: EventSQL, broken: int) -> None:
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    messages = [NewMessage(b"%d" % number, key=f"{number}") for number in range(30)]
+    refusing = platform.shards[broken]
+    with refusing.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.queue_message ADD CONSTRAINT no CHECK (false)")
+        with pytest.raises(PartlySentError) as caught:
+            queue.send_all(messages)
+        connection.execute("ALTER TABLE eventsql.queue_message DROP CONSTRAINT no")
+    assert list(caught.value.failed) == [refusing.name]
+    unsent = [message for message, sent in zip(messages, caught.value.ids, strict=True) if sent is None]
+    assert {platform.shard_of(message.key or "") for message in unsent} == {refusing}
+
+    queue.send_all(unsent)
+    received = queue.receive(max_messages=100)
+    assert sorted(int(message.body) for message in received) == list(range(30))
+    assert {message.id for message in received} >= {sent for sent in caught.value.ids if sent is not None}
+
+
+def test_a_batch_that_every_shard_refuses_raises_the_refusal_itself(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    for shard in platform.shards:
+        with shard.database.connection() as connection:
+            connection.execute("ALTER TABLE eventsql.queue_message ADD CONSTRAINT no CHECK (false)")
+    with pytest.raises(DatabaseError) as caught:
+        queue.send_all([NewMessage(b"1", key=f"{number}") for number in range(30)])
+    assert not isinstance(caught.value, ShardError)
 
 
 def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventSQL, until: Until) -> None:
