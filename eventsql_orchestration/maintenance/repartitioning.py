@@ -187,7 +187,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
             if not blocks:
                 room.check(connection, topic)
         except (psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation) as error:
-            # A block without usable ids, or events in rows with the ids of others. The next attempt looks at the sequence.
+            # A block without usable ids, or rows with the ids of others. The next attempt looks at the sequence.
             raise IdsChangedError(f"events of topic {topic!r} could not be moved: {describe(error)}") from error
 
 
