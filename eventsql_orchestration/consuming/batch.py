@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,10 +42,16 @@ BatchHandler: TypeAlias = Callable[[Sequence[Event], Connection], object]
 EventHandler: TypeAlias = Callable[[Event, Connection], object]
 """Takes one event, and the connection whose transaction commits its offset."""
 
-OF_HANDLER: Final = (Exception, CancelledError)
-"""The errors that count as failures of a handler: `asyncio.CancelledError`, too, of a task that the handler ran."""
+OF_HANDLER: Final = (Exception, CancelledError, SystemExit)
+"""The errors that count as failures of a handler: `asyncio.CancelledError`, too, of a task that the handler ran, and
+`sys.exit()`, unless it `ends_program`."""
 
 _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
+
+
+def ends_program(error: BaseException) -> bool:
+    """Whether an error is `sys.exit()` in the main thread, which is the program's to end."""
+    return isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread()
 
 
 def is_asynchronous(function: object) -> bool:
@@ -335,10 +342,12 @@ class BatchRunner:
 
 
 def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler) -> _FailedEvent | None:
-    """Handle events at once. Returns the handler's error, or raises it if the handler ended the transaction."""
+    """Handle events at once. Returns the handler's error, or raises it if it ended the transaction or the program."""
     try:
         call_handler(connection, events, handler)
     except OF_HANDLER as error:
+        if ends_program(error):
+            raise
         # A statement that failed leaves the transaction open, and only a rollback can follow.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
             raise
@@ -359,7 +368,7 @@ def _each(
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except OF_HANDLER as error:
-            if transaction_lost(connection):
+            if transaction_lost(connection) or ends_program(error):
                 raise
             return _FailedEvent(index, event.id, error)
     return None

@@ -15,7 +15,10 @@ from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
 
-TRANSACTION_ENDED = "the handler ended or broke the transaction that it was given"
+TRANSACTION_ENDED = (
+    "the handler ended or broke the transaction that it was given: use `with connection.transaction():` for a part "
+    "that may fail, and leave commit and rollback out"
+)
 
 
 @dataclass(frozen=True, slots=True)

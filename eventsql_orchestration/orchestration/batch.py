@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
@@ -13,7 +14,13 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
-from eventsql_orchestration.orchestration.errors import FinalRunError, NotCommittedError, RangeFailedError, ReplayError
+from eventsql_orchestration.orchestration.errors import (
+    FinalRunError,
+    FunctionExitedError,
+    NotCommittedError,
+    RangeFailedError,
+    ReplayError,
+)
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the
@@ -21,6 +28,18 @@ partition, and TCP takes two hours by default to notice. After an `executemany` 
 batch: the last message, a Flush, disarms its timer."""
 
 BatchFunction: TypeAlias = Callable[[Sequence[Event], Connection], object]
+
+
+@contextmanager
+def counting_exits() -> Iterator[None]:
+    """Raise a `sys.exit()` of a user's function as an error.
+
+    Otherwise it would end the process of the run without an attempt that counts, and the next run would meet it again.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise FunctionExitedError(f"the function called sys.exit({error.code!r}): raise an error, or return") from error
 
 
 @dataclass
@@ -75,7 +94,8 @@ class BatchConsumer:
             "SELECT pg_catalog.set_config('idle_in_transaction_session_timeout', %s, true)",
             (str(round(max(self.lease, STALLED_AFTER) * 1000)),),
         )
-        return self.function(events, connection)
+        with counting_exits():
+            return self.function(events, connection)
 
 
 @dataclass(frozen=True)
@@ -94,7 +114,8 @@ class RangeConsumer:
     def __call__(self, claim: Claim) -> BatchResult:
         """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
         try:
-            returned = self.function(claim)
+            with counting_exits():
+                returned = self.function(claim)
             self._require_commit(claim)
         except (ClaimLostError, DatabaseError):
             # The range is not at fault: the next tick claims it again once the database is back.

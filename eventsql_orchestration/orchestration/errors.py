@@ -7,6 +7,10 @@ from eventsql_orchestration.errors import EventSQLError
 # Runs of an orchestrator
 
 
+class FunctionExitedError(EventSQLError):
+    """A consumer's function called `sys.exit()`, which a run counts as its failure."""
+
+
 class FinalRunError(EventSQLError):
     """A run failed, and a retry would only repeat the failure."""
 

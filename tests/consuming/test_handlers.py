@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
@@ -139,6 +140,30 @@ def test_a_handler_whose_task_was_cancelled_has_failed(
 
     start(platform, handle)
     until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize("way", ["start", "start_batch", "start_leased", "start_queue"])
+def test_a_handler_that_exits_spends_an_attempt_of_its_event_alone(
+    platform: EventSQL, until: Callable[..., None], way: str
+) -> None:
+    def handle(_events: object, _connection: object) -> None:
+        sys.exit("no configuration")
+
+    with getattr(platform.consumers, way)("orders", "mailer", handle):
+        until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
+
+
+@pytest.mark.usefixtures("_one_event")
+def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: EventSQL) -> None:
+    def handle(_events: object, _connection: object) -> None:
+        sys.exit(3)
+
+    for _ in range(2):
+        with pytest.raises(SystemExit):
+            platform.consumers.consume_once("orders", "mailer", handle)
+    assert platform.lag("orders")[0].cause is LagCause.WAITING
+    assert platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None) == 1
 
 
 @pytest.mark.usefixtures("_one_event")

@@ -336,6 +336,20 @@ def test_a_dead_letter_is_passed_and_the_run_succeeds_and_says_so(bench: Workben
     assert [letter.value for letter in bench.platform.dead_letters.list("rides")] == [b"3"]
 
 
+def test_an_event_whose_function_exits_becomes_a_dead_letter(bench: Workbench) -> None:
+    def exits(events: Sequence[Event], connection: Connection) -> None:
+        if b"1" in {event.value for event in events}:
+            raise SystemExit(3)
+        record(events, connection)
+
+    definition = define(exits)
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
+    ids = bench.publish("rides", 3)
+    assert bench.run(definition, request(bench, definition)).success
+    assert bench.effects() == [ids[0], ids[2]]
+
+
 def test_a_failing_event_is_retried_by_the_next_tick_and_becomes_a_dead_letter_in_the_end(bench: Workbench) -> None:
     definition = define(fail_at(b"1"))
     bench.platform.registry.register_topic(Topic("rides_dlt"))

@@ -143,11 +143,14 @@ def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(ben
     assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
 
 
-def test_a_range_whose_task_was_cancelled_spends_an_attempt(bench: Workbench) -> None:
-    def cancelled(claim: Claim) -> None:
-        raise CancelledError
+@pytest.mark.parametrize("error", [CancelledError, SystemExit])
+def test_a_range_whose_function_was_cancelled_or_exits_spends_an_attempt(
+    bench: Workbench, error: type[BaseException]
+) -> None:
+    def ends(claim: Claim) -> None:
+        raise error
 
-    broken = define(cancelled, max_attempts=1)
+    broken = define(ends, max_attempts=1)
     bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
     assert not bench.run(broken, request(bench, broken)).success

@@ -169,15 +169,16 @@ def test_a_failing_message_delays_no_other_and_becomes_a_dead_letter(work: Work)
     assert [entry["reason"] for entry in letter.history][:2] == ["ValueError: no such picture"] * 2
 
 
-def test_a_message_whose_task_was_cancelled_delays_no_other(work: Work) -> None:
+@pytest.mark.parametrize("error", [CancelledError, SystemExit])
+def test_a_message_whose_task_was_cancelled_or_exits_delays_no_other(work: Work, error: type[BaseException]) -> None:
     ids = work.send(3)
 
-    def cancelled(messages: Sequence[Message], connection: Connection) -> None:
+    def ends(messages: Sequence[Message], connection: Connection) -> None:
         write(messages, connection)
         if ids[1] in {message.id for message in messages}:
-            raise CancelledError
+            raise error
 
-    assert not work.run(worker(cancelled)).success
+    assert not work.run(worker(ends)).success
     assert sorted(work.bench.effects()) == [ids[0], ids[2]]
     assert work.receives() == [(1, 0)]
 
