@@ -11,9 +11,9 @@ from typing import Final, Literal, Self, TypeAlias
 import psycopg
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import check_handler, check_returned
+from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.consuming.dead_letter_values import describe
-from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF, transaction_lost
+from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
@@ -188,10 +188,9 @@ class Subscription:
 
     def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
         try:
-            check_returned(self._handler(change, connection))
-            _check_transaction(connection)
-        except Exception as error:
-            if connection.closed:
+            call_handler(connection, change, self._handler)
+        except OF_HANDLER as error:
+            if connection.closed or ends_program(error):
                 raise
             raise _FailedError(change, number, error) from error
 
@@ -291,8 +290,8 @@ class Subscription:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
                     delay = FAULT_DELAY
                 except BaseException as error:
-                    # A handler may wrap the error of a lost connection in one of its own, or call sys.exit(), which
-                    # would end a thread silently. The main thread is the program's to end.
+                    # A handler may wrap the error of a lost connection in one of its own, or raise one that would end
+                    # a thread silently. The main thread is the program's to end.
                     if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                         raise
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
@@ -333,14 +332,6 @@ class Subscription:
                     failure = describe(failed.cause)
                     connection.execute(self._queries("fail_letter"), {**values, "failure": failure})
         return done
-
-
-def _check_transaction(connection: Connection) -> None:
-    if transaction_lost(connection):
-        raise DatabaseError(
-            "the handler has ended or broken its transaction, so the change was not handled: use "
-            "`with connection.transaction():` for a part that may fail, and leave commit and rollback out"
-        )
 
 
 def _rejects(error: BaseException) -> bool:

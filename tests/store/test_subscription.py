@@ -260,6 +260,32 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
         until(lambda: effects(store) == [1])
 
 
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
+def test_a_change_whose_handler_always_exits_becomes_a_dead_letter(
+    store: Store, until: Until, error: BaseException
+) -> None:
+    def exits(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        if change.data["n"] == 1:
+            raise error
+
+    put(store, "1", 1, 2)
+    with store.subscribe("mailer", exits, options=SubscriptionOptions(max_attempts=1)):
+        until(lambda: effects(store) == [2])
+    assert [letter.version for letter in store.dead_letters("mailer")] == [1]
+
+
+def test_a_change_whose_handler_rolls_back_fails(store: Store) -> None:
+    def rolls_back(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        raise psycopg.Rollback
+
+    put(store, "1", 1)
+    drain(subscribed(store, rolls_back, max_attempts=1))
+    (letter,) = store.dead_letters("mailer")
+    assert "rolled its effects back" in letter.failure
+
+
 def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
     put(store, "1", 1, 2)
     second = subscribed(store)
