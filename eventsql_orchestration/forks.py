@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
+
+logger = logging.getLogger(__name__)
 
 Owner = TypeVar("Owner")
 
@@ -27,7 +30,11 @@ def after_fork(owner: Owner, begin_anew: Callable[[Owner], None]) -> None:
 
 def _begin_anew() -> None:
     for owner, begin_anew in list(_BEGIN_ANEW.items()):
-        begin_anew(owner)
+        try:
+            begin_anew(owner)
+        except Exception:
+            # The other objects must begin anew all the same: they would use the parent's connections.
+            logger.exception("%r does not begin anew in a forked process", owner)
 
 
 if hasattr(os, "register_at_fork"):

@@ -17,6 +17,7 @@ import psycopg
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.publishing.buffered import _watching
 from tests.waiting import PATIENCE, wait_until
 
@@ -263,6 +264,27 @@ def shard_that_was_down(*dsns: str) -> None:
 
     await_success(child(work))
     platform.close()
+
+
+class Owner:
+    """An object that begins anew in a forked process."""
+
+
+def object_that_fails() -> None:
+    """An object fails to begin anew in the child, and the objects after it begin anew all the same."""
+    begun: list[Owner] = []
+
+    def fail(_owner: Owner) -> None:
+        raise RuntimeError("it does not begin anew")
+
+    owners = [Owner() for _ in range(3)]
+    for owner, begin_anew in zip(owners, (begun.append, fail, begun.append), strict=True):
+        after_fork(owner, begin_anew)
+
+    def work() -> None:
+        assert begun == [owners[0], owners[2]]
+
+    await_success(child(work))
 
 
 if __name__ == "__main__":

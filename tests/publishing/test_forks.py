@@ -93,6 +93,10 @@ def test_a_child_that_closes_its_platform_leaves_consumers_of_its_parent_alone(d
     assert published(platform) == {"before": ["0"], "after": ["0"]}
 
 
+def test_an_object_that_does_not_begin_anew_keeps_no_other_from_it() -> None:
+    run("object_that_fails")
+
+
 def test_a_child_finds_out_by_itself_whether_a_shard_is_down(databases: Databases) -> None:
     dsns = databases(2)
     with EventSQL(*dsns, transfer=False) as platform:
