@@ -13,10 +13,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import psycopg
+import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.publishing.buffered import _watching
 from tests.waiting import PATIENCE, wait_until
@@ -213,12 +214,18 @@ def waiting_events(dsn: str) -> None:
     publisher = platform.buffered_publisher(max_age=3_600.0)
 
     def work() -> None:
+        for wait in (of_parent.result, of_parent.exception, lambda: of_parent.add_done_callback(print)):
+            with pytest.raises(EventSQLError):
+                wait()
         acknowledged = publisher.publish(Publication("orders", b"child 0"))
         publisher.flush(timeout=PATIENCE)
         acknowledged.result(PATIENCE)
+        assert done_before.result() == done_before.result()
         platform.close()
 
-    acknowledged = publisher.publish(Publication("orders", b"parent 0"))
+    done_before = publisher.publish(Publication("orders", b"before 0"))
+    publisher.flush(timeout=PATIENCE)
+    of_parent = acknowledged = publisher.publish(Publication("orders", b"parent 0"))
     await_success(child(work))
     assert not acknowledged.done()
     publisher.flush(timeout=PATIENCE)

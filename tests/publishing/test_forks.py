@@ -85,7 +85,7 @@ def test_a_lock_that_a_thread_held_at_the_fork_stops_nothing(dsn: str, platform:
 
 def test_events_that_wait_in_a_buffered_publisher_are_published_by_one_process(dsn: str, platform: EventSQL) -> None:
     run("waiting_events", dsn)
-    assert published(platform) == {"child": ["0"], "parent": ["0"]}
+    assert published(platform) == {"before": ["0"], "child": ["0"], "parent": ["0"]}
 
 
 def test_a_child_that_closes_its_platform_leaves_consumers_of_its_parent_alone(dsn: str, platform: EventSQL) -> None:
