@@ -208,7 +208,8 @@ class Claims:
             yield lost
         finally:
             stop.set()
-            thread.join()
+            # A renewal that takes longer, of a server that stands still, finds the lease over.
+            thread.join(lease)
 
     def check(self, connection: Connection, claim: Claim) -> None:
         """Lock the consumer partition in the caller's transaction, and check that the claim still holds.

@@ -14,7 +14,7 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.consuming import claim_processing
 from eventsql_orchestration.consuming import claims as claims_module
-from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, ValidationError
@@ -649,6 +649,24 @@ def test_a_heartbeat_ends_though_its_own_transaction_holds_the_partition(platfor
             lost.wait(0.1)
         platform.claims.commit(connection, claimed)
     assert platform.claims.get(claimed.id)[1] == "committed"
+
+
+def test_a_block_waits_for_its_heartbeat_no_longer_than_the_lease(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    asked, answer = threading.Event(), threading.Event()
+
+    def stands_still(*_: object, **__: object) -> None:
+        asked.set()
+        answer.wait()
+
+    monkeypatch.setattr(Claims, "renew", stands_still)
+    with platform.claims.heartbeat(claimed, lease=0.03) as lost:
+        assert asked.wait(PATIENCE)
+    assert not lost.is_set()
+    answer.set()
 
 
 def test_taking_over_does_not_wait_for_ever_for_an_owner_that_hangs(
