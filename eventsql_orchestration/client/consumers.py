@@ -62,12 +62,16 @@ class ClusterConsumption(Running):
                 return
             try:
                 with self._cluster.using(shard):
-                    self._on[shard] = self._begin(shard)
+                    self._on[shard] = begun = self._begin(shard)
             except DatabaseUnavailableError:
                 if self._cluster.lone is not None:
                     raise
                 # The consumer starts on the shard when it is back. Raises if no shard is up.
                 self._cluster.up()
+            else:
+                if self._ending:
+                    # `stop_soon` has not seen it.
+                    begun.stop_soon()
 
     def _take_missing(self) -> None:
         for shard in self._cluster.known():
@@ -76,15 +80,18 @@ class ClusterConsumption(Running):
 
     def stop_soon(self) -> None:
         self._cluster.background.remove(self._take_missing)
-        with self._taking:
-            self._ending = True
+        # Without the lock: a shard that does not answer can keep it for long.
+        self._ending = True
         for each in list(self._on.values()):
             each.stop_soon()
 
     def await_end(self, deadline: float) -> bool:
+        begun = self._taking.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        if begun:
+            self._taking.release()
         # Wait for each, without stopping at the first False: the last batches must be rolled back too.
         ended = [each.await_end(deadline) for each in list(self._on.values())]
-        return all(ended)
+        return begun and all(ended)
 
 
 @checked

@@ -7,17 +7,33 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.client.consumers import ClusterConsumption
 from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.consuming.worker_pool import Running
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import own_server
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
+from tests.waiting import PATIENCE
 
 LOST = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-2"]
 LEFT = [key for key in KEYS if shard_of_key(key, ["shard-1", "shard-2"]) == "shard-1"]
+
+
+class Begun(Running):
+    """A consumer on one shard, which only notes that it was stopped."""
+
+    def __init__(self) -> None:
+        self.stopped = threading.Event()
+
+    def stop_soon(self) -> None:
+        self.stopped.set()
+
+    def await_end(self, deadline: float) -> bool:
+        return self.stopped.is_set()
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +56,30 @@ def dsns(databases: Databases, second: EmbeddedPostgres, request: pytest.Fixture
 
 def publication(key: str | None, number: int = 0) -> Publication:
     return Publication("orders", b"%d" % number, key=key)
+
+
+def test_a_stop_does_not_wait_for_a_shard_on_which_the_consumer_is_just_beginning(
+    databases: Databases, opened: Open, until: Until
+) -> None:
+    platform = opened(*databases(2)).open()
+    first, slow = platform.shards
+    begun, entered, go_on = {first: Begun(), slow: Begun()}, threading.Event(), threading.Event()
+
+    def begin(shard: Shard) -> Begun:
+        if shard is slow:
+            entered.set()
+            assert go_on.wait(PATIENCE)
+        return begun[shard]
+
+    slow.down = DatabaseUnavailableError("gone")
+    consumption = ClusterConsumption(platform.consumers._cluster, begin)
+    slow.down = None
+    assert entered.wait(PATIENCE)
+    assert not consumption.stop(timeout=0.0)
+    assert begun[first].stopped.is_set()
+    go_on.set()
+    until(begun[slow].stopped.is_set)
+    assert consumption.stop(PATIENCE)
 
 
 def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(
