@@ -131,7 +131,7 @@ class PlatformCollector(Collector):
                 if shard.name is None and len(self._platform.shards) > 1:
                     # If this fails, the reading fails with the same error.
                     with suppress(EventSQLError):
-                        self._platform.open()
+                        self._platform.opened()
                 return reader.read()
 
             readings = Readings(str(shard.database), read, interval=self._interval)

@@ -15,10 +15,11 @@ def shards_of(platform: EventSQL) -> tuple[Shard, ...]:
     """Each database by itself, including those that are down. If there are several, each has its `name`.
 
     The name of a shard that is down is known if no other shard is down. If there are several databases, raises
-    `ShardSetError` if they are not the shards of one set, and `DatabaseUnavailableError` if none can be reached.
+    `ShardSetError` if they are not the shards of one set, `DatabaseUnavailableError` if none can be reached, and
+    `ClosedError` for a platform that was closed.
     """
     # A single database is opened at its first use.
-    return platform.shards if len(platform.shards) == 1 else platform.open().shards
+    return platform.shards if len(platform.shards) == 1 else platform.opened()
 
 
 def rows_of(shard: Shard, file: str, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:

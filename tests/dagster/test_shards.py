@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Topic
+from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -21,10 +24,19 @@ from eventsql_orchestration.dagster import (
     range_asset,
     share_runs,
 )
+from eventsql_orchestration.dagster.consumers.tick import evaluate
 from eventsql_orchestration.dagster.lineage.origin import Origin
 from eventsql_orchestration.dagster.trace.runs import StoredRuns
-from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, ShardSetError
+from eventsql_orchestration.errors import (
+    ClosedError,
+    ConfigurationError,
+    DatabaseError,
+    DatabaseUnavailableError,
+    ShardSetError,
+)
+from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.orchestration.provenance import SHARD, claim_of, shard_of
+from eventsql_orchestration.orchestration.shards import shards_of as databases_of
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -82,6 +94,33 @@ def test_a_shard_that_cannot_be_identified_while_others_are_down_is_not_taken_fo
     with pytest.raises(DatabaseUnavailableError):
         with_one_down.shard(OTHER).registry.topics()
     with_one_down.platform.close()
+
+
+def look(platform: EventSQL) -> object:
+    return databases_of(platform)
+
+
+def look_in_a_tick(platform: EventSQL) -> object:
+    return evaluate(
+        SimpleNamespace(options=TickOptions()),  # type: ignore[arg-type]
+        platform, dg.DagsterInstance.ephemeral(), logging.getLogger(__name__), None,
+    )  # fmt: skip
+
+
+def scrape(platform: EventSQL) -> object:
+    return list(PlatformCollector(platform).collect())
+
+
+@pytest.mark.parametrize("use", [look, look_in_a_tick, scrape])
+def test_a_platform_that_was_closed_is_not_opened_again(
+    eventsql: EventSQLResource, use: Callable[[EventSQL], object]
+) -> None:
+    platform = eventsql.separate()
+    platform.close()
+    with suppress(ClosedError):
+        use(platform)
+    with pytest.raises(ClosedError):
+        platform.opened()
 
 
 def test_spark_is_given_the_urls_of_all_shards_or_of_one(eventsql: EventSQLResource) -> None:
