@@ -15,6 +15,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final, Protocol, runtime_checkable
 
+import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
@@ -22,7 +23,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
-from eventsql_orchestration.errors import RedefinitionError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import BLOCKS, Placement, Publication, Topic, check_partition
 from eventsql_orchestration.publishing import batches, copy_format
 from eventsql_orchestration.publishing.batches import check_publication, read_ahead
@@ -304,7 +305,13 @@ class Publisher:
         with self._database.joined(given) as connection:
             if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
                 with connection.transaction():
-                    yield connection
+                    try:
+                        yield connection
+                    except psycopg.Rollback as error:
+                        # psycopg would take it for success, although nothing is published.
+                        raise DatabaseError(
+                            "nothing was published: the publications raised psycopg.Rollback"
+                        ) from error
             else:
                 yield connection
 

@@ -10,6 +10,7 @@ from typing import Literal
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked, checks_itself
+from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_first, query_all
 from eventsql_orchestration.errors import ValidationError
@@ -74,7 +75,7 @@ class Projections:
             if wanted:
                 with self._tables.in_schema(connection, each.schema):
                     for change in wanted:
-                        each.projection.apply(change, connection)
+                        call_handler(connection, change, each.projection.apply)
 
     def subscribe(
         self, name: str, *, start: Literal["beginning", "now"] = "beginning",

@@ -9,6 +9,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import sql
 
+from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.database import Connection, Queries, replaced_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ProjectionError
@@ -192,7 +193,7 @@ class ProjectionRebuild:
             return
         with self._tables.in_schema(connection, each.shadow):
             for change in changes:
-                each.projection.apply(change, connection)
+                call_handler(connection, change, each.projection.apply)
         place = changes[-1].checkpoint
         assert place is not None, "a change that was read in the global order has a place"
         self._advance(connection, each, place, len(changes))

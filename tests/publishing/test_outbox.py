@@ -9,10 +9,12 @@ import psycopg
 import pytest
 import sqlalchemy
 from psycopg import conninfo
+from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseError, ValidationError
+from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.store import Change
 from tests.conftest import TEMPLATE, Administrator
@@ -96,6 +98,34 @@ def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL,
         single: Any = ONE
         with pytest.raises(ValidationError, match="use publish for one"):
             platform.publisher.publish_all(single, connection=mine)
+    assert platform.transfer.run_once() == {}
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_publications_that_roll_back_are_an_error(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, joined: bool
+) -> None:
+    def rolling_back() -> Iterator[Publication]:
+        yield ONE
+        yield ONE
+        raise psycopg.Rollback
+
+    # Longer than memory: the rest is read inside of the transaction.
+    monkeypatch.setattr(batches, "STRAIGHT_BYTES", 1)
+    with psycopg.connect(dsn, autocommit=True) as mine, pytest.raises(DatabaseError):
+        platform.publisher.publish_all(rolling_back(), connection=mine if joined else None)
+    assert platform.transfer.run_once() == {}
+
+
+def test_publications_may_roll_the_transaction_of_their_caller_back(platform: EventSQL, dsn: str) -> None:
+    def rolling_back() -> Iterator[Publication]:
+        yield ONE
+        raise psycopg.Rollback
+
+    with psycopg.connect(dsn, autocommit=True) as mine:
+        with mine.transaction():
+            platform.publisher.publish_all(rolling_back(), connection=mine)
+        assert mine.info.transaction_status is TransactionStatus.IDLE
     assert platform.transfer.run_once() == {}
 
 

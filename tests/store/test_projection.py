@@ -11,7 +11,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ProjectionError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, ProjectionError, ValidationError
 from eventsql_orchestration.store import (
     Change,
     Projection,
@@ -120,6 +120,36 @@ def test_a_projection_that_fails_undoes_the_save(platform: EventSQL, store: Stor
         Repository(store, Order, platform.publisher, projections=projections).save(placed())
     assert sums(store) == {}
     assert store.read_all() == []
+
+
+class RollsBack(Sums):
+    """Rolls the transaction back that it is given."""
+
+    def apply(self, change: RecordedChange, connection: Connection) -> None:
+        super().apply(change, connection)
+        raise psycopg.Rollback
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_projection_that_rolls_back_fails_the_save(
+    platform: EventSQL, store: Store, sessions: Sessions, *, joined: bool
+) -> None:
+    projections = Projections(store, [RollsBack()])
+    projections.install()
+    orders = Repository(store, Order, platform.publisher, projections=projections)
+    mine = sessions()
+    mine.autocommit = True
+    with pytest.raises(DatabaseError):
+        orders.save(placed(), connection=mine if joined else None)
+    assert store.read_all() == []
+
+
+def test_a_projection_that_rolls_back_fails_its_rebuild(store: Store) -> None:
+    projections = Projections(store, [RollsBack()])
+    projections.install()
+    put(store, "1", 1)
+    with pytest.raises(DatabaseError):
+        projections.rebuild("sums")
 
 
 def test_a_projection_follows_by_a_subscription(store: Store, projections: Projections) -> None:
