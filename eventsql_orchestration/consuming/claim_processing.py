@@ -8,7 +8,6 @@ from eventsql_orchestration.consuming.batch import Batch, BatchResult
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.partition import LockedPartition, lock
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.connections import check_encoding
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Event, OffsetRange
@@ -20,7 +19,6 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
 
     Raises `ClaimLostError` unless the claim still holds, and `ValidationError` outside of a transaction.
     """
-    check_encoding(connection)
     locked = lock(connection, queries, claim.key, wait=True)
     if connection.info.transaction_status is not TransactionStatus.INTRANS:
         raise ValidationError("a claim is committed in a transaction: take the connection of a `transaction()` block")

@@ -39,7 +39,7 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, query_first
 from eventsql_orchestration.errors import (
@@ -211,13 +211,13 @@ class Claims:
             # A renewal that takes longer, of a server that stands still, finds the lease over.
             thread.join(lease)
 
-    def check(self, connection: Connection, claim: Claim) -> None:
+    def check(self, connection: CallersConnection, claim: Claim) -> None:
         """Lock the consumer partition in the caller's transaction, and check that the claim still holds.
 
-        Raises `ClaimLostError`, and `ValidationError` for a connection outside of a transaction.
+        Raises `ClaimLostError`, and `ValidationError` for a connection outside of a transaction or to another database.
         """
-        with self._database.errors(connection):
-            lock_claim(connection, self._queries, claim)
+        with self._database.callers(connection) as driver:
+            lock_claim(driver, self._queries, claim)
 
     def read(self, claim: Claim) -> list[Event]:
         """The events of the rest of a claim that match the consumer's filter. Raises `ClaimLostError`."""
@@ -241,27 +241,27 @@ class Claims:
             rest = replace(rest, after=events[-1].id)
 
     def commit(
-        self, connection: Connection, claim: Claim, *, consumed: int | None = None, upto: int | None = None
+        self, connection: CallersConnection, claim: Claim, *, consumed: int | None = None, upto: int | None = None
     ) -> Claim:
         """Commit a claim in the caller's transaction: the offset moves to the claim's end, and the lease ends.
 
-        Effects in the same transaction happen exactly once. With `upto`, the offset moves to `upto`, and the returned
-        claim still holds for the rest. `consumed` is the number of events; by default, all events up to there. Raises
-        `ClaimLostError`; the caller must then roll back.
+        `connection` is of psycopg or SQLAlchemy. Effects in the same transaction happen exactly once. With `upto`, the
+        offset moves to `upto`, and the returned claim still holds for the rest. `consumed` is the number of events; by
+        default, all events up to there. Raises `ClaimLostError`; the caller must then roll back. Otherwise as `check`.
         """
-        with self._database.errors(connection):
-            locked = lock_claim(connection, self._queries, claim)
+        with self._database.callers(connection) as driver:
+            locked = lock_claim(driver, self._queries, claim)
             rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
             events, first = self._log.extent(
-                connection, rest.topic, partition=rest.partition, after=rest.after, upto=rest.upto
+                driver, rest.topic, partition=rest.partition, after=rest.after, upto=rest.upto
             )
             advance(
-                connection, self._queries, claim.key,
+                driver, self._queries, claim.key,
                 after=locked.offset, upto=rest.upto, first=first, consumed=events if consumed is None else consumed,
             )  # fmt: skip
             claim = replace(claim, position=rest.upto)
             if claim.position == claim.range.upto:
-                finish_claim(connection, self._queries, claim, "committed")
+                finish_claim(driver, self._queries, claim, "committed")
             return claim
 
     def settle(

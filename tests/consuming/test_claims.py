@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+import sqlalchemy
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
@@ -18,6 +19,7 @@ from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, ValidationError
+from tests.conftest import Administrator
 from tests.effects import effects, make_table, write
 from tests.forms import ids_in, reading, stored
 from tests.waiting import PATIENCE
@@ -341,14 +343,38 @@ def test_a_commit_outside_of_a_transaction_is_refused(platform: EventSQL) -> Non
     assert offset(platform) == 0
 
 
-def test_the_connection_of_a_commit_may_be_set_up_in_any_way(platform: EventSQL, dsn: str) -> None:
+@pytest.mark.parametrize("cursor", [psycopg.Cursor, psycopg.ClientCursor, psycopg.RawCursor])
+def test_the_connection_of_a_commit_may_be_set_up_in_any_way(
+    platform: EventSQL, dsn: str, cursor: type[psycopg.Cursor[Any]]
+) -> None:
     fill(platform, 4)
     claimed = claim(platform)
     mine: Any
-    with psycopg.connect(dsn, row_factory=dict_row) as mine:
+    with psycopg.connect(dsn, cursor_factory=cursor, row_factory=dict_row) as mine:
         platform.claims.check(mine, claimed)
         platform.claims.commit(mine, claimed)
     assert offset(platform) == claimed.range.upto
+
+
+def test_a_claim_is_committed_in_a_transaction_of_sqlalchemy(platform: EventSQL, dsn: str) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    engine = sqlalchemy.create_engine(dsn.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.begin() as mine:
+        platform.claims.check(mine, claimed)
+        platform.claims.commit(mine, claimed)
+    engine.dispose()
+    assert offset(platform) == claimed.range.upto
+
+
+def test_a_commit_in_another_database_is_refused(platform: EventSQL, administrator: Administrator) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with administrator.copied("elsewhere") as dsn, psycopg.connect(dsn) as mine:
+        for use in (platform.claims.check, platform.claims.commit):
+            with pytest.raises(ValidationError, match="'elsewhere'"):
+                use(mine, claimed)
+    assert platform.claims.get(claimed.id) == (claimed, "claimed")
 
 
 # Owners that come and go
