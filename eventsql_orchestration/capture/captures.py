@@ -10,14 +10,13 @@ import logging
 import re
 from builtins import list as list_of
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from datetime import datetime
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.capture.values import TRIGGERS, Capture, Columns, Table, as_capture, known_as
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, query_all
 from eventsql_orchestration.errors import (
@@ -43,66 +42,8 @@ LOCK_SECONDS: Final = 0.5
 RETRY_SECONDS: Final = 30.0
 """Seconds for which a lock is tried again."""
 
-_TRIGGERS: Final = {
-    "insert": "REFERENCING NEW TABLE AS new_rows",
-    "update": "REFERENCING OLD TABLE AS old_rows NEW TABLE AS new_rows",
-    "delete": "REFERENCING OLD TABLE AS old_rows",
-    "truncate": "",
-}
-"""The operations that are captured, and the rows that each trigger sees."""
-
 _PART: Final = r'("(?:[^"]|"")+"|[^".\s]+)'
 _TABLE_NAME: Final = re.compile(rf"{_PART}(?:\.{_PART})?")
-
-
-@dataclass(frozen=True, slots=True)
-class Capture:
-    """The capture of `table` to `topic`.
-
-    `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
-    number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
-    table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
-    renaming. The same `create` again, with the columns of now, prevents that.
-    """
-
-    id: int
-    table: str
-    topic: str
-    key: tuple[str, ...]
-    columns: tuple[str, ...] | None
-    snapshot: str
-    snapshot_rows: int
-    created_at: datetime
-    problem: str | None = None
-    outdated: bool = False
-
-
-class _Table(NamedTuple):
-    """A table, as the statement `table` describes it."""
-
-    relation: int
-    schema: str
-    name: str
-    kind: str
-    persistence: str
-    inherits: bool
-    reserved: bool
-    owner: str
-    platform_owner: str
-    trusted: bool
-    primary_key: list[str]
-    readable: bool
-    hidden: bool
-
-    def __str__(self) -> str:
-        return f"{self.schema}.{self.name}"
-
-
-class _Columns(NamedTuple):
-    """Names of columns, with their numbers in the table."""
-
-    names: list[str]
-    numbers: list[int]
 
 
 @checked
@@ -143,7 +84,7 @@ class Captures:
     def list(self) -> list[Capture]:
         """All captures, by table and topic."""
         rows = query_all(self._database, self._queries("list"), {"schema": self._database.schema})
-        return [_as_capture(*row) for row in rows]
+        return [as_capture(*row) for row in rows]
 
     def idle_triggers(self) -> list_of[tuple[str, str]]:
         """Tables with triggers of captures that were deleted with their topic: table and topic. They do nothing."""
@@ -196,20 +137,20 @@ class Captures:
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
                         f"it first with `eventsql capture drop {found} {topic}`"
                     )
-                values = _values(found, chosen_key, chosen) | {"capture": capture}
+                values = known_as(found, chosen_key, chosen) | {"capture": capture}
                 driver.execute(self._queries("note_columns"), values)
                 if snapshot:
                     driver.execute(self._queries("start_snapshot"), {"capture": capture})
                 return int(capture)
             return self._insert(driver, found, topic, chosen_key, chosen, snapshot=snapshot)
 
-    def _capturable(self, driver: psycopg.Connection[Any], table: str) -> _Table:
+    def _capturable(self, driver: psycopg.Connection[Any], table: str) -> Table:
         """The table of this name. Raises `CaptureError` if it cannot be captured."""
         own = {"table": table, "schema": self._database.schema}
         row = fetch_first(driver, self._queries("table"), own)
         if row is None:
             raise CaptureError(f"table {table!r} does not exist: name it as in SQL, with its schema")
-        found = _Table(*row)
+        found = Table(*row)
         if found.reserved:
             reason = "it is a table of the system or of the platform"
         elif found.kind == "p" or found.inherits:
@@ -232,8 +173,8 @@ class Captures:
         raise CaptureError(f"table {table!r} cannot be captured: {reason}")
 
     def _chosen(
-        self, driver: psycopg.Connection[Any], table: _Table, key: Sequence[str] | None, columns: Sequence[str] | None
-    ) -> tuple[_Columns, _Columns | None]:
+        self, driver: psycopg.Connection[Any], table: Table, key: Sequence[str] | None, columns: Sequence[str] | None
+    ) -> tuple[Columns, Columns | None]:
         """The columns of the key, and those that are captured; None for all."""
         described = {
             name: (number, virtual, ambiguous)
@@ -242,7 +183,7 @@ class Captures:
             )
         }
 
-        def numbered(what: str, names: Sequence[str]) -> _Columns:
+        def numbered(what: str, names: Sequence[str]) -> Columns:
             if isinstance(names, str) or not names or len(set(names)) < len(names):
                 raise ValidationError(
                     f"{what} must be names of columns, each once, and at least one: not {shown(names)}"
@@ -256,7 +197,7 @@ class Captures:
                         f"column {name!r} of table {str(table)!r} is computed when it is read, and cannot be captured: "
                         "leave it out"
                     )
-            return _Columns(list(names), [described[name][0] for name in names])
+            return Columns(list(names), [described[name][0] for name in names])
 
         if key is None and not table.primary_key:
             raise CaptureError(
@@ -271,10 +212,10 @@ class Captures:
         return chosen, None if columns is None else numbered("columns", columns)
 
     def _insert(
-        self, driver: psycopg.Connection[Any], table: _Table, topic: str, key: _Columns, columns: _Columns | None,
+        self, driver: psycopg.Connection[Any], table: Table, topic: str, key: Columns, columns: Columns | None,
         *, snapshot: bool,
     ) -> int:  # fmt: skip
-        values = {**_values(table, key, columns), "topic": topic, "snapshot": "running" if snapshot else "none"}
+        values = {**known_as(table, key, columns), "topic": topic, "snapshot": "running" if snapshot else "none"}
         row = fetch_first(driver, self._queries("insert_capture"), values)
         assert row is not None
         capture, transaction = row
@@ -284,7 +225,7 @@ class Captures:
                 f"table {str(table)!r} {missing[0]}: name the columns of a primary key or of a unique index, none of "
                 "them NULL and the index not deferrable"
             )
-        for operation, rows in _TRIGGERS.items():
+        for operation, rows in TRIGGERS.items():
             driver.execute(
                 sql.SQL(
                     "CREATE TRIGGER {name} AFTER {operation} ON {table} {rows} FOR EACH STATEMENT "
@@ -347,15 +288,6 @@ class Captures:
                 )
 
 
-def _values(table: _Table, key: _Columns, columns: _Columns | None) -> dict[str, object]:
-    """How a capture knows its table and columns."""
-    return {
-        "relation": table.relation, "name": str(table), "key_names": key.names, "key_numbers": key.numbers,
-        "column_names": None if columns is None else columns.names,
-        "column_numbers": None if columns is None else columns.numbers,
-    }  # fmt: skip
-
-
 def _qualified_name(table: str) -> str:
     """The name of a table with its schema; a name without one is of the schema `public`."""
     found = _TABLE_NAME.fullmatch(check_text("table", table))
@@ -369,25 +301,3 @@ def _qualified_name(table: str) -> str:
 def _limit(driver: psycopg.Connection[Any]) -> None:
     """Bound how long the transaction waits for each lock."""
     driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(LOCK_SECONDS * 1000)}ms"])
-
-
-def _as_capture(  # noqa: PLR0917 - the columns of a row
-    number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
-    created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
-    unlogged: bool | None,
-) -> Capture:  # fmt: skip
-    problem = None
-    if not exists:
-        problem = "the table is gone"
-    elif triggers < len(_TRIGGERS):
-        problem = f"{len(_TRIGGERS) - triggers} of its triggers are gone or disabled"
-    elif missing:
-        problem = f"the restored table has no column {', '.join(missing)}, which was renamed or dropped"
-    elif inherits:
-        problem = "it is a partition or has inheritance now: writes through another table are not captured"
-    elif unlogged:
-        problem = "it is unlogged now, and a crash empties it without a change"
-    return Capture(
-        number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
-        problem, outdated,
-    )  # fmt: skip
