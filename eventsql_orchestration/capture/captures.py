@@ -16,9 +16,18 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.capture.values import TRIGGERS, Capture, Columns, Table, as_capture, known_as
+from eventsql_orchestration.capture.values import (
+    TRIGGERS,
+    Capture,
+    Columns,
+    Table,
+    as_capture,
+    drop_command,
+    known_as,
+    trigger_name,
+)
 from eventsql_orchestration.database import Database, Queries, driver_connection
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, query_all
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import (
     CaptureError,
     DatabaseBusyError,
@@ -126,16 +135,21 @@ class Captures:
             own = {"schema": self._database.schema, "relation": found.relation, "topic": topic}
             existing = fetch_first(driver, self._queries("existing"), own)
             if existing is not None:
-                capture, same_table, key_names, key_numbers, column_names, column_numbers = existing
+                capture, same_table, key_names, key_numbers, column_names, column_numbers, dropped = existing
                 if same_table:
-                    # Columns may have been renamed since then.
-                    same = (key_numbers, column_numbers) == (chosen_key.numbers, chosen and chosen.numbers)
+                    # Columns may have been renamed since then, and dropped columns may be there again.
+                    kept = chosen and [
+                        number
+                        for name, number in zip(*chosen, strict=True)
+                        if name not in dropped or number in column_numbers
+                    ]
+                    same = (key_numbers, column_numbers) == (chosen_key.numbers, kept)
                 else:
                     same = (key_names, column_names) == (chosen_key.names, chosen and chosen.names)
                 if not same:
                     raise RedefinitionError(
                         f"table {str(found)!r} is captured to topic {topic!r} with another key or other columns: drop "
-                        f"it first with `eventsql capture drop {found} {topic}`"
+                        f"it first with `{drop_command(str(found), topic)}`"
                     )
                 values = known_as(found, chosen_key, chosen) | {"capture": capture}
                 driver.execute(self._queries("note_columns"), values)
@@ -216,9 +230,13 @@ class Captures:
         *, snapshot: bool,
     ) -> int:  # fmt: skip
         values = {**known_as(table, key, columns), "topic": topic, "snapshot": "running" if snapshot else "none"}
-        row = fetch_first(driver, self._queries("insert_capture"), values)
-        assert row is not None
-        capture, transaction = row
+        while True:
+            capture, transaction = fetch_one(driver, self._queries("insert_capture"), values)
+            named = {"relation": table.relation, "trigger": trigger_name(capture, "insert")}
+            if fetch_one(driver, self._queries("taken"), named) == (False,):
+                break
+            # A trigger of another installation in this database, whose captures count by themselves.
+            driver.execute(self._queries("give_number_back"), {"capture": capture})
         missing = fetch_first(driver, self._queries("missing"), {"capture": capture})
         if missing is not None and missing[0] is not None:
             raise CaptureError(
@@ -231,7 +249,7 @@ class Captures:
                     "CREATE TRIGGER {name} AFTER {operation} ON {table} {rows} FOR EACH STATEMENT "
                     "EXECUTE FUNCTION {function}({capture}, {transaction}, {topic})"
                 ).format(
-                    name=sql.Identifier(f"eventsql_capture_{capture}_{operation}"), operation=sql.SQL(operation),
+                    name=sql.Identifier(trigger_name(capture, operation)), operation=sql.SQL(operation),
                     table=sql.Identifier(table.schema, table.name), rows=sql.SQL(rows),
                     function=sql.Identifier(self._database.schema, "capture_changes"),
                     capture=sql.Literal(str(capture)), transaction=sql.Literal(transaction), topic=sql.Literal(topic),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +17,16 @@ TRIGGERS: Final = {
 """The operations that are captured, and the rows that each trigger sees."""
 
 
+def trigger_name(capture: int, operation: str) -> str:
+    """The name of a trigger. The database's function `capture_page` finds the table by the one for `insert`."""
+    return f"eventsql_capture_{capture}_{operation}"
+
+
+def drop_command(table: str, topic: str) -> str:
+    """The command that ends a capture."""
+    return shlex.join(["eventsql", "capture", "drop", table, topic])
+
+
 @dataclass(frozen=True, slots=True)
 class Capture:
     """The capture of `table` to `topic`.
@@ -23,7 +34,8 @@ class Capture:
     `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
     table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
-    renaming. The same `create` again, with the columns of now, prevents that.
+    renaming. The same `create` again, with the columns of now, prevents that. `added_again` are columns of the capture
+    that were dropped and added again: a `create` that names them too captures them again.
     """
 
     id: int
@@ -36,6 +48,7 @@ class Capture:
     created_at: datetime
     problem: str | None = None
     outdated: bool = False
+    added_again: tuple[str, ...] = ()
 
 
 class Table(NamedTuple):
@@ -54,9 +67,10 @@ class Table(NamedTuple):
     primary_key: list[str]
     readable: bool
     hidden: bool
+    quoted: str
 
     def __str__(self) -> str:
-        return f"{self.schema}.{self.name}"
+        return self.quoted
 
 
 class Columns(NamedTuple):
@@ -78,7 +92,7 @@ def known_as(table: Table, key: Columns, columns: Columns | None) -> dict[str, o
 def as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
     created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
-    unlogged: bool | None,
+    unlogged: bool | None, added_again: Sequence[str],
 ) -> Capture:  # fmt: skip
     problem = None
     if not exists:
@@ -93,5 +107,5 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
         problem = "it is unlogged now, and a crash empties it without a change"
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
-        problem, outdated,
+        problem, outdated, tuple(added_again),
     )  # fmt: skip

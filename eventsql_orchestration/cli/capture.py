@@ -9,6 +9,7 @@ from typing import Annotated, Final, TypeAlias
 import click
 from rich.progress import TimeElapsedColumn
 
+from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, counted, progress_bar, same, say
 from eventsql_orchestration.cli.parameters import AsJson, TopicName, argument, command, option
@@ -81,7 +82,7 @@ def list_captures(context: CliContext, as_json: AsJson) -> None:
     for table, topic in idle:
         say(
             f"table {table} has triggers of a deleted capture, which do nothing: remove them with "
-            f"`eventsql capture drop {table} {topic}`"
+            f"`{lazy.drop_command(table, topic)}`"
         )
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import click
 from psycopg import sql
 
-from eventsql_orchestration.capture import Captures
+from eventsql_orchestration.capture import Captures, drop_command
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.doctor_consumers import (
     consumer_findings,
@@ -254,16 +254,20 @@ def _captures(platform: Shard) -> Iterator[Finding]:
             yield problem(
                 "captures",
                 f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
-                f"eventsql capture drop {capture.table} {capture.topic}, and create it again where the table allows it",
+                f"{drop_command(capture.table, capture.topic)}, and create it again where the table allows it",
             )
         elif capture.outdated:
             chosen = [word for name in capture.key for word in ("--key", name)]
-            chosen += [word for name in capture.columns or () for word in ("--column", name)]
+            columns = (*(capture.columns or ()), *capture.added_again)
+            chosen += [word for name in columns for word in ("--column", name)]
+            again = ["eventsql", "capture", "create", capture.table, capture.topic, *chosen, "--no-snapshot"]
+            lacking = ", ".join(capture.added_again)
             yield warning(
                 "captures",
                 f"table {capture.table}, which is captured to topic {capture.topic}, was restored, or has renamed or "
-                "dropped columns: changes may lack columns after the next restore or renaming",
-                f"eventsql capture create {capture.table} {capture.topic} {shlex.join(chosen)} --no-snapshot",
+                "dropped columns: changes "
+                + (f"lack {lacking}" if lacking else "may lack columns after the next restore or renaming"),
+                shlex.join(again),
             )
 
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration.airflow.api import running_airflow
     from eventsql_orchestration.airflow.backfills import AirflowRuns
     from eventsql_orchestration.airflow.trace import ServedDagRuns
+    from eventsql_orchestration.capture.values import drop_command
     from eventsql_orchestration.cli.dagster_launcher import dagster_launcher
     from eventsql_orchestration.cli.dagster_runs import dagster_runs
     from eventsql_orchestration.cli.failures import message_of
@@ -41,8 +42,8 @@ __all__ = [
     "LOG", "SETTINGS_FILE", "STORE", "AirflowRuns", "BarColumn", "Change", "Console", "EmbeddedPostgres", "EventSQL",
     "FiguresReader", "Group", "Live", "Progress", "Queries", "ServedDagRuns", "Settings", "SpinnerColumn",
     "StoreCheckpoint", "Table", "Text", "TimeElapsedColumn", "TimeRemainingColumn", "Views", "choose_partitions",
-    "connect", "dagster_launcher", "dagster_runs", "default_storage", "message_of", "queue_lags", "resolve",
-    "running_airflow",
+    "connect", "dagster_launcher", "dagster_runs", "default_storage", "drop_command", "message_of", "queue_lags",
+    "resolve", "running_airflow",
 ]  # fmt: skip
 
 _PACKAGE: Final = "eventsql_orchestration"
@@ -59,6 +60,7 @@ __getattr__ = on_first_use(
         f"{_PACKAGE}.airflow.api": ("running_airflow",),
         f"{_PACKAGE}.airflow.backfills": ("AirflowRuns",),
         f"{_PACKAGE}.airflow.trace": ("ServedDagRuns",),
+        f"{_PACKAGE}.capture.values": ("drop_command",),
         f"{_PACKAGE}.cli.dagster_launcher": ("dagster_launcher",),
         f"{_PACKAGE}.cli.dagster_runs": ("dagster_runs",),
         f"{_PACKAGE}.cli.failures": ("message_of",),

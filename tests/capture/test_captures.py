@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 
 import psycopg
@@ -130,6 +131,64 @@ def test_a_repeated_capture_changes_nothing_and_another_key_is_refused(orders: E
     with pytest.raises(RedefinitionError):
         orders.capture("orders", "changes", columns=["status"])
     assert orders.captures.list() == before
+
+
+def test_a_repeated_capture_writes_nothing(orders: EventSQL, session: Connection) -> None:
+    written = "SELECT xmin::text, ctid::text FROM eventsql.capture"
+    before = session.execute(written).fetchall()
+    orders.capture("orders", "changes")
+    assert session.execute(written).fetchall() == before
+
+
+def test_a_column_that_was_dropped_and_added_again_is_captured_again_by_the_same_call(
+    platform: EventSQL, session: Connection
+) -> None:
+    session.execute("CREATE TABLE ride (id integer PRIMARY KEY, fare integer, driver text, note text)")
+    platform.registry.register_topic(Topic("rides"))
+    platform.capture("ride", "rides", columns=["fare", "driver"])
+    session.execute("ALTER TABLE ride DROP COLUMN fare")
+    (capture,) = (each for each in platform.captures.list() if each.topic == "rides")
+    assert (capture.outdated, capture.added_again) == (True, ())
+    session.execute("ALTER TABLE ride ADD COLUMN fare numeric")
+    (capture,) = (each for each in platform.captures.list() if each.topic == "rides")
+    assert (capture.columns, capture.outdated, capture.added_again) == (("driver",), True, ("fare",))
+    with pytest.raises(RedefinitionError):
+        platform.capture("ride", "rides", columns=["fare", "driver", "note"])
+
+    again = platform.capture("ride", "rides", columns=["fare", "driver"])
+    assert (again.columns, again.outdated, again.added_again) == (("fare", "driver"), False, ())
+    session.execute("INSERT INTO ride VALUES (1, 'Ann', 'late', 9.5)")
+    platform.transfer.run_once()
+    (event,) = platform.reader.read("rides")
+    assert json.loads(event.value)["after"] == {"id": 1, "driver": "Ann", "fare": "9.5"}
+
+
+def test_two_installations_capture_one_table(orders: EventSQL, session: Connection, dsn: str) -> None:
+    with EventSQL(dsn, schema="second", transfer=False) as second:
+        second.registry.register_topic(Topic("changes"))
+        second.capture("orders", "changes")
+        second.registry.register_topic(Topic("more"))
+        second.capture("orders", "more")
+        session.execute("INSERT INTO orders VALUES (1, 'new')")
+        for platform in (orders, second):
+            platform.transfer.run_once()
+        assert [len(platform.reader.read("changes")) for platform in (orders, second)] == [1, 1]
+        second.captures.drop("orders", "changes")
+        session.execute("DELETE FROM orders")
+        for platform in (orders, second):
+            platform.transfer.run_once()
+        assert [len(platform.reader.read("changes")) for platform in (orders, second)] == [2, 1]
+        assert len(second.reader.read("more")) == 2
+
+
+def test_the_name_of_a_captured_table_is_the_one_of_sql(platform: EventSQL, session: Connection) -> None:
+    session.execute('CREATE TABLE "Its Rides" (id integer PRIMARY KEY)')
+    platform.registry.register_topic(Topic("rides"))
+    capture = platform.capture('"Its Rides"', "rides")
+    assert capture.table == 'public."Its Rides"'
+    session.execute('DROP TABLE "Its Rides"')
+    platform.captures.drop(capture.table, "rides")
+    assert platform.captures.list() == []
 
 
 def test_a_capture_that_is_dropped_during_its_snapshot_is_an_error(platform: EventSQL, session: Connection) -> None:

@@ -297,20 +297,20 @@ def test_a_table_whose_changes_are_not_captured_any_more_is_a_problem(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
     with platform.database.connection() as connection:
-        connection.execute("CREATE TABLE public.basket (id integer PRIMARY KEY)")
+        connection.execute('CREATE TABLE public."Basket" (id integer PRIMARY KEY)')
         platform.registry.register_topic(Topic("basket_changes"))
-        platform.capture("public.basket", "basket_changes")
+        platform.capture('public."Basket"', "basket_changes")
         assert "captures" not in run("doctor").stdout
-        connection.execute("ALTER TABLE public.basket RENAME COLUMN id TO number")
+        connection.execute('ALTER TABLE public."Basket" RENAME COLUMN id TO number')
         code, findings = diagnose(run)
         (finding,) = findings["captures"]
         assert (code, finding["status"]) == (0, "warning")
         assert run(*shlex.split(finding["remedy"])[1:]).exit_code == 0
         assert "captures" not in run("doctor").stdout
-        connection.execute("ALTER TABLE public.basket DISABLE TRIGGER USER")
+        connection.execute('ALTER TABLE public."Basket" DISABLE TRIGGER USER')
     result = run("doctor")
     assert result.exit_code == 1
-    assert "eventsql capture drop public.basket basket_changes" in result.stdout
+    assert """eventsql capture drop 'public."Basket"' basket_changes""" in result.stdout
 
 
 def test_a_paused_consumer_is_a_warning(run: Run, consumer: str, platform: EventSQL) -> None:

@@ -1,7 +1,7 @@
 -- table -- A table to be captured: its oid, schema, name, kind, persistence; whether it is a partition or has
 -- inheritance; whether it is a table of the system or the platform; its owner, the platform's owner, and whether the
 -- table's owner is a member of the platform's; its primary key; whether the platform's owner may read it, and whether its
--- row security binds that owner.
+-- row security binds that owner; its name as in SQL.
 SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
        c.relispartition OR EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
        n.nspname = ANY (ARRAY['pg_catalog', 'information_schema', 'pg_toast']) OR n.nspname = %(schema)s,
@@ -16,7 +16,8 @@ SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::t
        )::text[],
        has_table_privilege(f.proowner, c.oid, 'SELECT'),
        c.relrowsecurity AND (c.relforcerowsecurity OR NOT pg_has_role(f.proowner, c.relowner, 'USAGE'))
-           AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls))
+           AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls)),
+       quote_ident(n.nspname) || '.' || quote_ident(c.relname)
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
 JOIN pg_proc f ON f.proname = 'capture_changes'
@@ -45,6 +46,12 @@ VALUES (%(topic)s, %(relation)s::oid, %(name)s, %(key_names)s, %(key_numbers)s::
         %(column_numbers)s::smallint[], %(snapshot)s)
 RETURNING eql_id, pg_current_xact_id()::text;
 
+-- taken -- Whether a table has a trigger of this name. Another installation's captures have numbers of their own.
+SELECT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = %(relation)s::oid AND g.tgname = %(trigger)s);
+
+-- give_number_back -- Forget a capture that has just been noted, and has no trigger yet.
+DELETE FROM {schema}.capture WHERE eql_id = %(capture)s;
+
 -- missing -- Why a capture cannot tell the rows of its table apart; NULL if it can.
 SELECT part.missing
 FROM {schema}.capture captured
@@ -68,7 +75,7 @@ coalesce(
 )
 
 -- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
--- and of the columns. Numbers of dropped columns are left out.
+-- and of the columns, and the names of dropped columns. Numbers of dropped columns are left out.
 SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_key_names, captured.eql_key_numbers,
        captured.eql_column_names, CASE WHEN captured.eql_column_numbers IS NOT NULL THEN ARRAY(
            SELECT known.number
@@ -78,16 +85,26 @@ SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_
                WHERE a.attrelid = captured.eql_relation AND a.attnum = known.number AND a.attisdropped
            )
            ORDER BY known.place
-       ) END
+       ) END, ARRAY(
+           SELECT known.name
+           FROM unnest(captured.eql_column_names, captured.eql_column_numbers) AS known (name, number)
+           JOIN pg_attribute a
+               ON a.attrelid = captured.eql_relation AND a.attnum = known.number AND a.attisdropped
+       )
 FROM {schema}.capture captured
 WHERE captured.eql_topic = %(topic)s AND {relation} = %(relation)s::oid;
 
--- note_columns -- Note the table of a capture, and its columns, as they are now.
+-- note_columns -- Note the table of a capture, and its columns, as they are now. Nothing is written if they are noted so.
 UPDATE {schema}.capture
 SET eql_relation = %(relation)s::oid, eql_table = %(name)s, eql_key_names = %(key_names)s,
     eql_key_numbers = %(key_numbers)s::smallint[], eql_column_names = %(column_names)s,
     eql_column_numbers = %(column_numbers)s::smallint[]
-WHERE eql_id = %(capture)s;
+WHERE eql_id = %(capture)s AND NOT EXISTS (
+    SELECT eql_relation, eql_table, eql_key_names, eql_key_numbers, eql_column_names, eql_column_numbers
+    INTERSECT
+    SELECT %(relation)s::oid, %(name)s::text, %(key_names)s::text[], %(key_numbers)s::smallint[],
+           %(column_names)s::text[], %(column_numbers)s::smallint[]
+);
 
 -- delete_capture -- Forget the capture of a table to a topic, by its oid or, if it is gone, by its name.
 DELETE FROM {schema}.capture captured
@@ -107,11 +124,11 @@ ARRAY(
     ORDER BY known.place
 )
 
--- list -- The captures: id, table, topic, key and columns as they are called now, state of the snapshot and its rows, time
+-- list -- The captures: id, table as in SQL, topic, key and columns as they are called now, state of the snapshot, its rows, time
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
--- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance, and
--- whether a crash empties it.
-SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_table), captured.eql_topic,
+-- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
+-- whether a crash empties it, and the columns that were dropped and added again.
+SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
            SELECT known.name FROM unnest(captured.eql_key_names || captured.eql_column_names) AS known (name)
@@ -127,7 +144,14 @@ SELECT captured.eql_id, coalesce(c.nspname || '.' || c.relname, captured.eql_tab
            WHERE g.arguments[1] = captured.eql_id::text AND g.tgenabled::text = ANY (ARRAY['O', 'A'])
        ),
        EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
-       c.relpersistence::text = 'u'
+       c.relpersistence::text = 'u', ARRAY(
+           SELECT again.attname::text
+           FROM unnest(captured.eql_column_names, captured.eql_column_numbers) WITH ORDINALITY AS known (name, number, place)
+           JOIN pg_attribute gone ON gone.attrelid = c.oid AND gone.attnum = known.number AND gone.attisdropped
+           JOIN pg_attribute again ON again.attrelid = c.oid AND again.attname = known.name AND NOT again.attisdropped
+           WHERE c.oid = captured.eql_relation AND again.attnum <> ALL (captured.eql_column_numbers)
+           ORDER BY known.place
+       )
 FROM {schema}.capture captured
 LEFT JOIN (
     SELECT c.oid, n.nspname, c.relname, c.relpersistence FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
@@ -142,7 +166,7 @@ ORDER BY 2, 3;
 SELECT g.tgname FROM {triggers} g WHERE g.tgrelid = %(relation)s::oid AND g.arguments[3] = %(topic)s ORDER BY 1;
 
 -- idle_triggers -- Tables with triggers of captures that do not exist any more, which do nothing: table, topic.
-SELECT DISTINCT n.nspname || '.' || c.relname, g.arguments[3]
+SELECT DISTINCT quote_ident(n.nspname) || '.' || quote_ident(c.relname), g.arguments[3]
 FROM {triggers} g
 JOIN pg_class c ON c.oid = g.tgrelid
 JOIN pg_namespace n ON n.oid = c.relnamespace
