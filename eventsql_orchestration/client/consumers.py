@@ -44,7 +44,7 @@ class ClusterConsumption(Running):
     def __init__(self, cluster: Cluster, begin: Callable[[Shard], Running]) -> None:
         self._cluster = cluster
         self._begin = begin
-        self._ending = False
+        self._ending = threading.Event()
         self._on: dict[Shard, Running] = {}
         self._taking = threading.Lock()
         try:
@@ -58,7 +58,7 @@ class ClusterConsumption(Running):
 
     def _take(self, shard: Shard) -> None:
         with self._taking:
-            if shard in self._on or self._ending:
+            if shard in self._on or self._ending.is_set():
                 return
             try:
                 with self._cluster.using(shard):
@@ -69,7 +69,7 @@ class ClusterConsumption(Running):
                 # The consumer starts on the shard when it is back. Raises if no shard is up.
                 self._cluster.up()
             else:
-                if self._ending:
+                if self._ending.is_set():
                     # `stop_soon` has not seen it.
                     begun.stop_soon()
 
@@ -81,7 +81,7 @@ class ClusterConsumption(Running):
     def stop_soon(self) -> None:
         self._cluster.background.remove(self._take_missing)
         # Without the lock: a shard that does not answer can keep it for long.
-        self._ending = True
+        self._ending.set()
         for each in list(self._on.values()):
             each.stop_soon()
 

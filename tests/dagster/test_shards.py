@@ -101,10 +101,8 @@ def look(platform: EventSQL) -> object:
 
 
 def look_in_a_tick(platform: EventSQL) -> object:
-    return evaluate(
-        SimpleNamespace(options=TickOptions()),  # type: ignore[arg-type]
-        platform, dg.DagsterInstance.ephemeral(), logging.getLogger(__name__), None,
-    )  # fmt: skip
+    log = logging.getLogger(__name__)
+    return evaluate(SimpleNamespace(options=TickOptions()), platform, dg.DagsterInstance.ephemeral(), log, None)
 
 
 def scrape(platform: EventSQL) -> object:
