@@ -287,7 +287,7 @@ def archive(
     show_items(archived, columns)
 
 
-@command(queue, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@command(queue, context_settings={"allow_interspersed_args": False})
 def work(
     context: CliContext,
     *,

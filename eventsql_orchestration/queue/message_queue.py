@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import datetime
@@ -34,6 +35,7 @@ from eventsql_orchestration.queue.values import (
     QueueDepth,
     QueueStatistics,
 )
+from eventsql_orchestration.shards.cluster import ONE_SHARD
 from eventsql_orchestration.validation import (
     NO_METADATA,
     Duration,
@@ -339,18 +341,21 @@ class MessageQueue:
 
         `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
         anew, and their history goes on. A dead letter that somebody holds stays. Raises `MessageNotFoundError`, with
-        nothing done, if some of `ids` are no dead letters of this queue; its `ids` are these.
+        nothing done, if some of `ids` are no dead letters of this queue; its `ids` are these. Raises `ShardError`, with
+        nothing done, for an id that dead letters of several shards have.
         """
         queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)
         if chosen is not None:
-            known = {found for each in queues for found in each.dead_letters(chosen)}
+            known = Counter(found for each in queues for found in each.dead_letters(chosen))
             if unknown := [number for number in dict.fromkeys(chosen) if number not in known]:
                 raise MessageNotFoundError(
                     f"queue {self.name!r} has no dead letter {', '.join(map(str, unknown))}: `eventsql queue describe` "
                     "names its queue of dead letters, and `eventsql queue peek` lists the messages of a queue",
                     ids=unknown,
                 )
+            if several := [number for number in known if known[number] > 1]:
+                raise ShardError(f"dead letter {min(several)} of queue {self.name!r} is on several shards: {ONE_SHARD}")
         return sum(each.redrive(limit, chosen) for each in queues)
 
     def statistics(self) -> QueueStatistics:

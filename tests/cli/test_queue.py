@@ -120,6 +120,14 @@ def test_an_option_behind_the_queue_is_not_taken_for_the_program(run: Run, datab
     assert Queue(database, "jobs").depth().visible == 1
 
 
+def test_an_unknown_option_before_the_queue_is_not_taken_for_the_queue(run: Run, database: Database) -> None:
+    Queue(database, "jobs").send(b"1")
+    result = run("queue", "work", "-w", "3", "jobs", "cat")
+    assert result.exit_code == 2
+    assert "-w" in result.stderr
+    assert Queue(database, "jobs").depth().visible == 1
+
+
 @pytest.mark.parametrize(
     ("program", "found"), [("no-such-program", "is not there"), ("./script", "cannot be executed")]
 )

@@ -114,6 +114,25 @@ def test_a_batch_that_one_shard_refuses_says_which_messages_were_sent(platform: 
     assert {message.id for message in received} >= {sent for sent in caught.value.ids if sent is not None}
 
 
+def test_an_id_that_dead_letters_of_several_shards_have_is_redriven_on_none(platform: EventSQL) -> None:
+    queue = Queue(platform, "jobs", max_receives=1)
+    queue.definition()
+    first, second, third = (Queue(shard, "jobs") for shard in platform.shards)
+    third.send(b"acknowledged")
+    third.acknowledge(third.receive()[0])
+    for each in (first, second, third):
+        each.send(b"x")
+        each.release(each.receive()[0])
+        each.receive()
+    ids = [Queue(shard, "jobs_dead").peek()[0].id for shard in platform.shards]
+    assert ids[0] == ids[1] != ids[2]
+    with pytest.raises(ShardError):
+        queue.redrive(ids=[ids[0], ids[2]])
+    assert queue.redrive(ids=[ids[2]]) == 1
+    assert second.redrive(ids=[ids[1]]) == 1
+    assert [each.statistics().visible for each in (first, second, third)] == [0, 1, 1]
+
+
 def test_a_batch_that_every_shard_refuses_raises_the_refusal_itself(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     queue.definition()
