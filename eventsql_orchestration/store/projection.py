@@ -44,7 +44,7 @@ class Projections:
     def __init__(self, store: Store, projections: Sequence[Projection]) -> None:
         self._store = store
         self._projections: Mapping[str, CheckedProjection] = {
-            each.name: each for each in map(CheckedProjection, projections)
+            each.name: each for each in (CheckedProjection(given, store.database.schema) for given in projections)
         }
         if len(self._projections) < len(projections):
             raise ValidationError("two projections have one name: give each its own")

@@ -14,9 +14,6 @@ from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.order import Filters, filters
 from eventsql_orchestration.validation import check_name
 
-SHADOW: Final = "eventsql_shadow_"
-"""The schemas of rebuilds begin with it, and end with the name of the projection."""
-
 _MAX_IDENTIFIER: Final = 63
 
 
@@ -84,9 +81,9 @@ def subscription_of(projection: str) -> str:
 
 
 class CheckedProjection:
-    """A projection with valid names."""
+    """A projection with valid names. `installation` is the schema of the platform's tables."""
 
-    def __init__(self, projection: Projection) -> None:
+    def __init__(self, projection: Projection, installation: str) -> None:
         kind = type(projection).__name__
         check_runs(projection.apply)
         self.projection = projection
@@ -95,9 +92,11 @@ class CheckedProjection:
         self.tables = [check_name(f"a table of {kind}", each) for each in getattr(projection, "tables", ())]
         if isinstance(projection.tables, str) or not self.tables:
             raise ValidationError(f"{kind} has no tables: name those that `create` makes, as in tables = ('orders',)")
-        self.shadow = f"{SHADOW}{self.name}"
-        if len(self.shadow.encode()) > _MAX_IDENTIFIER:
-            raise ValidationError(f"the name of {kind} has more than {_MAX_IDENTIFIER - len(SHADOW)} bytes: shorten it")
+        self.shadow = f"{installation}_shadow_{self.name}"
+        """The schema of its rebuilds. Other installations in the database have other ones."""
+        if (more := len(self.shadow.encode()) - _MAX_IDENTIFIER) > 0:
+            most = len(self.name.encode()) - more
+            raise ValidationError(f"the name of {kind} has more than {most} bytes: shorten it")
         self.only: Filters = filters(projection.types, projection.kinds)
         self.subscription = subscription_of(self.name)
 

@@ -38,6 +38,7 @@ class ProjectionRebuild:
         """Make the new tables, unless a rebuild has already applied changes to them."""
         values = {"name": each.name, "shadow": each.shadow}
         with self._store.database.transaction() as connection:
+            connection.execute(self._queries("forget_elsewhere"), values)
             if not connection.execute(self._queries("begin"), values).rowcount:
                 _, applied = self.lock(connection, each)
                 if applied or not (filling or self._ledgers(connection, each)):

@@ -144,6 +144,32 @@ def test_a_projection_that_rolls_back_fails_the_save(
     assert store.read_all() == []
 
 
+def test_two_installations_rebuild_projections_of_one_name_side_by_side(
+    store: Store, projections: Projections, dsn: str
+) -> None:
+    put(store, "1", 1, 2)
+    with EventSQL(dsn, schema="second", transfer=False) as platform, platform.database.connection() as connection:
+        put(platform.store, "2", 3)
+
+        class Theirs(Sums):
+            schema = "theirs"
+
+        connection.execute("CREATE SCHEMA theirs")
+        others = Projections(platform.store, [Theirs()])
+        others.install()
+        rebuilt: list[int] = []
+
+        def rebuild_theirs(_applied: int) -> None:
+            if not rebuilt:
+                rebuilt.append(others.rebuild("sums"))
+
+        # After the first batch of the one, the other is rebuilt as a whole.
+        assert projections.rebuild("sums", batch=1, on_progress=rebuild_theirs) == 2
+        assert connection.execute("SELECT id, total FROM theirs.sums").fetchall() == [("2", 3)]
+    assert rebuilt == [1]
+    assert sums(store) == {"1": (3, 2)}
+
+
 def test_a_projection_that_rolls_back_fails_its_rebuild(store: Store) -> None:
     projections = Projections(store, [RollsBack()])
     projections.install()

@@ -7,6 +7,9 @@ SELECT set_config('search_path', %(path)s, true);
 -- hold_install -- Let one process at a time make tables of projections in a schema.
 SELECT pg_advisory_xact_lock(hashtextextended(%(in_schema)s, 6074603));
 
+-- forget_elsewhere -- Forget a rebuild in another schema: of an earlier version, whose installations shared one.
+DELETE FROM {schema}.store_rebuild WHERE eql_projection = %(name)s AND eql_shadow <> %(shadow)s;
+
 -- begin -- A rebuild of a projection, from the first change on.
 INSERT INTO {schema}.store_rebuild (eql_projection, eql_shadow, eql_transaction, eql_position)
 VALUES (%(name)s, %(shadow)s, '0'::xid8, 0)
