@@ -32,6 +32,7 @@ class LogRoom:
         self._left: dict[str, int] = {}
         self._zoned: dict[str, bool] = {}
         self._blocks_of: dict[str, bool] = {}
+        self._began_after: dict[str, int] = {}
         self._ids = sequences.Ids(schema)
         self._log = LogAppender(schema)
 
@@ -54,6 +55,7 @@ class LogRoom:
             self._zoned[topic] = self._ids.look(connection, topic)
             segments.ensure_ahead(connection, self._schema, topic)
             self._left[topic] = ROOM_CHECK
+        self._began_after[topic] = self.last_id(topic)
         return Room(self._zoned[topic], looks)
 
     def last_id(self, topic: str) -> int:
@@ -63,11 +65,17 @@ class LogRoom:
     def check(self, connection: Connection, topic: str) -> None:
         """Raise `ForeignIdsError` if the sequence was set back while the table of a log in rows drew ids from it.
 
-        Call it after `drew`, before the commit.
+        Call it after `make` and `drew`, before the commit.
         """
-        last_id = self._log.last_id(connection, topic)
-        if last_id is None or last_id < self.last_id(topic):
+        last_id, expected = self._log.last_id(connection, topic), self.last_id(topic)
+        # A sequence that gave more ids than there are events may have been set back, too, and forward again.
+        if last_id is None or last_id < expected or (last_id > expected and not self._are_all_last(connection, topic)):
             raise ForeignIdsError(f"the sequence of the log of topic {topic!r} was set back while it was used")
+
+    def _are_all_last(self, connection: Connection, topic: str) -> bool:
+        """Whether the ids of all events that were written since `make` are larger than those before."""
+        began_after = self._began_after[topic]
+        return self._log.count_after(connection, topic, began_after) == self.last_id(topic) - began_after
 
     def drew(self, topic: str, ids: int) -> None:
         """Note that so many ids of the log were taken."""

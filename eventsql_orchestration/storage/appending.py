@@ -156,6 +156,10 @@ class LogAppender:
         last: int | None = fetch_one(connection, self._queries("end_of_log", topic=topic))[0]
         return last
 
+    def count_after(self, connection: Connection, topic: str, after: int) -> int:
+        """The number of events of a log in rows with ids above `after`."""
+        return int(fetch_one(connection, self._queries.writing(connection, "count_after", topic), {"after": after})[0])
+
     def copy(self, cursor: psycopg.Cursor[Any], topic: str) -> AbstractContextManager[psycopg.Copy]:
         """COPY encoded events to the end of the log: rows of `publishing/copy_format.py`.
 

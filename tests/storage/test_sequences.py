@@ -300,6 +300,47 @@ def test_a_sequence_that_is_set_back_while_ids_are_drawn_loses_no_event(
     assert consume(platform, "parcels") == list(range(100, end))
 
 
+@pytest.mark.parametrize(("at", "straight"), [("move", False), ("move", True), ("copy", True)])
+@pytest.mark.parametrize("set_back", [True, False])
+def test_a_sequence_of_rows_that_is_set_back_and_then_far_forward_in_one_batch_loses_no_event(
+    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch,
+    *, at: str, straight: bool, set_back: bool,
+) -> None:  # fmt: skip
+    """Unless it is set back, another program draws the ids, and the batch is kept as it is."""
+    sequence = "eventsql.parcels_event_eql_id_seq"
+    platform.registry.register_topic(Topic("parcels", storage=ROWS))
+    platform.registry.register_consumer(Consumer("parcels", "mailer"))
+    platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(100))
+    assert consume(platform, "parcels") == list(range(100))
+    session.execute("DELETE FROM eventsql.parcels_event")
+    with sessions() as other:
+        platform.publisher.publish_all([Publication("parcels", b"100")], connection=other)
+    move, last_id = getattr(LogAppender, at), LogAppender.last_id
+    looks: list[int | None] = []
+
+    def behind(*given: Any, **named: Any) -> Any:
+        if set_back and not looks:
+            session.execute(f"SELECT setval('{sequence}', 20)")
+        return move(*given, **named)
+
+    def forward(appender: LogAppender, connection: Connection, topic: str) -> int | None:
+        if not looks:
+            session.execute(f"SELECT setval('{sequence}', 10000)")
+        looks.append(last_id(appender, connection, topic))
+        return looks[-1]
+
+    monkeypatch.setattr(LogAppender, at, behind)
+    monkeypatch.setattr(LogAppender, "last_id", forward)
+    end = 101
+    if straight:
+        platform.publisher.publish_all(Publication("parcels", b"%d" % value) for value in range(end, end + 60))
+        end += 60
+    platform.transfer.run_once()
+    assert looks[0] == 10_000
+    assert (len(looks) > 1) is set_back
+    assert consume(platform, "parcels") == list(range(100, end))
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage

@@ -53,6 +53,9 @@ FROM state CROSS JOIN ids;
 -- end_of_log -- The last id of the log, as in `last_id`.
 SELECT {last_id};
 
+-- count_after -- How many rows have ids above this one.
+SELECT count(*) FROM {schema}.{row_store} WHERE eql_id > %(after)s;
+
 -- append -- Any number of encoded events to the end of the topic's log.
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
