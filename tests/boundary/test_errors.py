@@ -153,7 +153,7 @@ def test_a_claim_on_an_aborted_transaction_is_not_committed(platform: EventSQL, 
         with pytest.raises(psycopg.errors.DivisionByZero):
             mine.execute("SELECT 1 / 0")
         for act in (platform.claims.check, platform.claims.commit):
-            with pytest.raises(DatabaseError):
+            with pytest.raises(ValidationError):
                 act(mine, claim)
         mine.rollback()
     assert platform.registry.consumer("orders", "audit")[0].last_event_id == 0
