@@ -65,12 +65,16 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A closed segment's content: number of events, newest offset, and when that event entered the log."""
+    """A closed segment's content: number of events, newest offset, and when that event entered the log.
+
+    `seen` is the offset of the last event that is there, 0 without one.
+    """
 
     segment: Segment
     events: int
     newest: int
     newest_at: datetime | None
+    seen: int
 
 
 @checked
@@ -220,8 +224,8 @@ class Retainer:
                 held_by = None if force else self._held_by(connection, topic, content)
                 if held_by is not None:
                     break
-                if execute:
-                    self._drop(connection, topic, content.segment)
+                if execute and not self._drop(connection, topic, content):
+                    break
             dropped.append(content)
         upto = max((content.newest for content in dropped), default=0)
         if dropped and execute:
@@ -260,8 +264,8 @@ class Retainer:
     def _content(self, connection: Connection, topic: Topic, segment: Segment, newest: int) -> _Content:
         last = self._drops(topic).newest(connection, segment)
         if last is None:
-            return _Content(segment, 0, min(segment.end - 1, newest), None)
-        return _Content(segment, last.events, last.offset, last.at)
+            return _Content(segment, 0, min(segment.end - 1, newest), None, 0)
+        return _Content(segment, last.events, last.offset, last.at, last.offset)
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
         """The consumer partition that has not consumed all events of the segment; None without one."""
@@ -271,16 +275,22 @@ class Retainer:
         name, partition = unpassed
         return f"consumer {name!r}" if partition < 0 else f"consumer {name!r} partition {partition}"
 
-    def _drop(self, connection: Connection, topic: Topic, segment: Segment) -> None:
-        drops = self._drops(topic)
+    def _drop(self, connection: Connection, topic: Topic, content: _Content) -> bool:
+        """Drop a segment. False if it was written to since it was looked at."""
+        drops, segment = self._drops(topic), content.segment
         try:
             with self._waiting(topic):
-                drops.drop(connection, segment)
+                if not drops.drop(connection, segment, newest=content.seen):
+                    logger.warning(
+                        "topic %r keeps a closed segment that was written to: its sequence was set back", topic.name
+                    )
+                    return False
         except DatabaseBusyError:
             # The detach may not have begun.
             drops.unmark(connection, segment)
             raise
         logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
+        return True
 
     @contextmanager
     def _waiting(self, topic: Topic) -> Iterator[None]:

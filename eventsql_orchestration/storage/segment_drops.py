@@ -82,14 +82,23 @@ class SegmentDrops:
 
     # Dropping one
 
-    def drop(self, connection: Connection, segment: Segment) -> None:
-        """Mark, detach and drop a segment.
+    def drop(self, connection: Connection, segment: Segment, *, newest: int) -> bool:
+        """Mark, detach and drop a segment. False, with the segment attached again, if it has an event after `newest`.
 
         Raises the driver's `QueryCanceled` or `LockNotAvailable` if a transaction reads the segment for too long.
         """
         self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS {mark}", wait=self._wait)
         self._detach(connection, segment)
+        # Nobody writes to it any more.
+        last = self.newest(connection, segment)
+        if last is not None and last.offset > newest:
+            self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
+            bounds = f"FROM ({segment.start}) TO ({segment.end})"
+            attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
+            self._alter(connection, segment.table, attach, log=segment.log)
+            return False
         self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
+        return True
 
     def unmark(self, connection: Connection, segment: Segment) -> None:
         """Remove the mark of a segment that is still attached: an operator may detach the segment to keep it."""

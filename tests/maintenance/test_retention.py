@@ -17,6 +17,7 @@ from eventsql_orchestration.maintenance.retention import Dropped
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage.segment_drops import SegmentDrops
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
 from tests.forms import in_blocks, stored
 from tests.plain import REPLACE_ORDERS
@@ -307,6 +308,35 @@ def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: Even
     platform.registry.unregister_topic("orders", force=True)
     assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == held
     assert held != (0,)
+
+
+def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 5)
+    assert consume(platform, "all") == 5
+    age(session, 7200, upto=5)
+    detach = SegmentDrops._detach
+
+    def write(*given: Any) -> None:
+        monkeypatch.setattr(SegmentDrops, "_detach", detach)
+        session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
+        platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
+        platform.transfer.run_once()
+        detach(*given)
+
+    monkeypatch.setattr(SegmentDrops, "_detach", write)
+    (kept,) = platform.retention.run_once()
+    assert kept.segments == 0
+    assert [event.value for event in platform.reader.read("orders", after=5)] == [b"late"] * 3
+    assert consume(platform, "all") == 3
+    age(session, 7200, upto=8)
+    (dropped,) = platform.retention.run_once()
+    assert (dropped.segments, platform.reader.read("orders")) == (1, [])
+    fill(platform, 5)
+    assert consume(platform, "all") == 5
 
 
 def test_a_segment_whose_events_are_not_committed_yet_is_kept(
