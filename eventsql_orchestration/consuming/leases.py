@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import psycopg
+
 from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, check_returned
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
@@ -62,7 +64,11 @@ class Lease:
             raise ValidationError("the offset is committed already: use one transaction for all events")
         with self._database.transaction() as connection, self._cancellation.connection(connection):
             self._claims.check(connection, self.claim)
-            yield connection
+            try:
+                yield connection
+            except psycopg.Rollback as error:
+                # psycopg would take it for success, and the events would pass without their effects.
+                raise psycopg.ProgrammingError("the handler rolled its effects back") from error
             claim = self._claims.commit(connection, self.claim, upto=self._upto, consumed=self._events)
         self.claim, self._committed = claim, True
 

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
@@ -139,6 +140,19 @@ def test_effects_of_a_block_that_fails_are_undone_and_may_be_written_again(platf
         until(lambda: state(platform).last_event_id == ids[-1])
     assert effects(platform) == ids
     assert state(platform).attempts == 0
+
+
+def test_a_block_that_rolls_back_has_failed(platform: EventSQL, until: Until) -> None:
+    fill(platform, 1)
+
+    def handle(_events: Sequence[Event], lease: Lease) -> None:
+        with lease.transaction():
+            raise psycopg.Rollback
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).failure)
+    assert "rolled its effects back" in (state(platform).failure or "")
+    assert state(platform).last_event_id == 0
 
 
 def test_the_offset_is_committed_once_alone(platform: EventSQL, until: Until) -> None:
