@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.capture.captures import Capture, Captures
+from eventsql_orchestration.capture import Capture, Captures
 from eventsql_orchestration.client.admin import (
     ClusterCompactor,
     ClusterEraser,

@@ -68,7 +68,7 @@ class Log:
     def drop_first_segment(self) -> None:
         found = segments.segments(self.session, SCHEMA, TOPIC)
         assert found is not None
-        SegmentDrops(SCHEMA, TOPIC, wait=30).drop(self.session, found[0])
+        assert SegmentDrops(SCHEMA, TOPIC, wait=30).drop(self.session, found[0], newest=found[0].end)
 
 
 def rows(platform: EventSQL) -> None:
