@@ -226,7 +226,7 @@ class EventSQLConsumeOperator(BaseOperator):
             try:
                 self._consume_on(draining)
             except DatabaseUnavailableError as error:
-                down.append(shard.name or str(shard.database))
+                down.append(shard.label)
                 if len(down) == len(shards):
                     raise
                 self.log.warning("shard %s is down: %s", down[-1], error)

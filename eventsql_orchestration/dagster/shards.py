@@ -62,5 +62,5 @@ def on_each(shards: Sequence[Shard], do: Callable[[Shard], T_co]) -> OnShards[T_
         try:
             done[shard.name] = do(shard)
         except EventSQLError as error:
-            left_out[shard.name or str(shard.database)] = error
+            left_out[shard.label] = error
     return OnShards(done, left_out)

@@ -45,7 +45,7 @@ def drain(
         try:
             _drain(context, draining, config)
         except DatabaseUnavailableError as error:
-            down.append(shard.name or str(shard.database))
+            down.append(shard.label)
             if len(down) == len(shards):
                 raise
             context.log.warning("shard %s is down: %s", down[-1], error)

@@ -113,7 +113,7 @@ def evaluate(
     if len(platform.shards) == 1:
         return watch.evaluate(tick, cursor)
     try:
-        shards = {each.name or str(each.database): each for each in platform.opened()}
+        shards = {each.label: each for each in platform.opened()}
     except SchemaOutdatedError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
 

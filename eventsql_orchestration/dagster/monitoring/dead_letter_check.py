@@ -79,7 +79,7 @@ class _DeliveredRule:
             return self._verdict(self._look(shards[0], look.memory), [], doubtful=False)
         found, down, doubtful = _Found([], [], {}), [], False
         for shard in shards:
-            name = shard.name or str(shard.database)
+            name = shard.label
             before = look.memory.get(name, {})
             try:
                 here = None if shard.name is None or name in look.lag.unreachable else self._look(shard, before)

@@ -259,7 +259,7 @@ def read_queues(platform: EventSQL, names: Sequence[str]) -> dict[str, QueueStat
         except DatabaseUnavailableError:
             if len(platform.shards) == 1:
                 raise
-            down.append(shard.name or str(shard.database))
+            down.append(shard.label)
             continue
         for lag in lags:
             if lag.queue in found:
