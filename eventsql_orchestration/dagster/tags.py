@@ -102,6 +102,7 @@ DEV_VERIFICATION: Final = "verification"
 PRIORITY_TAG: Final = "dagster/priority"
 
 FINISHED: Final = (dg.DagsterRunStatus.SUCCESS, dg.DagsterRunStatus.FAILURE, dg.DagsterRunStatus.CANCELED)
+UNFINISHED: Final = tuple(status for status in dg.DagsterRunStatus if status not in FINISHED)
 
 
 def shard_tags(shard: str | None) -> dict[str, str]:

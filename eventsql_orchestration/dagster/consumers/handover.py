@@ -9,18 +9,14 @@ order, and neither run can take a claimed range from the other.
 
 from __future__ import annotations
 
-from typing import Final
-
 import dagster as dg
 
-from eventsql_orchestration.dagster.tags import FINISHED, SUCCEEDS_TAG
-
-_UNFINISHED: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
+from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG, UNFINISHED
 
 
 def successor_of(run_id: str, instance: dg.DagsterInstance) -> dg.RunRecord | None:
     """The unfinished successor of a run."""
-    runs = instance.get_run_records(dg.RunsFilter(tags={SUCCEEDS_TAG: run_id}, statuses=_UNFINISHED), limit=1)
+    runs = instance.get_run_records(dg.RunsFilter(tags={SUCCEEDS_TAG: run_id}, statuses=list(UNFINISHED)), limit=1)
     return runs[0] if runs and runs[0].dagster_run.parent_run_id is None else None
 
 

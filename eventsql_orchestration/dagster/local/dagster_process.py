@@ -18,7 +18,7 @@ import requests
 
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.webserver import RunOfWebserver, Webserver, one_line
-from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG
+from eventsql_orchestration.dagster.tags import FINISHED, TRANSFER_TAG, UNFINISHED
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.orchestration.local_processes import (
     HOST,
@@ -35,9 +35,7 @@ STOP_SECONDS: Final = 0.7
 """Seconds that runs get to end before they are killed. A killed run loses nothing: its effects are rolled back, and its
 claim is consumed again."""
 
-_STATUSES_UNDER_WAY: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
-
-UNDER_WAY: Final = dg.RunsFilter(statuses=_STATUSES_UNDER_WAY)
+UNDER_WAY: Final = dg.RunsFilter(statuses=list(UNFINISHED))
 
 _LOCATIONS = """
 { workspaceOrError {
@@ -258,7 +256,7 @@ class LocalDagster:
 
     def _runs_before(self, deadline: float) -> list[RunOfWebserver]:
         """The runs under way. Raises `LocalDagsterError` if no answer comes before `deadline`."""
-        return Webserver(self.url, timeout=max(0.1, deadline - time.monotonic())).runs(_STATUSES_UNDER_WAY)
+        return Webserver(self.url, timeout=max(0.1, deadline - time.monotonic())).runs(UNFINISHED)
 
     def _end_run(self, run_id: str) -> None:
         # A webserver that does not answer ends with the other processes.

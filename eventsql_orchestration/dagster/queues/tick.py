@@ -25,13 +25,11 @@ from eventsql_orchestration.dagster.consumers.decision import RunState, backoff
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
 from eventsql_orchestration.dagster.consumers.tick import NothingYet, Tick
 from eventsql_orchestration.dagster.register import queue_missing
-from eventsql_orchestration.dagster.tags import FINISHED, HANDLED_TAG, QUEUE_TAG, shard_tags
+from eventsql_orchestration.dagster.tags import FINISHED, HANDLED_TAG, QUEUE_TAG, UNFINISHED, shard_tags
 from eventsql_orchestration.errors import DatabaseBusyError, SchemaOutdatedError
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.orchestration.shards import rows_of
 from eventsql_orchestration.queue.queue_table import QUEUE
-
-UNFINISHED: Final = [status for status in dg.DagsterRunStatus if status not in FINISHED]
 
 LOOKED_BACK: Final = 10
 """The number of finished runs that a tick looks at: enough for the longest pause."""
@@ -123,7 +121,7 @@ class QueueWatch:
 
     def _runs(self, tick: Tick) -> RecentRuns:
         tags = {QUEUE_TAG: self.queue, **shard_tags(tick.shard.name)}
-        unfinished = tick.instance.get_run_records(dg.RunsFilter(tags=tags, statuses=UNFINISHED))
+        unfinished = tick.instance.get_run_records(dg.RunsFilter(tags=tags, statuses=list(UNFINISHED)))
         finished = tick.instance.get_run_records(dg.RunsFilter(tags=tags, statuses=list(FINISHED)), limit=LOOKED_BACK)
         failures = 0
         for record in finished:
