@@ -63,7 +63,7 @@ def table_asset(
         description=description or f"Table {table}, whose changes are events.",
         metadata={
             "table": table,
-            **({} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}),
+            **declared_columns(columns),
             **(metadata or {}),
         },
         group_name=group_name,
@@ -118,16 +118,11 @@ def freshness_policy(freshness: dg.FreshnessPolicy | timedelta | None) -> dg.Fre
 
 def declared_columns(columns: Columns | None) -> Mapping[str, dg.TableSchema]:
     """The metadata that shows columns in Dagster's UI."""
-    return {} if columns is None else {COLUMN_SCHEMA: column_schema(columns)}
-
-
-def column_schema(columns: Columns) -> dg.TableSchema:
-    """Columns as Dagster's table schema."""
-    if isinstance(columns, dg.TableSchema):
-        return columns
+    if columns is None:
+        return {}
     if isinstance(columns, Mapping):
         columns = [dg.TableColumn(name, type_) for name, type_ in columns.items()]
-    return dg.TableSchema(columns=list(columns))
+    return {COLUMN_SCHEMA: columns if isinstance(columns, dg.TableSchema) else dg.TableSchema(columns=list(columns))}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,21 +32,14 @@ from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG, pool_tags
-from eventsql_orchestration.dagster.topics import (
-    KINDS,
-    TOPIC_GROUP,
-    TOPIC_KINDS,
-    declared_columns,
-    freshness_policy,
-    topic_key,
-)
+from eventsql_orchestration.dagster.topics import TOPIC_GROUP, TOPIC_KINDS, topic_key
 from eventsql_orchestration.dagster.translator import translated
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
 from eventsql_orchestration.orchestration.drain import Consume, Drained
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.orchestration.shards import shards_of
-from eventsql_orchestration.topics.offsets import Start, starting_at
+from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.validation import check_kind, check_whole
 
 SPARK_KIND: Final = "pyspark"
@@ -242,42 +235,26 @@ class _Declared:
 
     def _specs(self, name: str, docstring: str | None) -> list[dg.AssetSpec]:
         """The consumer's asset, and the assets of the topics that it publishes to."""
-        options = self.options
-        prefix = [options.key_prefix] if isinstance(options.key_prefix, str) else options.key_prefix
-        # If a template in defs.yaml resolves to digits, Dagster makes it a number.
-        version = None if options.code_version is None else str(options.code_version)
-        # A step of a shared run materializes nothing if there is nothing to consume.
-        shown = partial(dg.AssetSpec, skippable=True, owners=list(options.owners), code_version=version)
-        own = shown(
-            key=dg.AssetKey([*prefix, name]),
-            deps=[topic_key(self.topic.name), *options.deps],
-            description=options.description or docstring,
-            group_name=options.group_name,
-            kinds={*KINDS, *(options.kinds or ())},
-            automation_condition=options.automation_condition,
-            freshness_policy=freshness_policy(options.freshness),
-            metadata={
-                CONSUMED_TOPIC: self.topic.name,
-                "consumer": self.consumer.name,
-                "partitions": len(self.topic.all_partitions) if self.consumer.partitioned else 1,
-                **declared_columns(options.columns),
-                **(options.metadata or {}),
-            },
-        )
-        own = translated(options.translator, self.topic.name, self.consumer.name, own)
-        if not own.skippable:
-            own = own.replace_attributes(skippable=True)
-        return [own, *(self._published(each, own, shown, name) for each in self.publishes)]
+        metadata = {
+            CONSUMED_TOPIC: self.topic.name,
+            "consumer": self.consumer.name,
+            "partitions": len(self.topic.all_partitions) if self.consumer.partitioned else 1,
+        }
+        spec = self.options.spec(name, docstring, deps=[topic_key(self.topic.name)], metadata=metadata)
+        own = translated(self.options.translator, self.topic.name, self.consumer.name, spec)
+        own = own.replace_attributes(skippable=True)
+        return [own, *(self._published(each, own.key, name) for each in self.publishes)]
 
-    def _published(
-        self, published: Topic | str, own: dg.AssetSpec, shown: Callable[..., dg.AssetSpec], name: str
-    ) -> dg.AssetSpec:
+    def _published(self, published: Topic | str, consumer: dg.AssetKey, name: str) -> dg.AssetSpec:
         topic = published.name if isinstance(published, Topic) else published
-        spec = shown(
+        spec = dg.AssetSpec(
             key=topic_key(topic),
-            deps=[own.key],
+            skippable=True,
+            deps=[consumer],
             description=f"Events that {name} publishes.",
             group_name=TOPIC_GROUP,
+            owners=list(self.options.owners),
+            code_version=self.options.version,
             kinds=set(TOPIC_KINDS),
             metadata={"topic": topic, **({"partitions": published.partitions} if isinstance(published, Topic) else {})},
         )

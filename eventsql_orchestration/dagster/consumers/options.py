@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.topics import Columns
+from eventsql_orchestration.dagster.topics import KINDS, Columns, declared_columns, freshness_policy
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration import limits
@@ -98,6 +98,31 @@ class AssetOptions(dg.Resolvable):
     retry_policy: Annotated[
         dg.RetryPolicy | None, dg.Resolver(_retry_policy, model_field_type=RetryModel.model() | None)
     ] = None
+
+    @property
+    def version(self) -> str | None:
+        """The code version. If a template in defs.yaml resolves to digits, Dagster makes it a number."""
+        return None if self.code_version is None else str(self.code_version)
+
+    def spec(
+        self, name: str, docstring: str | None, *, deps: Iterable[dg.AssetKey], metadata: Mapping[str, Any]
+    ) -> dg.AssetSpec:
+        """The asset `name`, whose function has this docstring and reads `deps`."""
+        prefix = [self.key_prefix] if isinstance(self.key_prefix, str) else self.key_prefix
+        return dg.AssetSpec(
+            key=dg.AssetKey([*prefix, name]),
+            # A run that finds nothing to do materializes nothing.
+            skippable=True,
+            deps=[*deps, *self.deps],
+            description=self.description or docstring,
+            group_name=self.group_name,
+            owners=list(self.owners),
+            code_version=self.version,
+            kinds={*KINDS, *(self.kinds or ())},
+            automation_condition=self.automation_condition,
+            freshness_policy=freshness_policy(self.freshness),
+            metadata={**metadata, **declared_columns(self.columns), **(self.metadata or {})},
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from eventsql_orchestration.dagster.queues.tick import QueueWatch
 from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG, pool_tags
-from eventsql_orchestration.dagster.topics import KINDS, declared_columns, freshness_policy, topic_asset, topic_key
+from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
@@ -158,7 +158,8 @@ def worker_asset(
                 f"worker {queue!r} and queue {queue!r} would have the same label in Dagster's graph: give the worker's "
                 f"asset another name, for example name={'work_' + queue!r}"
             )
-        spec = _spec(queue, asset_name, user.call.__doc__, options)
+        spec = options.spec(asset_name, user.call.__doc__, deps=[queue_key(queue)], metadata={QUEUE: queue})
+        spec = translated(options.translator, None, asset_name, spec, queue=queue).replace_attributes(skippable=True)
         step = _Step(queue, declared, user, limits, backoff, spec.key, topics)
         published = [
             topic_asset(topic, deps=[spec.key], translator=options.translator).replace_attributes(skippable=True)
@@ -180,26 +181,6 @@ def worker_asset(
         return WorkerDefinition(queue, declared, asset, job, sensor, spec.key, limits, topics)
 
     return decorate
-
-
-def _spec(queue: str, name: str, docstring: str | None, options: AssetOptions) -> dg.AssetSpec:
-    prefix = [options.key_prefix] if isinstance(options.key_prefix, str) else options.key_prefix
-    spec = dg.AssetSpec(
-        dg.AssetKey([*prefix, name]),
-        # A run that finds no messages materializes nothing.
-        skippable=True,
-        deps=[queue_key(queue), *options.deps],
-        description=options.description or docstring,
-        group_name=options.group_name,
-        owners=list(options.owners),
-        code_version=None if options.code_version is None else str(options.code_version),
-        kinds={*KINDS, *(options.kinds or ())},
-        automation_condition=options.automation_condition,
-        freshness_policy=freshness_policy(options.freshness),
-        metadata={QUEUE: queue, **declared_columns(options.columns), **(options.metadata or {})},
-    )
-    spec = translated(options.translator, None, name, spec, queue=queue)
-    return spec if spec.skippable else spec.replace_attributes(skippable=True)
 
 
 def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
