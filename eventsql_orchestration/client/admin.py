@@ -24,7 +24,7 @@ from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
 from eventsql_orchestration.topics.catalog import choose_partitions
-from eventsql_orchestration.topics.offsets import AtOffset, Position
+from eventsql_orchestration.topics.positions import AtOffset, Position
 
 ABANDONED_SECONDS: Final = 5.0
 """Seconds until a repartitioning gives up a publication over several shards that is announced and not decided. The

@@ -20,7 +20,7 @@ from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage import compressing
 from eventsql_orchestration.topics.catalog import check_form, no_consumer
-from eventsql_orchestration.topics.offsets import AtOffset, starting_at
+from eventsql_orchestration.topics.positions import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
 from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings
 

@@ -16,7 +16,6 @@ from pydantic import BaseModel, Field, PrivateAttr, ValidationInfo, field_valida
 
 from eventsql_orchestration import NOT_PARTITIONED, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, DeclaredFilter, EventFilter
-from eventsql_orchestration.dagster.backfills.assets import read_place
 from eventsql_orchestration.dagster.build_definitions import common_definitions, consumer_checks, definitions_of
 from eventsql_orchestration.dagster.consumers.assets import consumer_asset
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
@@ -25,6 +24,7 @@ from eventsql_orchestration.dagster.location_options import LocationOptions
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_topic_name
+from eventsql_orchestration.topics.positions import parse_place
 from eventsql_orchestration.validation import check_name, check_whole
 
 FUNCTION_FILE: Final = "consume.py"
@@ -173,7 +173,7 @@ _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {
     "consumer": partial(check_name, "consumer name"),
     "partitions": check_partitions,
     "max_attempts": partial(check_whole, "it", least=1),
-    "start": read_place,
+    "start": parse_place,
 }
 """The checks of fields. They refuse an invalid value early, so that the message names the field of the file."""
 
@@ -279,7 +279,7 @@ class EventSQLConsumerComponent(dg.Component, dg.Model, dg.Resolvable):
             options=self.options,
             max_attempts=self.max_attempts,
             filter=declared,
-            start=read_place(self.start),
+            start=parse_place(self.start),
             sensor=self.sensor,
         )(function)
 

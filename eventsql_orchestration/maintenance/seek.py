@@ -18,7 +18,8 @@ from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partitions, consumer_states, lock_registry
-from eventsql_orchestration.topics.offsets import Position, resolve
+from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.positions import Position
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 

@@ -26,7 +26,8 @@ from eventsql_orchestration.storage.log_form import stored_table
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
-from eventsql_orchestration.topics.offsets import AtTime, resolve
+from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.positions import AtTime
 from eventsql_orchestration.topics.registry import Registry
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -13,7 +13,8 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import schema_of
-from eventsql_orchestration.topics.offsets import Earliest, Position, resolve
+from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.positions import Earliest, Position
 
 _c: Final = tables.consumer.c
 

@@ -19,14 +19,7 @@ from eventsql_orchestration.topics.positions import (
     Place,
     Position,
     ShiftBy,
-    Start,
-    starting_at,
 )
-
-__all__ = [
-    "AtOffset", "AtTime", "Back", "Earliest", "Latest", "Place", "Position", "ShiftBy", "Start", "Target", "resolve",
-    "starting_at",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,6 +84,21 @@ Start: TypeAlias = Literal["earliest", "latest"] | int | datetime | Place
 """Where a new consumer begins: a place, or in short "earliest", "latest", an offset or a time."""
 
 
+def parse_place(text: str) -> Place:
+    """The place that a text names: `earliest`, `latest`, an offset, or a time. Raises `ValidationError`."""
+    if text == "earliest":
+        return Earliest()
+    if text == "latest":
+        return Latest()
+    if text.isdecimal():
+        return AtOffset(int(text))
+    try:
+        time = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
+    return AtTime(time)
+
+
 def starting_at(start: Start) -> Place:
     """The position of a start. Raises `ValidationError`, also for `ShiftBy`: there is nothing to count from yet."""
     match start:

@@ -52,7 +52,7 @@ from eventsql_orchestration.topics.catalog import (
 )
 from eventsql_orchestration.topics.changing import change_compression, change_storage
 from eventsql_orchestration.topics.consumer_rows import change_settings, insert_consumer
-from eventsql_orchestration.topics.offsets import Start, starting_at
+from eventsql_orchestration.topics.positions import Start, starting_at
 from eventsql_orchestration.topics.registration import Registration, consumer_registration, topic_registration
 from eventsql_orchestration.validation import check_choice, check_text
 

@@ -20,7 +20,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, ReplayRange
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.airflow.conftest import context_of
 from tests.airflow.served import FakeAirflow, serving
 

@@ -51,7 +51,7 @@ from eventsql_orchestration.store import (
     Subscription,
     SubscriptionOptions,
 )
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.views import LogEntry, LogLine, Logs, Rollup, RollupEntry, Timeline, ViewFeed, Views

@@ -30,7 +30,7 @@ from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob,
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.cli.conftest import Start
 from tests.dagster import backfill_location as location
 from tests.forms import change_value

@@ -10,7 +10,7 @@ import pytest
 
 from eventsql_orchestration.cli.parameters import Duration, LogPlace, Number, Size, Time
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 

@@ -12,7 +12,7 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.maintenance import seek as seek_module
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.forms import ids_in
 
 Run = Callable[..., Result]

@@ -16,7 +16,7 @@ from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostEr
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.topics.offsets import AtOffset
+from eventsql_orchestration.topics.positions import AtOffset
 
 KEYS = st.sampled_from(["a", "b", None])
 PROCESSES = st.integers(0, 2)

@@ -27,7 +27,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import STORAGES, Storage
-from eventsql_orchestration.topics.offsets import AtOffset
+from eventsql_orchestration.topics.positions import AtOffset
 from tests.effects import effects, make_table, write
 
 if TYPE_CHECKING:

@@ -39,7 +39,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
     partition_key,
     read_key,
 )
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench

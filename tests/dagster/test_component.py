@@ -37,7 +37,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
 

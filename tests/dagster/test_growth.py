@@ -7,7 +7,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.growth import grown
 
 

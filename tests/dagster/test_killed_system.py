@@ -36,7 +36,7 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, Window, read_key
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import free_port
-from eventsql_orchestration.topics.offsets import AtOffset, Earliest
+from eventsql_orchestration.topics.positions import AtOffset, Earliest
 from tests.dagster import killed_location as location
 from tests.dagster.test_crash_windows import PATIENT, ROOT
 from tests.waiting import wait_until

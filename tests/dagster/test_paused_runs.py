@@ -25,7 +25,7 @@ from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
-from eventsql_orchestration.topics.offsets import Earliest
+from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster import windows
 from tests.dagster.conftest import Workbench
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill

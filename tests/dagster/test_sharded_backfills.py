@@ -23,7 +23,7 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Plan, ReplayRange
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
-from eventsql_orchestration.topics.offsets import AtOffset, Earliest
+from eventsql_orchestration.topics.positions import AtOffset, Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 

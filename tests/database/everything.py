@@ -16,7 +16,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime
+from eventsql_orchestration.topics.positions import AtOffset, AtTime
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 
 NOON = datetime(2026, 1, 2, 12, 0, 0, 123456, tzinfo=UTC)

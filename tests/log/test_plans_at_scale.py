@@ -35,7 +35,7 @@ from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import log_form, segments
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 from tests.plans import custom_plan, numbered
 
 if TYPE_CHECKING:

@@ -33,8 +33,8 @@ from eventsql_orchestration.publishing import log_room, log_writer
 from eventsql_orchestration.publishing.publisher import STRAIGHT_LEAST
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import compacting, segments
-from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, Position, ShiftBy
 from eventsql_orchestration.topics.partitioner import default_partition
+from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
     from eventsql_orchestration.database import Connection

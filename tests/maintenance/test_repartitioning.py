@@ -29,8 +29,8 @@ from eventsql_orchestration.model import Event
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage import legacy_writer_trigger, segments
-from eventsql_orchestration.topics.offsets import AtOffset, Earliest, Latest, ShiftBy
 from eventsql_orchestration.topics.partitioner import partition_of_key
+from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, ShiftBy
 from tests.dying import repartition_and_die, repartition_until
 from tests.fixtures import Until
 from tests.forms import in_blocks

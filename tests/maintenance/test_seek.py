@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.maintenance import seek as seek_module
 from eventsql_orchestration.maintenance.seek import Move, Seeker
 from eventsql_orchestration.topics.catalog import lock_registry
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 from tests.forms import stored
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from eventsql_orchestration.publishing.log_writer import LogWriter
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
-from eventsql_orchestration.topics.offsets import AtOffset
+from eventsql_orchestration.topics.positions import AtOffset
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
 from tests.fixtures import Until
 from tests.forms import check_order

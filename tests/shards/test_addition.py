@@ -27,7 +27,7 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.topics.offsets import Earliest, Latest
+from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
 from tests.forms import stored
 from tests.shards.adding import KEYS, add_shard, start

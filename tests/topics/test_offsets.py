@@ -16,7 +16,8 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
-from eventsql_orchestration.topics.offsets import (
+from eventsql_orchestration.topics.offsets import Target, resolve
+from eventsql_orchestration.topics.positions import (
     AtOffset,
     AtTime,
     Back,
@@ -24,8 +25,6 @@ from eventsql_orchestration.topics.offsets import (
     Latest,
     Position,
     ShiftBy,
-    Target,
-    resolve,
     starting_at,
 )
 from tests.forms import in_blocks, stored

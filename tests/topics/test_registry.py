@@ -37,7 +37,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import STORAGES, Retention, Storage
-from eventsql_orchestration.topics.offsets import Place, Start
+from eventsql_orchestration.topics.positions import Place, Start
 from tests.forms import stored
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from typing import Any, Final
 
 import dagster as dg
@@ -36,7 +36,7 @@ from eventsql_orchestration.orchestration.backfills.windows import ReplayRange, 
 from eventsql_orchestration.orchestration.drain import Drained
 from eventsql_orchestration.orchestration.errors import WindowGoneError
 from eventsql_orchestration.orchestration.owners import owner_of_run, run_of_owner
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Earliest, Latest, Place
+from eventsql_orchestration.topics.positions import parse_place
 
 SUFFIX: Final = "_backfill"
 
@@ -99,7 +99,7 @@ class PlanConfig(dg.Config):
             window = None if self.window_seconds is None else timedelta(seconds=self.window_seconds)
         except (OverflowError, ValueError):
             raise ValidationError(f"window_seconds is not a possible length of time: {self.window_seconds}") from None
-        return ReplayRange(read_place(self.start), read_place(self.end), self.window_events, window)
+        return ReplayRange(parse_place(self.start), parse_place(self.end), self.window_events, window)
 
 
 def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
@@ -205,21 +205,6 @@ def _plan_job(consumer: ConsumerDefinition, partitions: dg.DynamicPartitionsDefi
         op()
 
     return plan_job
-
-
-def read_place(text: str) -> Place:
-    """The position in a log that a config names. Raises `ValidationError`."""
-    if text == "earliest":
-        return Earliest()
-    if text == "latest":
-        return Latest()
-    if text.isdecimal():
-        return AtOffset(int(text))
-    try:
-        moment = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
-    return AtTime(moment)
 
 
 def _replay(

@@ -15,7 +15,7 @@ from eventsql_orchestration.dagster.consumers.options import RunLimits
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.topics.offsets import Start
+from eventsql_orchestration.topics.positions import Start
 from eventsql_orchestration.topics.registration import Registration
 
 

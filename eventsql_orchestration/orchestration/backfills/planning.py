@@ -12,7 +12,8 @@ from eventsql_orchestration.orchestration.backfills.windows import MAX_RUNS, Log
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.layouts import Layout
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Earliest, Latest, Place, resolve
+from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 
 
 class LogPlanner:

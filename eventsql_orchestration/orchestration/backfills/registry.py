@@ -40,7 +40,7 @@ from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
-from eventsql_orchestration.topics.offsets import AtOffset
+from eventsql_orchestration.topics.positions import AtOffset
 from eventsql_orchestration.topics.side_consumers import MARK, SIDE_CONSUMER
 from eventsql_orchestration.validation import check_name
 

@@ -12,7 +12,7 @@ from typing import Final
 from eventsql_orchestration import NOT_PARTITIONED
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_AGE
-from eventsql_orchestration.topics.offsets import AtOffset, AtTime, Back, Latest, Place
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Latest, Place
 from eventsql_orchestration.topics.side_consumers import MARK
 from eventsql_orchestration.validation import check_name, check_whole
 
