@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -23,14 +24,14 @@ from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, ki
 from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import lag_table, live_lag
-from eventsql_orchestration.cli.output import complain, is_quiet, say
+from eventsql_orchestration.cli.output import is_quiet, say
 from eventsql_orchestration.cli.rounds import (
-    SIMULATION_SECONDS,
+    Simulations,
     consume_all,
     find_java,
     interrupt,
     report,
+    serve,
     spark_environment,
     spark_for_runs,
     transferring,
@@ -47,7 +48,6 @@ from eventsql_orchestration.orchestration.local_processes import (
 )
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.topics.side_consumers import without_backfills
 
 SETUP: Final = "eventsql:setup"
 SIMULATION: Final = "eventsql:simulation"
@@ -55,35 +55,33 @@ VERIFICATION: Final = "eventsql:verification"
 """Tags of DAGs that this command runs: at the start, once a round, and after it."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AirflowDevelopment:
     """A directory of DAGs under `eventsql dev --dags`."""
 
-    def __init__(
-        self, context: CliContext, dags: Path, *, port: int, timeout: float, orders: int | None, cold_spark: bool
-    ) -> None:
-        self._context = context
-        self._dags = dags
-        self._port = port
-        self._timeout = timeout
-        self._orders = orders
-        self._cold_spark = cold_spark
+    context: CliContext
+    dags: Path
+    port: int
+    timeout: float
+    orders: int | None
+    cold_spark: bool
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
         console = Console(stderr=True, quiet=is_quiet())
-        home = airflow_home(self._context.settings.home)
+        home = airflow_home(self.context.settings.home)
         columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
             only_one(home, kill=kill_session),
             temporary_directory(home) as temporary,
-            self._context.whole_system() as platform,
+            self.context.whole_system() as platform,
             lock_file(home / PROCESSES_LOCK) as lock,
             Progress(*columns, console=console) as progress,
         ):
             take_lock(lock, home)
-            warm = find_java(self._context.settings.home) and not self._cold_spark
+            warm = find_java(self.context.settings.home) and not self.cold_spark
             environment = {
                 **spark_environment(platform),
                 "TMPDIR": str(temporary),
@@ -97,14 +95,12 @@ class AirflowDevelopment:
                 self._airflow(platform, home, lock, {**environment, **spark}) as airflow,
                 transferring(platform, stop_seconds=5.0),
             ):
-                running = _Running(
-                    self._context, platform, airflow, progress, orders=self._orders, keep_spark=keep_spark
-                )
-                running.start(self._dags, self._timeout)
+                running = _Running(self.context, platform, airflow, progress, self.orders, keep_spark)
+                running.start(self.dags, self.timeout)
                 if not once:
                     progress.stop()
                     running.serve(console)
-                faults = running.round(self._timeout)
+                faults = running.round(self.timeout)
                 failed = [run["dag_id"] for run in runs_since(airflow.api, started) if run["state"] == "failed"]
                 counts = run_counts(airflow.api, started)
                 topics = account(before, Counts.take(platform), counts, alone=bool(running.tagged(SIMULATION)))
@@ -113,10 +109,10 @@ class AirflowDevelopment:
     def _airflow(self, platform: EventSQL, home: Path, lock: int, environment: Mapping[str, str]) -> LocalAirflow:
         urls = [shard.database.dsn for shard in platform.shards]
         return LocalAirflow(
-            home, self._dags, _metadata_database(urls[0]),
+            home, self.dags, _metadata_database(urls[0]),
             connections={"eventsql_default": connection_of(urls, platform.shards[0].database.schema)},
             # More tasks at once only slow one another down.
-            environment={**environment, "AIRFLOW__CORE__PARALLELISM": "2"}, port=self._port, lock=lock,
+            environment={**environment, "AIRFLOW__CORE__PARALLELISM": "2"}, port=self.port, lock=lock,
         )  # fmt: skip
 
 
@@ -137,34 +133,25 @@ def _metadata_database(url: str) -> str:
     return events.set(database=name).render_as_string(hide_password=False)
 
 
+@dataclass(slots=True)
 class _Running:
-    """The running system."""
+    """The running system. `keep_spark` starts Spark again if it has died."""
 
-    def __init__(
-        self,
-        context: CliContext,
-        platform: EventSQL,
-        airflow: LocalAirflow,
-        progress: Progress,
-        *,
-        orders: int | None,
-        keep_spark: Callable[[], None],
-    ) -> None:
-        self._context = context
-        self._platform = platform
-        self._airflow = airflow
-        self._progress = progress
-        self._orders = orders
-        self._keep_spark = keep_spark
+    context: CliContext
+    platform: EventSQL
+    airflow: LocalAirflow
+    progress: Progress
+    orders: int | None
+    keep_spark: Callable[[], None]
 
     def start(self, dags: Path, timeout: float) -> None:
         """Start Airflow and run the DAGs that set up. Raises `LocalAirflowError`."""
-        airflow = self._airflow
-        task = self._progress.add_task("Airflow starts: its tables", total=1)
+        airflow = self.airflow
+        task = self.progress.add_task("Airflow starts: its tables", total=1)
         airflow.migrate()
-        self._progress.update(task, description="Airflow starts: the DAGs")
+        self.progress.update(task, description="Airflow starts: the DAGs")
         airflow.run("dags", "reserialize")
-        self._progress.update(task, description="Airflow starts")
+        self.progress.update(task, description="Airflow starts")
         airflow.start(["api-server", "scheduler", "dag-processor"])
         airflow.wait_until_ready()
         errors = list(airflow.api.pages("/importErrors", "import_errors"))
@@ -172,7 +159,7 @@ class _Running:
             raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
         if not self.tagged():
             raise LocalAirflowError(f"{dags} has no DAGs")
-        self._progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
+        self.progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
         if not (setup := self.tagged(SETUP)):
             say(
                 f"no DAG has the tag {SETUP!r}: register topics and consumers with `eventsql topic create` and "
@@ -188,86 +175,77 @@ class _Running:
     def tagged(self, tag: str | None = None) -> list[str]:
         """The DAGs that have a tag; without a tag, all DAGs."""
         query: dict[str, Any] = {} if tag is None else {"tags": tag}
-        return [dag["dag_id"] for dag in self._airflow.api.pages("/dags", "dags", **query)]
+        return [dag["dag_id"] for dag in self.airflow.api.pages("/dags", "dags", **query)]
 
     def round(self, timeout: float) -> list[str]:
         """Simulate, wait until all events are consumed, and verify. Gives the faults that the checks found."""
         deadline = time.monotonic() + timeout
         simulations = self.tagged(SIMULATION)
-        if self._orders is not None and not simulations:
+        if self.orders is not None and not simulations:
             raise click.UsageError("--orders is for DAGs with a simulation, and there is none")
         begun = datetime.now(UTC)
         runs = [(dag, self.simulate(dag)) for dag in simulations]
         for dag, run in runs:
             if self._wait(dag, run, deadline) == "failed":
-                raise RoundError(f"DAG {dag} failed: see its log in {self._airflow.home}")
+                raise RoundError(f"DAG {dag} failed: see its log in {self.airflow.home}")
         consume_all(
-            self._platform, self._progress, deadline, busy=lambda: self._consuming(begun), check=self._check,
-            log=self._airflow.home,
+            self.platform, self.progress, deadline, busy=lambda: self._consuming(begun), check=self._check,
+            log=self.airflow.home,
         )  # fmt: skip
         if not simulations:
             return []
         return [fault for dag in self.tagged(VERIFICATION) for fault in self._verify(dag, deadline)]
 
     def _check(self) -> None:
-        self._airflow.check()
-        self._keep_spark()
+        self.airflow.check()
+        self.keep_spark()
 
     def simulate(self, dag: str) -> str:
         """Start a simulation and return its run. A DAG with a parameter `orders` gets the number of orders."""
-        params = self._airflow.api.ask("GET", f"/dags/{dag}/details")["params"] or {}
-        conf = {} if self._orders is None or "orders" not in params else {"orders": self._orders}
-        return self._airflow.api.trigger(dag, conf)
+        params = self.airflow.api.ask("GET", f"/dags/{dag}/details")["params"] or {}
+        conf = {} if self.orders is None or "orders" not in params else {"orders": self.orders}
+        return self.airflow.api.trigger(dag, conf)
 
     def _run(self, dag: str, timeout: float) -> None:
-        task = self._progress.add_task(f"DAG {dag}", total=1)
-        if self._wait(dag, self._airflow.api.trigger(dag), time.monotonic() + timeout) == "failed":
-            raise LocalAirflowError(f"DAG {dag} failed: see its log at {self._airflow.url}, or in {self._airflow.home}")
-        self._progress.update(task, completed=1)
+        task = self.progress.add_task(f"DAG {dag}", total=1)
+        if self._wait(dag, self.airflow.api.trigger(dag), time.monotonic() + timeout) == "failed":
+            raise LocalAirflowError(f"DAG {dag} failed: see its log at {self.airflow.url}, or in {self.airflow.home}")
+        self.progress.update(task, completed=1)
 
     def _wait(self, dag: str, run: str, deadline: float) -> str:
         """Wait for the end of a run; gives its state. Raises `RoundError` after the deadline."""
-        while (state := self._airflow.api.state(dag, run)) in UNDER_WAY:
-            self._airflow.check()
+        while (state := self.airflow.api.state(dag, run)) in UNDER_WAY:
+            self.airflow.check()
             if time.monotonic() > deadline:
-                raise RoundError(f"DAG {dag} is not done in time: see the logs in {self._airflow.home}")
+                raise RoundError(f"DAG {dag} is not done in time: see the logs in {self.airflow.home}")
             time.sleep(0.5)
         return state
 
     def _consuming(self, since: datetime) -> bool:
-        return any(run["state"] in UNDER_WAY for run in runs_since(self._airflow.api, since))
+        return any(run["state"] in UNDER_WAY for run in runs_since(self.airflow.api, since))
 
     def _verify(self, dag: str, deadline: float) -> Sequence[str]:
         """Run a DAG of checks; gives its tasks that failed."""
-        task = self._progress.add_task(f"DAG {dag}", total=1)
-        run = self._airflow.api.trigger(dag)
+        task = self.progress.add_task(f"DAG {dag}", total=1)
+        run = self.airflow.api.trigger(dag)
         self._wait(dag, run, deadline)
-        self._progress.update(task, completed=1)
-        tasks = self._airflow.api.pages(f"/dags/{dag}/dagRuns/{run}/taskInstances", "task_instances")
+        self.progress.update(task, completed=1)
+        tasks = self.airflow.api.pages(f"/dags/{dag}/dagRuns/{run}/taskInstances", "task_instances")
         return [
-            f"check {each['task_id']} of DAG {dag} did not pass: see its log in {self._airflow.home}"
+            f"check {each['task_id']} of DAG {dag} did not pass: see its log in {self.airflow.home}"
             for each in tasks
             if each["state"] != "success"
         ]
 
     def serve(self, console: Console) -> NoReturn:
         """Show lag, and simulate a round every minute if there is a simulation, until the user ends it."""
-        airflow = self._airflow
+        airflow = self.airflow
         console.print(f"The Airflow UI is at {airflow.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
-        due, runs, down = 0.0, list[tuple[str, str]](), False
-        with live_lag(console) as live:
-            while True:
-                airflow.check()
-                try:
-                    self._context.keep_embedded()
-                    self._keep_spark()
-                    live.update(lag_table(without_backfills(self._platform.lag()), width=console.width))
-                    if time.monotonic() >= due and all(airflow.api.state(*run) not in UNDER_WAY for run in runs):
-                        runs = [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)]
-                        due = time.monotonic() + SIMULATION_SECONDS
-                    down = False
-                except (DatabaseUnavailableError, LocalAirflowError) as error:
-                    if not down:
-                        complain(f"no answer, trying again: {error}")
-                    down = True
-                time.sleep(1.0)
+        simulations = Simulations(
+            lambda: [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)],
+            lambda run: airflow.api.state(*run) not in UNDER_WAY,
+        )
+        serve(
+            self.context, self.platform, console, simulations, check=airflow.check, keep_spark=self.keep_spark,
+            passing=(DatabaseUnavailableError, LocalAirflowError),
+        )  # fmt: skip

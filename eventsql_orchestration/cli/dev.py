@@ -71,14 +71,14 @@ def dev(
         )
 
         AirflowDevelopment(
-            context, dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
+            context=context, dags=dags, port=port or AIRFLOW_PORT, timeout=timeout, orders=orders, cold_spark=cold_spark
         ).run(once=once)
         return
 
     from eventsql_orchestration.cli.development import Development  # noqa: PLC0415 - loads Dagster
 
     Development(
-        context, location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
+        context=context, location=location_of(file, module), port=port or DAGSTER_PORT, timeout=timeout, orders=orders,
         cold_spark=cold_spark,
     ).run(once=once)  # fmt: skip
 

@@ -18,14 +18,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import lag_table, live_lag
-from eventsql_orchestration.cli.output import complain, is_quiet, say
+from eventsql_orchestration.cli.output import is_quiet, say
 from eventsql_orchestration.cli.rounds import (
-    SIMULATION_SECONDS,
+    Simulations,
     consume_all,
     find_java,
     interrupt,
     report,
+    serve,
     spark_environment,
     spark_for_runs,
     transferring,
@@ -50,53 +50,44 @@ from eventsql_orchestration.orchestration.local_processes import only_one, tempo
 from eventsql_orchestration.orchestration.rounds import Counts, account
 from eventsql_orchestration.queue.lag import queue_lags
 from eventsql_orchestration.signals import handling
-from eventsql_orchestration.topics.side_consumers import without_backfills
 
 _SIMULATED: Final = "topic__ride_orders"
 """The op of the reference location's simulation that takes the config `orders`."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Development:
     """A code location under `eventsql dev`. `location` has the fields of a `CodeLocation`."""
 
-    def __init__(
-        self,
-        context: CliContext,
-        location: Mapping[str, Any],
-        *,
-        port: int,
-        timeout: float,
-        orders: int | None,
-        cold_spark: bool,
-    ) -> None:
-        self._context = context
-        self._location = CodeLocation(**location)
-        self._port = port
-        self._timeout = timeout
-        self._orders = orders
-        self._cold_spark = cold_spark
+    context: CliContext
+    location: Mapping[str, Any]
+    port: int
+    timeout: float
+    orders: int | None
+    cold_spark: bool
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done.
 
         Raises `LocalDagsterError` for a location that cannot be loaded, `RoundError` for a round with faults.
         """
-        self._location.check()
+        location = CodeLocation(**self.location)
+        location.check()
         console = Console(stderr=True, quiet=is_quiet())
-        home = self._context.settings.home
+        home = self.context.settings.home
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
             only_one(instance_directory(home)),
-            self._context.whole_system() as platform,
+            self.context.whole_system() as platform,
             ExitStack() as stack,
         ):
-            warm = find_java(home) and not self._cold_spark
+            warm = find_java(home) and not self.cold_spark
             temporary = stack.enter_context(temporary_directory(instance_directory(home)))
             environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
             spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
             dagster = LocalDagster(
-                self._location, instance_home=write_instance(home, platform.database.dsn), port=self._port,
+                location, instance_home=write_instance(home, platform.database.dsn), port=self.port,
                 environment={**environment, **spark}, on_stop=say,
             )  # fmt: skip
             # Do this before the daemon starts: its sensors launch runs for events that already wait.
@@ -108,14 +99,14 @@ class Development:
                 progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
                 with dagster.instance() as instance:
                     running = Running(
-                        self._context, platform, dagster, instance, progress, keep, self._config(dagster)
+                        self.context, platform, dagster, instance, progress, keep, self._config(dagster)
                     )  # fmt: skip
                     with running.transferring():
-                        running.set_up(self._timeout)
+                        running.set_up(self.timeout)
                         if not once:
                             progress.stop()
                             running.serve(console)
-                        faults = running.round(self._timeout)
+                        faults = running.round(self.timeout)
                         runs = instance.get_runs(dg.RunsFilter(created_after=started))
                         alone = bool(running.simulations)
                         topics = account(
@@ -126,9 +117,9 @@ class Development:
     def _config(self, dagster: LocalDagster) -> Mapping[str, object]:
         """The config of the job that simulates: only the reference location's takes the number of orders."""
         simulations = dagster.jobs_with(DEV_TAG, DEV_SIMULATION)
-        if self._orders is not None and not simulations:
-            raise click.UsageError(f"--orders is for a location with a simulation, and {self._location} has none")
-        return {} if self._orders is None else {"ops": {_SIMULATED: {"config": {"orders": self._orders}}}}
+        if self.orders is not None and not simulations:
+            raise click.UsageError(f"--orders is for a location with a simulation, and {dagster.location} has none")
+        return {} if self.orders is None else {"ops": {_SIMULATED: {"config": {"orders": self.orders}}}}
 
 
 @dataclass(slots=True)
@@ -220,46 +211,19 @@ class Running:
         console.print(
             f"The Dagster UI is at {self.dagster.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True
         )
-        simulator, down = _Simulator(self), False
-        with live_lag(console) as live:
-            while True:
-                self.dagster.require_running()
-                try:
-                    self.context.keep_embedded()
-                    self.keep_spark()
-                    live.update(lag_table(without_backfills(self.platform.lag()), width=console.width))
-                    simulator.next()
-                    down = False
-                except (DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError) as error:
-                    if not down:
-                        complain(f"no answer, trying again: {_first_line(error)}")
-                    down = True
-                time.sleep(1.0)
+        jobs = self.simulations
+        simulations = Simulations(
+            lambda: [self.dagster.launch(job, run_config=self.config) for job in jobs], self.ended
+        )
+        serve(
+            self.context, self.platform, console, simulations,
+            check=self.dagster.require_running, keep_spark=self.keep_spark,
+            passing=(DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError),
+        )  # fmt: skip
 
     def ended(self, run_id: str) -> bool:
         run = self.instance.get_run_by_id(run_id)
         return run is None or run.status in FINISHED
-
-
-class _Simulator:
-    """Launches the location's simulations, each once a minute."""
-
-    def __init__(self, running: Running) -> None:
-        self._running = running
-        self._jobs = running.simulations
-        self._due = 0.0
-        self._launched: list[str] = []
-
-    def next(self) -> None:
-        # Only one run at a time: two runs would place the same orders.
-        if time.monotonic() < self._due or not all(map(self._running.ended, self._launched)):
-            return
-        self._launched = [self._running.dagster.launch(job, run_config=self._running.config) for job in self._jobs]
-        self._due = time.monotonic() + SIMULATION_SECONDS
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]
 
 
 def _failed_checks(instance: dg.DagsterInstance, run: dg.DagsterRun) -> list[str]:

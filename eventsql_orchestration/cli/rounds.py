@@ -12,10 +12,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
+from rich.console import Console
 from rich.progress import Progress
 
+from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.lag import lag_table, live_lag
 from eventsql_orchestration.cli.output import Columns, complain, counted, same, say, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
@@ -27,8 +30,11 @@ from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.connect_server import ConnectServer, connect_is_installed
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.topics.side_consumers import without_backfills
 
-SPARK_SETTINGS = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+Run = TypeVar("Run")
+
+SPARK_SETTINGS: Final = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
 with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
 
@@ -196,6 +202,61 @@ def consume_all(
             raise RoundError(f"the round is not done in time: {_named(behind)}; see {log}")
         time.sleep(0.5)
     progress.update(task, description="Consumed", completed=1, total=1)
+
+
+class Simulations(Generic[Run]):
+    """Starts the simulations of a system again and again, `pause` seconds after the last time at the earliest."""
+
+    def __init__(
+        self,
+        start: Callable[[], Sequence[Run]],
+        has_ended: Callable[[Run], bool],
+        *,
+        pause: float = SIMULATION_SECONDS,
+    ) -> None:
+        self._start = start
+        self._has_ended = has_ended
+        self._pause = pause
+        self._due = 0.0
+        self._started: Sequence[Run] = ()
+
+    def next(self) -> None:
+        """Start them if it is time, and if none is under way: two runs would place the same orders."""
+        if time.monotonic() >= self._due and all(map(self._has_ended, self._started)):
+            self._started = self._start()
+            self._due = time.monotonic() + self._pause
+
+
+def serve(
+    context: CliContext,
+    platform: EventSQL,
+    console: Console,
+    simulations: Simulations[Any],
+    *,
+    check: Callable[[], None],
+    keep_spark: Callable[[], None],
+    passing: tuple[type[Exception], ...],
+) -> NoReturn:
+    """Show lag, and go on with the simulations, until the user ends it.
+
+    `check` raises if the orchestrator has ended. A `passing` error is shown once, and the next second tries again.
+    """
+    down = False
+    with live_lag(console) as live:
+        while True:
+            check()
+            try:
+                context.keep_embedded()
+                keep_spark()
+                live.update(lag_table(without_backfills(platform.lag()), width=console.width))
+                simulations.next()
+                down = False
+            except passing as error:
+                if not down:
+                    first_line, *_ = str(error).strip().split("\n")
+                    complain(f"no answer, trying again: {first_line}")
+                down = True
+            time.sleep(1.0)
 
 
 def _behind(platform: EventSQL) -> list[ConsumerLag]:

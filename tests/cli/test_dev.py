@@ -7,14 +7,12 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import dagster as dg
 import psutil
 import pytest
 from click.testing import Result
-from rich.console import Console
 from rich.progress import Progress
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
@@ -117,58 +115,20 @@ def test_without_java_it_names_the_extra(
     assert "pip install 'eventsql-orchestration[local]'" in said
 
 
-@dg.op
-def simulate() -> None: ...
+def test_a_simulation_starts_after_the_previous_one_has_ended() -> None:
+    started, ended = list[int](), set[int]()
 
+    def start() -> list[int]:
+        started.append(len(started))
+        return started[-1:]
 
-@dg.job
-def simulation() -> None:
-    simulate()
-
-
-class Launching:
-    """Launches runs that nothing executes."""
-
-    url = "http://127.0.0.1"
-    log = Path("dagster.log")
-
-    def __init__(self, instance: dg.DagsterInstance) -> None:
-        self.instance = instance
-        self.launched: list[str] = []
-
-    def require_running(self) -> None: ...
-
-    def jobs_with(self, _tag: str, _value: str) -> list[str]:
-        return ["simulation"]
-
-    def launch(self, _job: str, **_: object) -> str:
-        run = self.instance.create_run_for_job(simulation, status=dg.DagsterRunStatus.STARTED)
-        self.launched.append(run.run_id)
-        return run.run_id
-
-
-def test_a_simulation_starts_after_the_previous_one_has_ended(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[int] = []
-
-    def a_second_passes(_seconds: float) -> None:
-        seen.append(len(dagster.launched))
-        if len(seen) == 3:
-            instance.report_run_canceled(next(iter(instance.get_runs())))
-        if len(seen) == 5:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(development, "SIMULATION_SECONDS", 0.0)
-    # The clock of this module alone: other threads of this process sleep too.
-    monkeypatch.setattr(development, "time", SimpleNamespace(monotonic=time.monotonic, sleep=a_second_passes))
-    with dg.DagsterInstance.ephemeral() as instance, pytest.raises(KeyboardInterrupt):
-        dagster = Launching(instance)
-        context = CliContext(dsn=platform.database.dsn)
-        development.Running(context, platform, cast("LocalDagster", dagster), instance, Progress()).serve(
-            Console(quiet=True)
-        )
-    assert seen == [1, 1, 1, 2, 2]
+    simulations = rounds.Simulations(start, ended.__contains__, pause=0.0)
+    simulations.next()
+    simulations.next()
+    assert started == [0]
+    ended.add(0)
+    simulations.next()
+    assert started == [0, 1]
 
 
 def test_the_summary_shows_a_topic_of_dead_letters_only_when_it_has_some(capsys: pytest.CaptureFixture[str]) -> None:
@@ -253,10 +213,16 @@ def test_a_broken_location_is_an_error_before_anything_is_started(
     assert not (directory / ".eventsql").exists()
 
 
-class Lacking(Launching):
+class Lacking:
     """A location without any job for `eventsql dev`."""
 
     location = "mine.py"
+    log = Path("dagster.log")
+
+    def __init__(self, instance: dg.DagsterInstance) -> None:
+        self.instance = instance
+
+    def require_running(self) -> None: ...
 
     def jobs_with(self, _tag: str, _value: str | None = None) -> list[str]:
         return []
