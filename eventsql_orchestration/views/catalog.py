@@ -9,7 +9,6 @@ from typing import Final
 
 import psycopg
 from psycopg import sql
-from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
@@ -20,19 +19,15 @@ from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.validation import check_kind, check_whole
 from eventsql_orchestration.views.comparison import ViewComparison
 from eventsql_orchestration.views.definitions import Definition, Logs, Rollup, Timeline, start_of, start_of_partition
-from eventsql_orchestration.views.feeds import ViewFeed, ViewFill
+from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, make_periods
 from eventsql_orchestration.views.logs import LogsView
-from eventsql_orchestration.views.rebuilding import (
-    AnyView,
-    Rebuilding,
-    drop_rebuilds,
-)
+from eventsql_orchestration.views.rebuilding import AnyView, Rebuilding, drop_rebuilds
 from eventsql_orchestration.views.rollups import RollupView
 from eventsql_orchestration.views.sorting import LogSorting, Sorted
 from eventsql_orchestration.views.tables import (
     adding_columns,
     differences,
-    seconds_of,
+    row_of,
     statements_of,
     stored_definition,
     words_index,
@@ -286,17 +281,13 @@ class Views:
     def _create(self, connection: Connection, view: Definition) -> None:
         for statement in statements_of(view, self._table(view.table)):
             self._alter(connection, view, statement)
-        values = {
-            "name": view.name, "kind": view.kind, "definition": Jsonb(view.described()),
-            "retention": seconds_of(view.retention), "period": round(view.period.total_seconds()),
-        }  # fmt: skip
-        connection.execute(self._queries("add_view"), values)
+        connection.execute(self._queries("add_view"), row_of(view))
         self._make_periods(connection, view, fetch_one(connection, self._queries("clock"))[0])
 
     def _make_periods(self, connection: Connection, view: Definition, now: datetime) -> None:
         """Make the partition of a time and the one after it, so that no handler has to."""
         starts = [start_of(view, now), start_of(view, now + view.period)]
-        connection.execute(self._queries("make_view_periods"), {"view": view.name, "starts": starts})
+        make_periods(connection, self._database.schema, view, starts)
 
     def _change(self, connection: Connection, held: Definition, wanted: Definition) -> None:
         differing = differences(held, wanted)
@@ -312,12 +303,7 @@ class Views:
             # `differences` lets a language only be added.
             assert wanted.language is not None, "a language is not taken away"
             self._alter(connection, wanted, words_index(table, wanted.language))
-        values = {
-            "name": wanted.name,
-            "definition": Jsonb(wanted.described()),
-            "retention": seconds_of(wanted.retention),
-        }
-        connection.execute(self._queries("change_view"), values)
+        connection.execute(self._queries("change_view"), row_of(wanted))
 
     def _alter(self, connection: Connection, view: Definition, statement: sql.Composed) -> None:
         try:

@@ -45,7 +45,7 @@ class ViewTable:
     @contextmanager
     def writing(self, connection: CallersConnection) -> Iterator[Connection]:
         """The caller's transaction, to write with."""
-        with self._database.callers(connection) as joined, self._found():
+        with self._database.callers(connection) as joined, self._errors():
             yield joined
 
     def kept_after(self, joined: Connection) -> datetime | None:
@@ -68,40 +68,32 @@ class ViewTable:
 
     def fetch(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[RawRow]:
         """The rows of a statement that reads, in PostgreSQL's binary format."""
-        with self._known_errors():
+        with self._errors():
             return self._database.fetch(statement, values)
 
     def fetch_values(self, statement: SingleStatement, values: Mapping[str, bytes | None]) -> list[tuple[Any, ...]]:
         """The rows of a statement that reads. See `SingleStatement.fetch_values`."""
-        with self._known_errors():
+        with self._errors():
             return self._database.fetch_values(statement, values)
-
-    @contextmanager
-    def _known_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except EventSQLError as error:
-            if isinstance(error.__cause__, psycopg.Error) and (known := self._known(error.__cause__)) is not None:
-                raise known from error.__cause__
-            raise
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
         """A connection to read with."""
-        with self._database.connection() as connection, self._found():
+        with self._database.connection() as connection, self._errors():
             yield connection
 
     @contextmanager
-    def _found(self) -> Iterator[None]:
+    def _errors(self) -> Iterator[None]:
+        """Say what an error of the server means for the view, if that is known."""
         try:
             yield
-        except psycopg.Error as error:
-            if (known := self._known(error)) is not None:
-                raise known from error
+        except (psycopg.Error, EventSQLError) as error:
+            cause = error.__cause__ if isinstance(error, EventSQLError) else error
+            if (known := self._known(cause)) is not None:
+                raise known from cause
             raise
 
-    def _known(self, error: psycopg.Error) -> EventSQLError | None:
-        """The meaning of an error for the view, if that is known."""
+    def _known(self, error: BaseException | None) -> EventSQLError | None:
         view = self._definition
         match error:
             case psycopg.errors.UndefinedTable() | psycopg.errors.NoDataFound():

@@ -29,7 +29,7 @@ from eventsql_orchestration.views.feeds import ViewFeed, ViewFill, ViewFilling
 from eventsql_orchestration.views.logs import LogsView
 from eventsql_orchestration.views.rollups import RollupView
 from eventsql_orchestration.views.switching import Shadow, Switch, sequence_of
-from eventsql_orchestration.views.tables import differences, seconds_of, statements_of, stored_definition
+from eventsql_orchestration.views.tables import differences, row_of, statements_of, stored_definition
 from eventsql_orchestration.views.timelines import TimelineView
 
 AnyView: TypeAlias = TimelineView | RollupView | LogsView
@@ -184,11 +184,8 @@ class Rebuilding:
             shadow = Shadow(held, replace(held, name=name), _ledger_of(name), after_id)
             for statement in statements_of(shadow.definition, self._table(shadow.definition.table)):
                 connection.execute(statement)
-            values = {
-                "name": name, "kind": held.kind, "definition": Jsonb(held.described() | {"rebuilds": held.name}),
-                "retention": seconds_of(held.retention), "period": round(held.period.total_seconds()),
-            }  # fmt: skip
-            connection.execute(self._queries("add_view"), values)
+            marked = {"definition": Jsonb(held.described() | {"rebuilds": held.name})}
+            connection.execute(self._queries("add_view"), row_of(shadow.definition) | marked)
             connection.execute(_MAKE_LEDGER.format(self._table(shadow.ledger)))
             self._go_on_behind(connection, shadow)
         return shadow

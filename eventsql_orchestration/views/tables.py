@@ -8,12 +8,12 @@ from datetime import timedelta
 from typing import Any, Final
 
 from psycopg import sql
+from psycopg.types.json import Jsonb
 
 from eventsql_orchestration.views.definitions import Definition, Rollup, Timeline, define
 
 _GROWING: Final = ("values", "distinct", "quantiles")
 """The parts of a rollup that a declaration may add to."""
-
 
 _FREE: Final = ("retention", "sort_after")
 """The parts of views that a declaration may change."""
@@ -26,9 +26,13 @@ def stored_definition(row: tuple[Any, ...]) -> Definition:
     return define(kind, name, described, retention=kept, period=timedelta(seconds=period))
 
 
-def seconds_of(length: timedelta | None) -> int | None:
-    """A retention as it is stored."""
-    return None if length is None else round(length.total_seconds())
+def row_of(view: Definition) -> dict[str, Any]:
+    """The values of a view's row."""
+    return {
+        "name": view.name, "kind": view.kind, "definition": Jsonb(view.described()),
+        "retention": None if view.retention is None else round(view.retention.total_seconds()),
+        "period": round(view.period.total_seconds()),
+    }  # fmt: skip
 
 
 def differences(held: Definition, wanted: Definition) -> Sequence[str]:
