@@ -7,12 +7,13 @@ A `SingleStatement` takes such an array as it is, a psycopg cursor after `adapt_
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
 from itertools import chain, repeat
 from typing import Any, Final
 
 import psycopg
+from psycopg.abc import AdaptContext
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
@@ -55,32 +56,25 @@ class TimeArray(bytes):
     """An encoded `timestamptz[]`."""
 
 
-class _BytesArrayDumper(Dumper):
+_ARRAY_OIDS: Final[Mapping[type, int]] = {
+    BytesArray: 1001,
+    TextArray: 1009,
+    BigintArray: 1016,
+    IntegerArray: 1007,
+    FloatArray: 1022,
+    TimeArray: 1185,
+}
+
+
+class _ArrayDumper(Dumper):
     format = Format.BINARY
-    oid = 1001
+
+    def __init__(self, cls: type, context: AdaptContext | None = None) -> None:
+        super().__init__(cls, context)
+        self.oid = _ARRAY_OIDS[cls]
 
     def dump(self, obj: bytes) -> bytes:
         return obj
-
-
-class _TextArrayDumper(_BytesArrayDumper):
-    oid = 1009
-
-
-class _BigintArrayDumper(_BytesArrayDumper):
-    oid = 1016
-
-
-class _IntegerArrayDumper(_BytesArrayDumper):
-    oid = 1007
-
-
-class _FloatArrayDumper(_BytesArrayDumper):
-    oid = 1022
-
-
-class _TimeArrayDumper(_BytesArrayDumper):
-    oid = 1185
 
 
 def bytes_array(values: Iterable[bytes]) -> BytesArray:
@@ -128,9 +122,5 @@ def _encoded(oid: int, values: Iterable[bytes | None]) -> bytes:
 
 def adapt_arrays(cursor: psycopg.Cursor[Any]) -> None:
     """Let a cursor take such arrays as parameters; the caller's connection does not change."""
-    cursor.adapters.register_dumper(BytesArray, _BytesArrayDumper)
-    cursor.adapters.register_dumper(TextArray, _TextArrayDumper)
-    cursor.adapters.register_dumper(BigintArray, _BigintArrayDumper)
-    cursor.adapters.register_dumper(IntegerArray, _IntegerArrayDumper)
-    cursor.adapters.register_dumper(FloatArray, _FloatArrayDumper)
-    cursor.adapters.register_dumper(TimeArray, _TimeArrayDumper)
+    for array in _ARRAY_OIDS:
+        cursor.adapters.register_dumper(array, _ArrayDumper)
