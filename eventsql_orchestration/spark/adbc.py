@@ -241,7 +241,7 @@ def _read_database(source: Source, pieces: Iterable[Piece], wanted: Projection) 
     with ExitStack() as opened:
         connection = None
         for piece in pieces:
-            with _errors(source, piece.offsets):
+            with read_errors(source, piece.offsets):
                 if connection is None:
                     connection = opened.enter_context(CopyConnection(source.dsn))
                 yield from _read_piece(connection, source, piece, wanted)
@@ -314,11 +314,12 @@ def _maps(texts: pa.Array) -> pa.Array:
 
 
 @contextmanager
-def _errors(source: Source, offsets: OffsetRange) -> Iterator[None]:
+def read_errors(source: Source, what: object) -> Iterator[None]:
+    """Raise the errors of a read of `what` as errors of this package."""
     try:
         yield
     except (Error, psycopg.Error, RefusedError, pa.ArrowException, OSError) as error:
-        raise translate(error, source, f"{offsets} could not be read") from error
+        raise translate(error, source, f"{what} could not be read") from error
 
 
 def translate(error: Exception, source: Source, what: str) -> DatabaseError:

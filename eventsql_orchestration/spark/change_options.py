@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.spark.options import DATABASE, Given, Source, naming_option
+from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source, naming_option
 from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK
 from eventsql_orchestration.spark.read_options import MAX_TASKS, READ
 from eventsql_orchestration.validation import check_name
@@ -65,7 +65,7 @@ class ChangeOptions:
             upto=given.text("uptoCheckpoint"),
             tasks=given.number("numPartitions", 1, MAX_TASKS),
             least_tasks=given.number("minPartitions", 1, MAX_TASKS, default=1),
-            per_task=given.number("maxRecordsPerPartition", 1, 2**63 - 1, default=EVENTS_PER_TASK),
+            per_task=given.number("maxRecordsPerPartition", 1, MAX_BIGINT, default=EVENTS_PER_TASK),
         )
 
 

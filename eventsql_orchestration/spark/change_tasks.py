@@ -6,17 +6,14 @@ Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
 
-import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
-from adbc_driver_manager import Error
 
 from eventsql_orchestration.errors import DatabaseError
-from eventsql_orchestration.spark.adbc import CopyConnection, RefusedError, translate
+from eventsql_orchestration.spark.adbc import CopyConnection, read_errors
 from eventsql_orchestration.spark.options import Source
 
 TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
@@ -59,7 +56,7 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
     `DatabaseUnavailableError` if the server goes away.
     """
     schema = pa.schema([pa.field(name, TYPES[name]) for name in columns])
-    with _errors(source, wanted), CopyConnection(source.dsn) as connection:
+    with read_errors(source, f"changes {wanted.after} to {wanted.upto}"), CopyConnection(source.dsn) as connection:
         # One snapshot for the era and for the changes.
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
         connection.execute("SET LOCAL TIME ZONE 'UTC'")
@@ -72,11 +69,3 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
             if batch.num_rows:
                 arrays = [batch.column(name).cast(schema.field(name).type) for name in schema.names]
                 yield pa.RecordBatch.from_arrays(arrays, schema=schema)
-
-
-@contextmanager
-def _errors(source: Source, wanted: ChangeRange) -> Iterator[None]:
-    try:
-        yield
-    except (Error, psycopg.Error, RefusedError, pa.ArrowException, OSError) as error:
-        raise translate(error, source, f"changes {wanted.after} to {wanted.upto} could not be read") from error

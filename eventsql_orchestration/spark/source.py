@@ -48,7 +48,7 @@ class EventSQLDataSource(DataSource):
         #
         # If filter pushdown is off, Spark refuses a reader that could take filters. Only the program that asks shows
         # it.
-        kind = FilteringReader if options.push_filters and pushes_filters() else BatchReader
+        kind = FilteringReader if options.push_filters and _runs(_PUSHING) else BatchReader
         return kind(options, schema)
 
     def streamReader(self, schema: StructType) -> StreamReader:
@@ -64,11 +64,6 @@ class EventSQLDataSource(DataSource):
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
         options = WriteOptions.parse(self.options, streaming=True)
         return StreamWriter(options, schema, overwrite=overwrite, plan=not _runs(_COMMITTING))
-
-
-def pushes_filters() -> bool:
-    """Whether Spark pushes filters down in this process."""
-    return _runs(_PUSHING)
 
 
 def _runs(program: str) -> bool:
