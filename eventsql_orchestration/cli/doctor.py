@@ -134,8 +134,8 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
                 yield replace(finding, message=f"shard {shard.name}: {finding.message}")
 
 
-def _database(context: CliContext, platform: Shard, stalled_after: float) -> Iterator[Finding]:
-    database = platform.database
+def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterator[Finding]:
+    database = shard.database
     embedded = context.settings.dsn is None
     server = _server(database)
     named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
@@ -145,11 +145,11 @@ def _database(context: CliContext, platform: Shard, stalled_after: float) -> Ite
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
         yield from _creators(database)
-        yield from _transfer(platform, stalled_after)
+        yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
-            yield from check(platform)
-        yield from _store(platform, stalled_after)
-        yield from _queues(platform, stalled_after)
+            yield from check(shard)
+        yield from _store(shard, stalled_after)
+        yield from _queues(shard, stalled_after)
 
 
 def _server(database: Database) -> Finding:
@@ -188,10 +188,10 @@ def _creators(database: Database) -> Iterator[Finding]:
         )
 
 
-def _transfer(platform: Shard, stalled_after: float) -> Iterator[Finding]:
-    topics = [topic.name for topic in platform.registry.topics()]
-    with platform.database.connection() as connection:
-        rows = connection.execute(Queries("log", platform.database.schema)("buffered"), {"topics": topics}).fetchall()
+def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:
+    topics = [topic.name for topic in shard.registry.topics()]
+    with shard.database.connection() as connection:
+        rows = connection.execute(Queries("log", shard.database.schema)("buffered"), {"topics": topics}).fetchall()
     waiting: Counter[str] = Counter()
     oldest: dict[str, float] = {}
     for topic, _partition, events, seconds in rows:
@@ -210,19 +210,19 @@ def _transfer(platform: Shard, stalled_after: float) -> Iterator[Finding]:
         yield ok("transfer", f"{counted(waiting.total(), 'event')} in the buffer, none older than {stalled_after:g} s")
 
 
-def _sequences(platform: Shard) -> Iterator[Finding]:
+def _sequences(shard: Shard) -> Iterator[Finding]:
     """Sequences that would hand out ids out of order."""
-    database, topics = platform.database, [topic.name for topic in platform.registry.topics()]
+    database, topics = shard.database, [topic.name for topic in shard.registry.topics()]
     with database.connection() as connection:
         faults = sequences.faults(connection, database.schema, topics)
     for fault in faults:
         yield problem("sequences", fault.finding, fault.remedy)
 
 
-def _blocks(platform: Shard) -> Iterator[Finding]:
+def _blocks(shard: Shard) -> Iterator[Finding]:
     """Broken blocks of logs in blocks: reading their partition stops there, or gives events twice."""
-    database = platform.database
-    for topic in platform.registry.topics():
+    database = shard.database
+    for topic in shard.registry.topics():
         with database.connection() as connection:
             found = broken_blocks(connection, database.schema, topic.name)
         for block in found:
@@ -234,10 +234,10 @@ def _blocks(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def _compressions(platform: Shard) -> Iterator[Finding]:
+def _compressions(shard: Shard) -> Iterator[Finding]:
     """Topics with a compression that this server lacks. They were restored from another server."""
-    methods = platform.registry.compressions()
-    for topic in platform.registry.topics():
+    methods = shard.registry.compressions()
+    for topic in shard.registry.topics():
         if topic.compression not in methods:
             yield warning(
                 "logs",
@@ -247,9 +247,9 @@ def _compressions(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def _captures(platform: Shard) -> Iterator[Finding]:
+def _captures(shard: Shard) -> Iterator[Finding]:
     """Tables whose changes do not become events any more."""
-    for capture in Captures(platform.database).list():
+    for capture in Captures(shard.database).list():
         if capture.problem is not None:
             yield problem(
                 "captures",
@@ -271,10 +271,10 @@ def _captures(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def _store(platform: Shard, stalled_after: float) -> Iterator[Finding]:
+def _store(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """An event store of another server, and subscriptions that stand still."""
     try:
-        subscriptions = Store(platform.database).subscriptions()
+        subscriptions = Store(shard.database).subscriptions()
     except PermissionDeniedError:
         # Roles have no rights on the event store unless they were given some.
         return
@@ -304,9 +304,9 @@ def _store(platform: Shard, stalled_after: float) -> Iterator[Finding]:
             )
 
 
-def _queues(platform: Shard, stalled_after: float) -> Iterator[Finding]:
+def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
     """Queues whose messages nobody receives, and queues that have given messages up."""
-    for each in queue_lags(platform.database):
+    for each in queue_lags(shard.database):
         if each.seconds > stalled_after and not each.for_dead_letters:
             yield warning(
                 "queues",
@@ -321,9 +321,9 @@ def _queues(platform: Shard, stalled_after: float) -> Iterator[Finding]:
             )
 
 
-def _views(platform: Shard) -> Iterator[Finding]:
+def _views(shard: Shard) -> Iterator[Finding]:
     """Views whose retention nobody applies, and rebuilds that have not ended."""
-    views = Views(platform.database)
+    views = Views(shard.database)
     try:
         overdue, rebuilds = views.overdue(), views.unfinished_rebuilds()
     except PermissionDeniedError:
@@ -343,10 +343,10 @@ def _views(platform: Shard) -> Iterator[Finding]:
         )
 
 
-def _stranded(platform: Shard) -> Iterator[Finding]:
+def _stranded(shard: Shard) -> Iterator[Finding]:
     """Events in partitions that a topic has lost: a writer did not know of the repartitioning."""
-    for topic in platform.registry.topics():
-        for lying in stranded(platform.database, topic.name) if topic.partitioned else []:
+    for topic in shard.registry.topics():
+        for lying in stranded(shard.database, topic.name) if topic.partitioned else []:
             where = f"at offset {lying.first}" if lying.events == 1 else f"from offset {lying.first} to {lying.last}"
             yield warning(
                 "logs",
@@ -357,10 +357,10 @@ def _stranded(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def _order(platform: Shard) -> Iterator[Finding]:
+def _order(shard: Shard) -> Iterator[Finding]:
     """Keys whose order EventSQL's Java library may have broken: its transfer moves events in no order."""
-    for topic in platform.registry.topics():
-        found = order(platform.database, topic.name)
+    for topic in shard.registry.topics():
+        found = order(shard.database, topic.name)
         if found.behind and (found.java or found.connected):
             yield warning(
                 "order",

@@ -18,9 +18,9 @@ from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 
-def leftover_findings(platform: Shard) -> Iterator[Finding]:
+def leftover_findings(shard: Shard) -> Iterator[Finding]:
     """Rows of topics and consumers that another program, or an earlier version, has deleted."""
-    leftovers = Leftovers(platform.database)
+    leftovers = Leftovers(shard.database)
     for left in leftovers.find():
         yield warning("leftovers", f"{left}", "eventsql topic retain")
     for name in leftovers.unregistered():
@@ -30,7 +30,7 @@ def leftover_findings(platform: Shard) -> Iterator[Finding]:
             f"eventsql topic create {shlex.quote(name)}, and if nobody needs them, then eventsql topic delete "
             f"{shlex.quote(name)} --force",
         )
-    for topic in platform.registry.topics():
+    for topic in shard.registry.topics():
         for each in leftovers.lacking(topic.name):
             yield problem(
                 "consumers",
@@ -41,25 +41,25 @@ def leftover_findings(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def consumer_findings(platform: Shard) -> Iterator[Finding]:
-    topics = {topic.name for topic in platform.registry.topics()}
-    states = platform.registry.consumers()
+def consumer_findings(shard: Shard) -> Iterator[Finding]:
+    topics = {topic.name for topic in shard.registry.topics()}
+    states = shard.registry.consumers()
     findings = [finding for state in states if (finding := _consumer(state, topics)) is not None]
     yield from findings
     if not findings:
         yield ok("consumers", f"{counted(len(states), 'partition')}, none blocked or paused")
 
 
-def idle_findings(platform: Shard) -> Iterator[Finding]:
+def idle_findings(shard: Shard) -> Iterator[Finding]:
     """Consumers that nobody runs any more, as far as can be seen: events wait, and none was consumed for a day."""
-    waiting = [lag for lag in without_backfills(platform.lag()) if lag.cause is LagCause.WAITING]
+    waiting = [lag for lag in without_backfills(shard.lag()) if lag.cause is LagCause.WAITING]
     oldest: dict[tuple[str, str], float] = {}
     for lag in waiting:
         oldest[lag.topic, lag.consumer] = max(lag.seconds, oldest.get((lag.topic, lag.consumer), 0.0))
     day = timedelta(days=1)
     recent = datetime.now(UTC) - day
     for (topic, name), seconds in oldest.items():
-        consumed = [state.last_consumption_at for state in platform.registry.consumer(topic, name)]
+        consumed = [state.last_consumption_at for state in shard.registry.consumer(topic, name)]
         if seconds > day.total_seconds() and all(at is None or at < recent for at in consumed):
             events = sum(lag.events for lag in waiting if (lag.topic, lag.consumer) == (topic, name))
             yield warning(
@@ -70,11 +70,11 @@ def idle_findings(platform: Shard) -> Iterator[Finding]:
             )
 
 
-def dead_letter_findings(platform: Shard) -> Iterator[Finding]:
+def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
     """Events that consumers have given up, and that nobody has published again."""
-    letters = LogMetrics(platform.database.schema)
-    with platform.database.connection() as connection:
-        topics = {topic.name for topic in platform.registry.topics()}
+    letters = LogMetrics(shard.database.schema)
+    with shard.database.connection() as connection:
+        topics = {topic.name for topic in shard.registry.topics()}
         for topic in letters.readable(connection, sorted(topics)):
             source = topic.removesuffix(DEAD_LETTER_SUFFIX)
             if source == topic or source not in topics:

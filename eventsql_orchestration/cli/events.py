@@ -128,11 +128,11 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
     return wake
 
 
-def _before(platform: Shard, topic: str, start: Place) -> int:
+def _before(shard: Shard, topic: str, start: Place) -> int:
     """The offset after which to read. With an offset beyond the end of the log, --follow waits for that event."""
     if isinstance(start, AtOffset):
         return max(0, start.offset - 1)
-    database = platform.database
+    database = shard.database
     with database.connection() as connection:
         return lazy.resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
 

@@ -104,12 +104,12 @@ class Portion:
 class CommitLog:
     """Publishes in one database."""
 
-    def __init__(self, platform: Shard) -> None:
-        self.platform = platform
-        self.parts = TwoPhaseParticipant(platform.database)
-        self._blocks = StagedBlocks(platform.database.schema)
-        self._queries = Queries("spark", platform.database.schema)
-        self._log = Queries("log", platform.database.schema)
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+        self.parts = TwoPhaseParticipant(shard.database)
+        self._blocks = StagedBlocks(shard.database.schema)
+        self._queries = Queries("spark", shard.database.schema)
+        self._log = Queries("log", shard.database.schema)
 
     # The record
 
@@ -137,7 +137,7 @@ class CommitLog:
 
     def recorded(self, batch: Batch) -> bool:
         """Whether the batch was published."""
-        with self.platform.database.connection() as connection:
+        with self.shard.database.connection() as connection:
             return self._record(connection, batch) is not None
 
     def _record(self, connection: Connection, batch: Batch) -> tuple[int, str | None, int | None] | None:
@@ -152,7 +152,7 @@ class CommitLog:
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)
         if batch.claim is not None:
-            claim, state = self.platform.claims.get(batch.claim.id)
+            claim, state = self.shard.claims.get(batch.claim.id)
             if state != "committed":
                 raise ClaimLostError(f"{batch} was published before, but not with {claim}: give writerId a new value")
 
@@ -198,7 +198,7 @@ class CommitLog:
 
     def prepare(self, part: PublicationPart, portion: Portion) -> None:
         """Keep the blocks of a portion, on disk, for an announced publication. Raises as `find`."""
-        with self.platform.database.transaction() as connection:
+        with self.shard.database.transaction() as connection:
             self.parts.limit_transaction(connection)
             self.parts.lock_blocks(connection, portion.attempts)
             self.find(connection, portion)
@@ -236,9 +236,9 @@ class CommitLog:
 
     def commit(self, connection: Connection, hold: ClaimHold) -> None:
         """Commit the range of a claim. Raises `ClaimLostError`."""
-        claim, _ = self.platform.claims.get(hold.id)
+        claim, _ = self.shard.claims.get(hold.id)
         # This checks the offset, too: a consumer that knows no leases may have moved it.
-        self.platform.claims.commit(connection, replace(claim, epoch=hold.epoch))
+        self.shard.claims.commit(connection, replace(claim, epoch=hold.epoch))
 
     # Cleaning up
 
@@ -252,7 +252,7 @@ class CommitLog:
         Dagster's housekeeping prunes the records of assets, because it knows the runs.
         """
         queries, values = self._queries, {"writer": writer, "limit": PRUNED, "newest": KEPT_BATCHES}
-        with self.platform.database.connection() as connection:
+        with self.shard.database.connection() as connection:
             connection.execute(queries("prune_batches"), {**values, "seconds": KEPT_SECONDS})
             for kind in (UNNAMED, OF_CLAIM):
                 if kind.has(writer):
@@ -262,5 +262,5 @@ class CommitLog:
 
     def sweep(self) -> None:
         """Delete old blocks that nobody published or gave up."""
-        with self.platform.database.connection() as connection:
+        with self.shard.database.connection() as connection:
             self._blocks.sweep(connection)

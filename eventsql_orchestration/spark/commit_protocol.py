@@ -90,7 +90,7 @@ class Publications:
         # One database needs no coordinator.
         from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator  # noqa: PLC0415
 
-        return TwoPhaseCoordinator(lambda: {str(name): log.platform for name, log in self._logs.items()})
+        return TwoPhaseCoordinator(lambda: {str(name): log.shard for name, log in self._logs.items()})
 
     def _first(self) -> str | None:
         """The set's first shard, whatever was added since. None for one database."""
@@ -99,7 +99,7 @@ class Publications:
         failed: EventSQLError | None = None
         for log in self._logs.values():
             try:
-                return ShardStore(log.platform.database).state().first
+                return ShardStore(log.shard.database).state().first
             except DatabaseUnavailableError as error:
                 failed = error
         assert failed is not None, "there are shards"
@@ -120,7 +120,7 @@ class Publications:
         Raises `TopicNotFoundError`, `ShardError` if shards are missing, `ShardPendingError` if a shard that is being
         added takes no events for too long.
         """
-        return write_targets({name: log.platform for name, log in self._logs.items()}, topic, headers)
+        return write_targets({name: log.shard for name, log in self._logs.items()}, topic, headers)
 
     def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
         """A claim as it is now, to be committed later. `shard` is its shard, if there are several.
@@ -133,7 +133,7 @@ class Publications:
             )
         if shard is not None and not self._sharded:
             raise ConfigurationError("option claimShard cannot be used here: there is one database")
-        claim, _ = self._log_of(shard, "option claimShard").platform.claims.get(claim_id)
+        claim, _ = self._log_of(shard, "option claimShard").shard.claims.get(claim_id)
         return ClaimHold(claim.id, claim.epoch, shard)
 
     # Publishing
@@ -175,7 +175,7 @@ class Publications:
 
     def _publish_alone(self, log: CommitLog, batch: Batch, portion: Portion) -> bool:
         """Publish in one database, in one transaction."""
-        with log.platform.database.transaction() as connection:
+        with log.shard.database.transaction() as connection:
             # An unnamed writer never repeats its batch, and the batch has no other part.
             once = not self._sharded and UNNAMED.has(batch.writer)
             first = once or log.record(connection, batch, uuid.uuid4())
@@ -199,7 +199,7 @@ class Publications:
             # The caller reports an earlier error, not a shard that is down now.
             with suppress(EventSQLError, psycopg.Error):
                 log = self._log_of(shard, _STAGED)
-                with log.platform.database.connection() as connection:
+                with log.shard.database.connection() as connection:
                     log.delete(connection, portion.attempts)
 
     def _sweep(self, deciding: CommitLog, batch: Batch) -> None:
@@ -246,7 +246,7 @@ class Publications:
         """Whether the batch was published before. Raises if that was another batch."""
         if not deciding.recorded(batch):
             return False
-        with deciding.platform.database.connection() as connection:
+        with deciding.shard.database.connection() as connection:
             deciding.check_repeated(connection, batch)
         return True
 
@@ -257,7 +257,7 @@ class Publications:
 
         An error before the first commit rolls back all of them; an error after it rolls back the rest.
         """
-        with ExitStack() as following, deciding.platform.database.transaction() as connection:
+        with ExitStack() as following, deciding.shard.database.transaction() as connection:
             deciding.parts.limit_transaction(connection)
             deciding.parts.lock_publication(connection, part.id)
             deciding.parts.announce(part, list(others), owner_name())
@@ -279,7 +279,7 @@ class Publications:
         self, part: PublicationPart, batch: Batch, log: CommitLog, portion: Portion, following: ExitStack
     ) -> None:
         """Publish a shard's part, in a transaction that `following` ends."""
-        connection = following.enter_context(log.platform.database.transaction())
+        connection = following.enter_context(log.shard.database.transaction())
         log.parts.limit_transaction(connection)
         missing = log.parts.publish(connection, part.id)
         if missing is None:

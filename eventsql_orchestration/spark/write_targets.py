@@ -21,19 +21,19 @@ PENDING_SECONDS: Final = 10.0
 
 
 def write_targets(
-    platforms: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
+    shards: Mapping[str | None, Shard], topic: str | None, headers: Mapping[str, str]
 ) -> tuple[WriteTarget, ...]:
-    """See `Publications.write_targets`. `platforms` are by shard name, or by None for one database."""
+    """See `Publications.write_targets`. `shards` are by name, or by None for one database."""
     backoff = Backoff(PENDING_SECONDS)
     while True:
-        topics = {name: _topics(platform, topic) for name, platform in platforms.items()}
+        topics = {name: _topics(shard, topic) for name, shard in shards.items()}
         try:
             names = _taking(topics, topic)
         except ShardPendingError:
             if not backoff.lasts():
                 raise
         else:
-            return tuple(_target(name, platforms[name].database, topics[name], topic, headers) for name in names)
+            return tuple(_target(name, shards[name].database, topics[name], topic, headers) for name in names)
 
 
 def _target(
@@ -44,12 +44,12 @@ def _target(
     return WriteTarget(source, encoder, {each.name: each.layout for each in topics}, shard)
 
 
-def _topics(platform: Shard, name: str | None) -> list[Topic]:
+def _topics(shard: Shard, name: str | None) -> list[Topic]:
     """All topics, or the topic of this name if it exists."""
     if name is None:
-        return platform.registry.topics()
+        return shard.registry.topics()
     with suppress(TopicNotFoundError):
-        return [platform.registry.topic(name)]
+        return [shard.registry.topic(name)]
     return []
 
 
