@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Delivery, HandOut, arrays, number_of_key
-from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
+from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
@@ -322,7 +322,7 @@ class Deliveries:
         keeps its attempts. Raises `ClaimLostError` if another process has the event now.
         """
         attempts = delivery.attempts + (1 if counts else 0)
-        failure, delay = describe(error), min(FIRST_BACKOFF * 2.0 ** min(max(0, attempts - 1), 30), MAX_BACKOFF)
+        failure, delay = describe(error), backoff_after(attempts)
         where = f"consumer {self._consumer!r} of topic {self._topic!r}"
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):

@@ -36,6 +36,11 @@ class Failure:
     BLOCKED = "blocked"
 
 
+def backoff_after(attempts: int) -> float:
+    """The seconds until an event is tried again that has failed so often."""
+    return min(FIRST_BACKOFF * 2.0 ** min(max(0, attempts - 1), 30), MAX_BACKOFF)
+
+
 def transaction_lost(connection: Connection) -> bool:
     """Whether the transaction that locked the partition is over or broken."""
     return connection.info.transaction_status is not TransactionStatus.INTRANS
@@ -53,7 +58,7 @@ def record_failure(
     """
     key, state = locked.key, locked.state
     attempts = (state.attempts if state.failed_event_id == event.id else 0) + 1
-    backoff = min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
+    backoff = backoff_after(attempts)
     # The text may quote the event.
     described = FAILURE if erased_meanwhile(connection, queries.schema, event) else describe(error)
     failure = Failure(event.id, event.partition, described, attempts, Failure.RETRY)

@@ -42,7 +42,7 @@ def takes_connection(handler: QueueHandler) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A handled event. `acknowledged` with its effects, or to be acknowledged, or failed with an error."""
+    """An event whose handler has returned, which is to be acknowledged, or has failed. A failure may not count."""
 
     delivery: Delivery
     error: BaseException | None = None

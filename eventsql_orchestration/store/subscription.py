@@ -13,7 +13,7 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.consuming.dead_letter_values import describe
-from eventsql_orchestration.consuming.failures import FIRST_BACKOFF, MAX_BACKOFF
+from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
@@ -227,7 +227,7 @@ class Subscription:
             failure = describe(error)
             values = {"name": self.name, "attempts": attempts, "failure": failure}
             if attempts < self._options.max_attempts:
-                backoff = min(FIRST_BACKOFF * 2.0 ** min(attempts - 1, 30), MAX_BACKOFF)
+                backoff = backoff_after(attempts)
                 connection.execute(self._queries("record_failure"), {**values, "backoff": backoff})
                 logger.warning(
                     "subscription %s will try %s again in %.0f s (attempt %d of %d failed: %s)",

@@ -12,6 +12,7 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import deliveries, queue_consumption
+from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.deliveries import OWNER
 from eventsql_orchestration.consuming.lag_values import LagCause
@@ -38,7 +39,7 @@ POLLING = 0.02
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deliveries, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 0.01)
 
 
 def prepare(platform: EventSQL) -> None:
@@ -648,7 +649,7 @@ def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
         return delay
 
     monkeypatch.setattr(deliveries.Deliveries, "fail", fail_after_the_commit)
-    monkeypatch.setattr(deliveries, "FIRST_BACKOFF", 2.0)
+    monkeypatch.setattr(failure_module, "FIRST_BACKOFF", 2.0)
     monkeypatch.setattr(queue_consumption, "SETTLE_RETRY", 0.01)
     ids = fill(platform, "aaa")
     failures = [ValueError("not yet")]
