@@ -176,9 +176,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
                     self._instance.add_run_tags(run.run_id, Worker.of_process(run.run_id, pid).tags())
                 return True
             except ReplacedError as error:
-                self._retire(slot, server, error.reason)
+                self._retire(slot, server, str(error))
             except Unforkable as error:
-                self._say_unforkable(run, location, error.reason, resume=resume)
+                self._say_unforkable(run, location, str(error), resume=resume)
                 return False
         with slot.lock:
             slot.unforkable_until = time.monotonic() + _UNFORKABLE_FOR

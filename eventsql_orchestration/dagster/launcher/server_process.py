@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,12 @@ _ANSWER_TIMEOUT = 60.0
 """Seconds for the answer to a request. A fork takes milliseconds; a swapping machine may need longer."""
 
 
-@dataclass(frozen=True, slots=True)
 class Unforkable(Exception):  # noqa: N818 - a finding, after which the run is launched in another way
-    """No server can load the location and then be forked. `reason` says why."""
-
-    reason: str
+    """No server can load the location and then be forked. The message says why."""
 
 
 class ReplacedError(Exception):
-    """The run needs another server. `reason` says why."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+    """The run needs another server. The message says why."""
 
 
 class ServerGoneError(ReplacedError):
@@ -52,18 +44,16 @@ class TooManyRunsError(internals.DagsterUserCodeUnreachableError):
             f"{limit} runs of this location are under way: bound the queue (concurrency.runs.max_concurrent_runs), or "
             "raise `max_runs` of the run launcher, in dagster.yaml"
         )
-        self.limit = limit
 
 
 class MachineBusyError(internals.DagsterUserCodeUnreachableError):
-    """The system refused a process for a run; Dagster's queue tries again. `reason` is the system's message."""
+    """The system refused a process for a run; Dagster's queue tries again."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
             f"the system refused a process for the run ({reason}): bound the queue "
             "(concurrency.runs.max_concurrent_runs in dagster.yaml), or raise the limits of processes and memory"
         )
-        self.reason = reason
 
 
 class ServerProcess:

@@ -45,7 +45,7 @@ def test_a_server_refuses_a_location_that(tmp_path: Path, before: str, reason: s
     origin = _origin(tmp_path, before)
     with dg.instance_for_test() as instance, pytest.raises(Unforkable) as refused:
         ServerProcess("refused", origin, instance.get_ref(), max_runs=5, timeout=timeout)
-    assert reason in refused.value.reason
+    assert reason in str(refused.value)
 
 
 @pytest.mark.nightly
@@ -97,9 +97,8 @@ def test_a_launch_beyond_the_limit_of_runs_is_refused_so_that_the_queue_tries_ag
     runs = [deployment.create(then) for then in ("wait", "")]
     server = _server(deployment, runs[0], max_runs=1)
     server.launch(runs[0], resume=False)
-    with pytest.raises(TooManyRunsError) as refused:
+    with pytest.raises(TooManyRunsError, match=r"^1 runs of this location are under way"):
         server.launch(runs[1], resume=False)
-    assert refused.value.limit == 1
     deployment.go()
     assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
     server.close()
@@ -160,7 +159,7 @@ def test_a_launch_does_not_wait_for_the_runs_of_a_server_that_is_ending(deployme
     server.close()
     with pytest.raises(ServerGoneError) as gone:
         server.launch(runs[1], resume=False)
-    assert "told to end" in gone.value.reason
+    assert "told to end" in str(gone.value)
     deployment.go()
     assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
     wait_until(server.has_ended, "the end of the server")
