@@ -13,7 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import click
 
 from eventsql_orchestration.cli import lazy
-from eventsql_orchestration.cli.output import Columns, complain, keep_secret, picked, say, show_items, write_json
+from eventsql_orchestration.cli.output import (
+    Columns,
+    complain,
+    keep_secret,
+    on_shard,
+    picked,
+    say,
+    show_items,
+    write_json,
+)
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
 if TYPE_CHECKING:
@@ -124,10 +133,9 @@ class CliContext:
         """The platform, as `open_platform` opens it."""
         return open_platform(self.settings, transfer=transfer, shard=self.shard)
 
-    def on_shard(self, name: str | None) -> dict[str, str]:
+    def on_shard(self, name: str | None) -> dict[str, Any]:
         """The shard for a JSON object: `name`, or the shard of --shard. Empty if there is only one database."""
-        shard = name or self.shard
-        return {} if shard is None else {"shard": shard}
+        return on_shard(name or self.shard)
 
     def on_its_shard(self, item: Any, columns: Columns) -> dict[str, Any]:
         """An object for JSON: its shard, if there are several, and these columns."""

@@ -124,6 +124,7 @@ class Time(click.ParamType[datetime]):
         return check_time("the time", time)
 
 
+_LIKE_A_DURATION: Final = re.compile(r"(\d+(\.\d+)?[wdhms])+|P.+", re.ASCII)
 _NUMBER: Final = r"(\d+(?:\.\d+)?)"
 _SHORT: Final = "".join(f"(?:{_NUMBER}{unit})?" for unit in "wdhms")
 _ISO: Final = f"P(?:{_NUMBER}W)?(?:{_NUMBER}D)?(?:T(?=\\d)(?:{_NUMBER}H)?(?:{_NUMBER}M)?(?:{_NUMBER}S)?)?"
@@ -152,7 +153,7 @@ class Moment(click.ParamType[datetime]):
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> datetime:
-        if isinstance(value, str) and re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", value, re.ASCII):
+        if isinstance(value, str) and _LIKE_A_DURATION.fullmatch(value):
             return datetime.now(UTC) - Duration().convert(value, param, ctx)
         return Time().convert(value, param, ctx)
 
@@ -168,7 +169,7 @@ class LogPlace(click.ParamType[Place]):
             return Earliest() if text == "earliest" else Latest()
         if re.fullmatch(r"-?[0-9]+", text):
             return AtOffset(int(text))
-        if re.fullmatch(r"(\d+(\.\d+)?[wdhms])+|P.+", text, re.ASCII):
+        if _LIKE_A_DURATION.fullmatch(text):
             return Back(Duration().convert(text, param, ctx))
         if not text[:1].isdecimal():
             self.fail(f"{value!r} is neither earliest, latest, an offset, a time nor a duration", param, ctx)
