@@ -78,7 +78,7 @@ def tail(
     the columns of the JSON; --format value prints each value as it is, and a line feed. --max counts the events that
     are printed.
     """
-    chosen = EventWriter(form)
+    writer = EventWriter(form)
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
@@ -91,9 +91,9 @@ def tail(
         left, chooses = max_events, key is not None or grep is not None
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
-            printed, read = 0, False
+            at_end = True
             for shard in platform.shards:
-                limit = _BATCH if left is None else min(_BATCH, left - printed)
+                limit = _BATCH if left is None else min(_BATCH, left)
                 if not limit:
                     break
                 events = shard.reader.read(
@@ -101,18 +101,16 @@ def tail(
                 )
                 if events:
                     matching = [event for event in events if _matches(event, key, grep)][:limit]
-                    chosen.write(matching, shard=context.shard or shard.name)
+                    writer.write(matching, shard=context.shard or shard.name)
                     after[shard] = events[-1].id
-                    printed += len(matching)
-                    read = True
+                    left = None if left is None else left - len(matching)
+                    at_end = False
 
-            left = None if left is None else left - printed
-            if read:
-                continue
-            if not follow:
-                return
-            wake.wait(_FOLLOW_DELAY)
-            wake.clear()
+            if at_end:
+                if not follow:
+                    return
+                wake.wait(_FOLLOW_DELAY)
+                wake.clear()
 
 
 def _matches(event: Event, key: str | None, grep: re.Pattern[bytes] | None) -> bool:
