@@ -143,6 +143,7 @@ class QueueRun:
                     "a batch of %d messages failed (%s): handling them one by one", len(messages), reason_of(error)
                 )
             else:
+                self.done.handled += len(messages)
                 self._settle(messages, waiting)
                 return
         for message in messages:
@@ -151,7 +152,7 @@ class QueueRun:
             else:
                 self.done.lost += 1
                 self.log.warning("message %s went to another receiver before it was handled", message.id)
-            self._settle([message], waiting, count=False)
+            self._settle([message], waiting)
         # Batches of other shards may still follow.
         self.done.gave_up |= len(messages) >= WHOLE_BATCH and self.done.failed - failed == len(messages)
 
@@ -177,12 +178,10 @@ class QueueRun:
             self.queue.acknowledge_all(messages, connection=connection)
         self.done.published.update(published)
 
-    def _settle(self, messages: Sequence[Message], waiting: list[Message], *, count: bool = True) -> None:
+    def _settle(self, messages: Sequence[Message], waiting: list[Message]) -> None:
         for message in messages:
             waiting.remove(message)
             self._held.let_go(message)
-        if count:
-            self.done.handled += len(messages)
 
     def _fail(self, message: Message, error: BaseException) -> None:
         reason, pause = reason_of(error), pause_after(message, self.backoff)

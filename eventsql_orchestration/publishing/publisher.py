@@ -37,7 +37,7 @@ from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_kind
 
 REDEFINITIONS: Final = 5
-"""Attempts to publish a batch whose topic is redefined at the same time."""
+"""How often a batch is published again whose topic is redefined at the same time."""
 
 STRAIGHT_LEAST: Final = 50
 """The least events of a batch on the straight path. Smaller batches commit side by side in the buffer, which is faster

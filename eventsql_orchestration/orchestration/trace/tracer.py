@@ -225,10 +225,10 @@ class Tracer:
 
     def _claims(self, run_id: str, since: datetime, until: datetime) -> Iterator[RunInput]:
         values = {"owner": owner_of(run_id), "first": since, "last": until}
-        for shard, platform in self._shards.items():
-            rows = rows_of(platform, "lineage", "claims_of_run", values)
+        for name, shard in self._shards.items():
+            rows = rows_of(shard, "lineage", "claims_of_run", values)
             for claim, topic, consumer, partition, after, upto, _events, _state in rows:
-                yield RunInput(topic, partition, after, upto, consumer, claim, shard)
+                yield RunInput(topic, partition, after, upto, consumer, claim, name)
 
     def _input(self, read: RunInput, depth: int) -> TracedInput:
         if read.shard not in self._shards:
