@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Iterable
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
@@ -15,6 +17,12 @@ _JSON: Final = json.JSONDecoder()
 
 _JSONB: Final = b"\x01"
 """The version of jsonb's format."""
+
+ARRAY_HEADER: Final = struct.Struct(">iiiii")
+"""Number of dimensions, whether items may be NULL, the items' type, their number, and the first index."""
+
+_length: Final = struct.Struct(">i").pack
+_NULL: Final = _length(-1)
 
 
 def encode_bigint(number: int) -> bytes:
@@ -37,6 +45,12 @@ def decode_time(raw: bytes | None) -> datetime:
 
 def decode_text(raw: bytes | None) -> str:
     return (raw or b"").decode()
+
+
+def encode_array(items: Iterable[bytes | None], *, of: int) -> bytes:
+    """An array of one dimension. `of` is the OID of the items' type."""
+    parts = [_NULL if item is None else _length(len(item)) + item for item in items]
+    return ARRAY_HEADER.pack(1, 1, of, len(parts), 1) + b"".join(parts)
 
 
 def encode_jsonb(text: str) -> bytes:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Final, TypeAlias
 
 import psycopg
@@ -29,8 +28,6 @@ from eventsql_orchestration.database.sessions import is_pooled
 
 RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
-
-_NULL_ITEM: Final = (-1).to_bytes(4, signed=True)
 
 _PLACEHOLDER: Final = re.compile(r"%\((\w+)\)s")
 
@@ -166,14 +163,3 @@ def fetch_raw(connection: Connection, query: sql.SQL | bytes, values: Mapping[st
     result = cursor.pgresult
     assert result is not None, "a statement that was executed has a result"
     return raw_rows(result)
-
-
-def encode_array(items: Sequence[bytes | None], *, of: int) -> bytes:
-    """An array of one dimension in PostgreSQL's binary format. `of` is the OID of the items' type."""
-    parts = [struct.pack("!iiIii", 1, int(None in items), of, len(items), 1)]
-    for item in items:
-        if item is None:
-            parts.append(_NULL_ITEM)
-        else:
-            parts += (len(item).to_bytes(4), item)
-    return b"".join(parts)

@@ -17,7 +17,7 @@ from psycopg.abc import AdaptContext
 from psycopg.adapt import Dumper
 from psycopg.pq import Format
 
-from eventsql_orchestration.database.binary import encode_time
+from eventsql_orchestration.database.binary import ARRAY_HEADER, encode_array, encode_time
 from eventsql_orchestration.errors import ValidationError
 
 _BIGINT: Final = 20
@@ -26,10 +26,6 @@ _TEXT: Final = 25
 _BYTEA: Final = 17
 _FLOAT: Final = 701
 _TIME: Final = 1184
-_HEADER: Final = struct.Struct(">iiiii")
-_HEAD: Final = _HEADER.pack
-_length: Final = struct.Struct(">i").pack
-_NULL: Final = _length(-1)
 
 
 class BytesArray(bytes):
@@ -78,11 +74,11 @@ class _ArrayDumper(Dumper):
 
 
 def bytes_array(values: Iterable[bytes]) -> BytesArray:
-    return BytesArray(_encoded(_BYTEA, values))
+    return BytesArray(encode_array(values, of=_BYTEA))
 
 
 def text_array(values: Iterable[str | None]) -> TextArray:
-    return TextArray(_encoded(_TEXT, (None if value is None else value.encode() for value in values)))
+    return TextArray(encode_array((None if value is None else value.encode() for value in values), of=_TEXT))
 
 
 def bigint_array(values: Sequence[int]) -> BigintArray:
@@ -98,26 +94,21 @@ def float_array(values: Sequence[float]) -> FloatArray:
 
 
 def time_array(values: Iterable[datetime | None]) -> TimeArray:
-    return TimeArray(_encoded(_TIME, (None if value is None else encode_time(value) for value in values)))
+    return TimeArray(encode_array((None if value is None else encode_time(value) for value in values), of=_TIME))
 
 
 def decode_bigints(array: bytes) -> list[int]:
     """The elements of a `bigint[]` without NULL."""
     # An empty array has a shorter header.
-    return [number for _, number in struct.iter_unpack(">iq", array[_HEADER.size :])]
+    return [number for _, number in struct.iter_unpack(">iq", array[ARRAY_HEADER.size :])]
 
 
 def _numbers(oid: int, element: str, size: int, values: Sequence[float]) -> bytes:
     flat = chain.from_iterable(zip(repeat(size), values, strict=False))
     try:
-        return _HEAD(1, 0, oid, len(values), 1) + struct.pack(f">{element * len(values)}", *flat)
+        return ARRAY_HEADER.pack(1, 0, oid, len(values), 1) + struct.pack(f">{element * len(values)}", *flat)
     except struct.error:
         raise ValidationError("a message has an id or a receipt that no queue has given out") from None
-
-
-def _encoded(oid: int, values: Iterable[bytes | None]) -> bytes:
-    parts = [_NULL if value is None else _length(len(value)) + value for value in values]
-    return _HEAD(1, 1, oid, len(parts), 1) + b"".join(parts)
 
 
 def adapt_arrays(cursor: psycopg.Cursor[Any]) -> None:

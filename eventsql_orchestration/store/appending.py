@@ -10,8 +10,9 @@ from uuid import UUID
 from psycopg.errors import SerializationFailure, UniqueViolation
 
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
+from eventsql_orchestration.database.binary import encode_array
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, encode_array, fetch_raw
+from eventsql_orchestration.database.single_statement import RawRow, SingleStatement, fetch_raw
 from eventsql_orchestration.errors import (
     AggregateClosedError,
     ConcurrentAppendError,
