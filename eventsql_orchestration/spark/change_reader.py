@@ -11,10 +11,10 @@ from pyspark.sql.pandas.types import from_arrow_type
 from pyspark.sql.types import StructField, StructType
 
 from eventsql_orchestration.spark.change_options import ChangeOptions
-from eventsql_orchestration.spark.change_tasks import TYPES, ChangeRange, read_changes
+from eventsql_orchestration.spark.change_tasks import CHANGE_TYPES, ChangeRange, read_changes
 from eventsql_orchestration.spark.reader import check_columns
 
-CHANGE_SCHEMA: Final = StructType([StructField(name, from_arrow_type(kind)) for name, kind in TYPES.items()])
+CHANGE_SCHEMA: Final = StructType([StructField(name, from_arrow_type(kind)) for name, kind in CHANGE_TYPES.items()])
 """The columns of changes, all nullable."""
 
 

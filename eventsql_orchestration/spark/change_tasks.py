@@ -16,7 +16,7 @@ from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.spark.adbc import CopyConnection, read_errors
 from eventsql_orchestration.spark.options import Source
 
-TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
+CHANGE_TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
     {
         "aggregate_type": pa.string(),
         "aggregate_id": pa.string(),
@@ -55,7 +55,7 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
     snapshot. Raises `DatabaseError` if the store was adopted meanwhile, and if the server refuses the read, and
     `DatabaseUnavailableError` if the server goes away.
     """
-    schema = pa.schema([pa.field(name, TYPES[name]) for name in columns])
+    schema = pa.schema([pa.field(name, CHANGE_TYPES[name]) for name in columns])
     with read_errors(source, f"changes {wanted.after} to {wanted.upto}"), CopyConnection(source.dsn) as connection:
         # One snapshot for the era and for the changes.
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")

@@ -25,7 +25,7 @@ from typing import Literal
 
 from eventsql_orchestration.errors import ConfigurationError, MissingExtraError
 
-Source = Literal["JAVA_HOME", "PATH", "packaged"]
+JavaSource = Literal["JAVA_HOME", "PATH", "packaged"]
 
 _OLDEST = 17
 _FIRST_SAFE_25 = (25, 0, 3)
@@ -65,7 +65,7 @@ class JavaRuntime:
 
     home: Path
     version: int
-    source: Source
+    source: JavaSource
 
 
 def find_java(home: Path) -> JavaRuntime:
@@ -119,7 +119,7 @@ class _Runtime:
         return None
 
 
-def _installed() -> Iterator[tuple[Source, Path]]:
+def _installed() -> Iterator[tuple[JavaSource, Path]]:
     home = os.environ.get("JAVA_HOME")
     if home:
         yield "JAVA_HOME", Path(home).absolute() / "bin" / "java"
@@ -128,7 +128,7 @@ def _installed() -> Iterator[tuple[Source, Path]]:
         yield "PATH", Path(found).absolute()
 
 
-def _usable(runtime: _Runtime, source: Source, home: Path) -> JavaRuntime:
+def _usable(runtime: _Runtime, source: JavaSource, home: Path) -> JavaRuntime:
     if not runtime.accepts_vector_module:
         return JavaRuntime(_shim(runtime, home), runtime.version[0], source)
     if source == "PATH":
