@@ -78,7 +78,7 @@ class AirflowApi:
             )
         token = self._json(answer)
         if not isinstance(token, dict) or "access_token" not in token:
-            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3")
+            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3: correct its URL")
         return str(token["access_token"])
 
     def _request(self, method: str, path: str, **options: Any) -> requests.Response:
@@ -87,13 +87,15 @@ class AirflowApi:
                 method, f"{self.url}{path}", timeout=TIMEOUT, proxies=self._proxies, **options
             )  # fmt: skip
         except requests.RequestException as error:
-            raise LocalAirflowError(f"no Airflow answers at {self.url} ({type(error).__name__})") from error
+            raise LocalAirflowError(
+                f"no Airflow answers at {self.url} ({type(error).__name__}): start it, or give its URL"
+            ) from error
 
     def _json(self, answer: requests.Response) -> Any:
         try:
             return answer.json()
         except ValueError:
-            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3") from None
+            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3: correct its URL") from None
 
     def pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
         """All objects of a list: those in `field` of each page. Raises as `ask`."""

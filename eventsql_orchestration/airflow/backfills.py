@@ -82,7 +82,7 @@ class AirflowRuns:
         except AirflowAnswerError as error:
             if error.status != NOT_FOUND:
                 raise
-            raise ValidationError(f"Airflow at {self._api.url} has no DAG {dag!r}") from None
+            raise ValidationError(f"Airflow at {self._api.url} has no DAG {dag!r}: name another with --dag") from None
         assets = [
             asset["name"]
             for asset in self._api.pages("/assets", "assets", dag_ids=dag)

@@ -67,7 +67,9 @@ class EventSQLLagOperator(BaseOperator):
                 found[lag.topic, lag.consumer].append(lag)
         if self.consumer is not None and not found:
             of = "any topic" if self.topic is None else f"topic {self.topic!r}"
-            raise ConsumerNotFoundError(f"there is no consumer {self.consumer!r} of {of}")
+            raise ConsumerNotFoundError(
+                f"there is no consumer {self.consumer!r} of {of}: `eventsql consumer list` shows the consumers"
+            )
         results, wrong = [], []
         for (topic, consumer), partitions in sorted(found.items()):
             events = sum(lag.events for lag in partitions)

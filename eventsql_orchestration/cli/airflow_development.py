@@ -158,7 +158,7 @@ class _Running:
         if errors:
             raise LocalAirflowError(f"{errors[0]['filename']} cannot be imported: {errors[0]['stack_trace'].strip()}")
         if not self.tagged():
-            raise LocalAirflowError(f"{dags} has no DAGs")
+            raise LocalAirflowError(f"{dags} has no DAGs: name the directory that has them")
         self.progress.update(task, description=f"Airflow runs at {airflow.url}", completed=1)
         if not (setup := self.tagged(SETUP)):
             say(

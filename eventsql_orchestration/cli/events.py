@@ -189,7 +189,9 @@ class _Printer:
                 if time.monotonic() - locked_since > _LOCKED_SECONDS:
                     if all(each.cause is not LagCause.WAITING for each in waiting):
                         self._end(waiting)
-                    raise EventSQLError(f"another consumption of consumer {self._consumer!r} has its partition")
+                    raise EventSQLError(
+                        f"another consumption of consumer {self._consumer!r} has its partition: end it, and try again"
+                    )
             else:
                 self._end(waiting)
                 return

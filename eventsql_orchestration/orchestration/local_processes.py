@@ -148,7 +148,7 @@ def _end_orphans(path: Path, kill: Callable[[int], None]) -> None:
 def take_lock(descriptor: int, directory: Path) -> None:
     """Lock an open file, and empty it. Raises `LocalProcessError` if the processes of a directory run already."""
     if not try_lock(descriptor):
-        raise LocalProcessError(f"processes of `eventsql dev` run on {directory} already")
+        raise LocalProcessError(f"processes of `eventsql dev` run on {directory} already: end them first")
     # The number of an earlier group may be another program's by now.
     os.ftruncate(descriptor, 0)
 

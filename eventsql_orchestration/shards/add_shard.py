@@ -174,7 +174,9 @@ class ShardAddition:
             (new.generations[-1] != wanted and not new.active)
             or (states[0].set is not None and states[0].set != new.set)
         ):
-            raise ShardSetError(f"{self._new.database} belongs to another set of shards")
+            raise ShardSetError(
+                f"{self._new.database} belongs to another set of shards: give the URL of an empty database"
+            )
 
     # Doing
 

@@ -168,7 +168,9 @@ class Cluster:
                 return
             taken = {other.name for other in self._shards if other is not shard}
             if state.set != self._set.id or state.name is None or state.name in taken:
-                raise ShardSetError(f"{shard.database} is none of the shards {', '.join(self._set.names)}")
+                raise ShardSetError(
+                    f"{shard.database} is none of the shards {', '.join(self._set.names)}: correct its URL"
+                )
             self._take_in({shard: state})
 
     def add(self, shard: Shard) -> None:
@@ -340,7 +342,9 @@ class Cluster:
             with suppress(psycopg.errors.UndefinedTable, psycopg.errors.InvalidSchemaName), connection.transaction():
                 name = self._shards[0].store.name(connection)
             if name is None:
-                raise ShardSetError(f"the connection leads to {connection.info.dbname!r}, which is not a shard")
+                raise ShardSetError(
+                    f"the connection leads to {connection.info.dbname!r}, which is not a shard: pass one to a shard"
+                )
             self._of_connections[connection] = name
         return self.named(name)
 

@@ -314,4 +314,6 @@ class Views:
             ) from error
         except psycopg.errors.UndefinedObject as error:
             language = getattr(view, "language", None)
-            raise ValidationError(f"this server has no text search configuration {language!r}") from error
+            raise ValidationError(
+                f"this server has no text search configuration {language!r}: `\\dF` in psql lists those that it has"
+            ) from error

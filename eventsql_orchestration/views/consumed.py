@@ -11,9 +11,10 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.dead_letter_values import REDRIVEN_CONSUMER
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all
-from eventsql_orchestration.errors import ConsumerNotFoundError, ViewConflictError
+from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage import segments
+from eventsql_orchestration.topics.catalog import no_consumer
 from eventsql_orchestration.views.feeds import ViewFeed
 
 
@@ -49,7 +50,7 @@ class Consumed:
         values = {"topic": feed.topic, "consumer": feed.consumer}
         rows = fetch_all(connection, Queries("views", schema)("consumer_offsets"), values, prepare=False)
         if not rows:
-            raise ConsumerNotFoundError(f"topic {feed.topic!r} has no consumer {feed.consumer!r}")
+            raise no_consumer(feed.topic, feed.consumer)
         return cls(
             feed, Offsets({partition: offset for partition, offset, *_ in rows}), EventFilter.from_json(rows[0][3]),
             rows[0][5], any(row[2] is not None for row in rows), any(row[4] for row in rows),

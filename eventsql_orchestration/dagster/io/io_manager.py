@@ -304,7 +304,10 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
         raise ValidationError(f"{what} has not been materialized: there is nothing to load")
     metadata: dict[str, Any] = {name: value.value for name, value in materialization.metadata.items()}
     if metadata.get(keys.PUBLISHED_TOPIC) != topic:
-        raise ValidationError(f"the last materialization of {what} does not name events published to topic {topic!r}")
+        raise ValidationError(
+            f"the last materialization of {what} does not name events published to topic {topic!r}: materialize it "
+            "again"
+        )
     if not metadata.get(keys.PUBLISHED_EVENTS):
         return []
     ends = [{"first": metadata.get(keys.PUBLISHED_FIRST), "last": metadata.get(keys.PUBLISHED_LAST)}]
