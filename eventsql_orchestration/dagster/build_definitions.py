@@ -33,6 +33,7 @@ from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.topics.registration import Registration
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
@@ -248,17 +249,8 @@ def build_register_job(
         done += [consumer.register(platform) for consumer in consumers]
         for worker in workers:
             context.log.info("queue %s", worker.register(platform))
-        for each in done:
-            context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
         context.log.info("%d topics and %d consumers are registered", len(declared), len(consumers))
-        created = [each.name for each in done if each.created]
-        changed = {each.name: list(each.changes) for each in done if each.changes}
-        others = undeclared(platform, declared, [each.consumer for each in consumers])
-        for topic, consumer in others:
-            context.log.info("%s", undeclared_consumer(topic, consumer))
-        context.add_output_metadata(
-            {"created": created, "changed": changed, "not declared here": [" ".join(each) for each in others]}
-        )
+        _report(context, done, undeclared(platform, declared, [each.consumer for each in consumers]))
 
     @dg.job(
         name=name,
@@ -270,3 +262,16 @@ def build_register_job(
         register()
 
     return registration
+
+
+def _report(context: dg.OpExecutionContext, done: Sequence[Registration], others: Sequence[tuple[str, str]]) -> None:
+    """Log each registration, and each of the `others`: registered consumers that the location does not declare."""
+    for each in done:
+        context.log.log(logging.WARNING if each.changes else logging.INFO, "%s", each)
+    for topic, consumer in others:
+        context.log.info("%s", undeclared_consumer(topic, consumer))
+    context.add_output_metadata({
+        "created": [each.name for each in done if each.created],
+        "changed": {each.name: list(each.changes) for each in done if each.changes},
+        "not declared here": [" ".join(each) for each in others],
+    })  # fmt: skip

@@ -1,4 +1,4 @@
-"""The job `register`, and the messages about topics and consumers that this job has yet to create."""
+"""The messages about topics, consumers and queues that the job `register` has yet to create."""
 
 from __future__ import annotations
 
