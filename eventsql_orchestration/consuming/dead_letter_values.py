@@ -14,7 +14,7 @@ A letter that fails again keeps all of these.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeAlias
@@ -22,7 +22,14 @@ from typing import Any, Final, TypeAlias
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, MAX_PARTITIONS, Event, Publication, Topic
-from eventsql_orchestration.validation import NO_METADATA, check_metadata, check_range, check_text, check_whole, shown
+from eventsql_orchestration.validation import (
+    NO_METADATA,
+    check_metadata,
+    check_range,
+    check_several,
+    check_text,
+    check_whole,
+)
 
 CONSUMER: Final = "dlt_consumer"
 EXCEPTION: Final = "dlt_exception"
@@ -171,8 +178,7 @@ class LetterFilter:
         if self.upto is not None and check_whole("upto", self.upto, least=0) < self.after:
             raise ValidationError(f"the range of offsets after {self.after} up to {self.upto} ends before it begins")
         if self.ids is not None:
-            if isinstance(self.ids, str | bytes) or not isinstance(self.ids, Iterable):
-                raise ValidationError(f"ids must be whole numbers, not {shown(self.ids)}")
+            check_several("ids", self.ids)
             ids = sorted({check_whole("the id of a dead letter", each, least=1) for each in self.ids})
             object.__setattr__(self, "ids", tuple(ids))
         check_range(self.since, self.until)

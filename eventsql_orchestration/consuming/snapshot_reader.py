@@ -31,7 +31,7 @@ from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
-from eventsql_orchestration.validation import check_name, check_text, check_whole, shown
+from eventsql_orchestration.validation import check_name, check_text, check_whole
 
 MAX_TRANSACTION: Final = 2**64 - 1
 """`xid8` has 64 bits without a sign."""
@@ -50,11 +50,7 @@ class Checkpoint:
     position: int
 
     def __post_init__(self) -> None:
-        transaction: object = self.transaction
-        if isinstance(transaction, bool) or not isinstance(transaction, int) or not 0 <= transaction <= MAX_TRANSACTION:
-            raise ValidationError(
-                f"a transaction id is a whole number from 0 to {MAX_TRANSACTION}, not {shown(transaction)}"
-            )
+        check_whole("a transaction id", self.transaction, least=0, most=MAX_TRANSACTION)
         check_whole("a position", self.position)
 
     def __str__(self) -> str:

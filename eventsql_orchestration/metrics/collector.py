@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -12,13 +11,14 @@ from typing import Final
 
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag import LagCause
-from eventsql_orchestration.errors import EventSQLError, MissingExtraError, ValidationError
+from eventsql_orchestration.errors import EventSQLError, MissingExtraError
 from eventsql_orchestration.metrics.counts import Highest, Totals
 from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
 from eventsql_orchestration.metrics.readings import Reading, Readings
 from eventsql_orchestration.queue.lag import QueueLag
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.store.lag import SubscriptionLag
+from eventsql_orchestration.validation import check_seconds
 
 try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -98,12 +98,9 @@ class PlatformCollector(Collector):
     """
 
     def __init__(self, platform: EventSQL, *, partitions: bool = False, interval: float = INTERVAL) -> None:
-        given: object = interval
-        if not isinstance(given, int | float) or not 0 < given < math.inf:
-            raise ValidationError(f"the interval of readings must be a positive number of seconds, not {interval!r}")
         self._platform = platform
         self._by_partition = partitions
-        self._interval = interval
+        self._interval = check_seconds("interval", interval, zero=False)
         self._sources: dict[Shard, _Source] = {}
 
     def describe(self) -> Iterable[Metric]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue.message_queue import MAX_MESSAGES
-from eventsql_orchestration.validation import check_batch, check_whole
+from eventsql_orchestration.validation import check_batch, check_seconds, check_whole
 
 
 def check_not_negative(limits: Any, *, optional: Collection[str] = ()) -> None:
@@ -47,8 +47,7 @@ class RunLimits:
 
     def __post_init__(self) -> None:
         check_batch(self.min_events, self.max_events)
-        if self.lease <= 0:
-            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
+        check_seconds("lease", self.lease, zero=False)
         check_not_negative(self)
 
 
@@ -84,5 +83,4 @@ class WorkLimits:
         for name in ("min_messages", "max_runs", "drain_messages"):
             check_whole(name, getattr(self, name), least=1)
         check_whole("batch", self.batch, least=1, most=MAX_MESSAGES)
-        if self.lease <= 0:
-            raise ValidationError(f"lease is a positive number of seconds, not {self.lease}")
+        check_seconds("lease", self.lease, zero=False)

@@ -164,8 +164,8 @@ def test_metadata_that_another_program_wrote_as_numbers_is_compared_as_text(
     [
         ({"ids": [0]}, "id of a dead letter must be a whole number"),
         ({"ids": ["1"]}, "id of a dead letter must be a whole number"),
-        ({"ids": "12"}, "ids must be whole numbers"),
-        ({"ids": 12}, "ids must be whole numbers"),
+        ({"ids": "12"}, "ids must be several values"),
+        ({"ids": 12}, "ids must be several values"),
         ({"after": -1}, "after must be a whole number"),
         ({"after": 5, "upto": 4}, "after 5 up to 4"),
         ({"since": datetime(2026, 1, 1)}, "no time zone"),  # noqa: DTZ001 - it is what is refused

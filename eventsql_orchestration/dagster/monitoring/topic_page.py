@@ -9,10 +9,10 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import Event, Shard
-from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.side_consumers import backfill_of
+from eventsql_orchestration.validation import check_whole
 
 RATE: Final = "events per second"
 IN_LOG: Final = "events in log, at most"
@@ -38,8 +38,7 @@ class TopicSample:
     redact: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.events <= 100:
-            raise ValidationError(f"a sample has 0 to 100 events, not {self.events}")
+        check_whole("the events of a sample", self.events, least=0, most=100)
 
 
 DEFAULT_SAMPLE: Final = TopicSample()
