@@ -20,7 +20,7 @@ def numbered(statement: sql.Composable) -> tuple[str, list[str]]:
             names.append(match[1])
         return f"${names.index(match[1]) + 1}"
 
-    text = re.sub(r"(?<!%)%\((\w+)\)s", number, statement.as_string()).replace("%%", "%")
+    text = re.sub(r"(?<!%)%\((\w+)\)[sb]", number, statement.as_string()).replace("%%", "%")
     return text, names
 
 

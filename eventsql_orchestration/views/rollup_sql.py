@@ -109,7 +109,8 @@ def merging(rollup: Rollup, schema: str) -> bytes:
         set=_list(*(sql.SQL("{} = " + f"merged.{name}").format(column) for name, column in sketches)),
         arrays=sql.SQL("unnest({})").format(_list(
             "%(buckets)s::timestamptz[]", *(f"%({name})s::text[]" for name, _ in dimensions),
-            *(f"%({name})s::bytea[]" for name, _ in sketches),
+            # psycopg escapes bytes in a text for a session without standard_conforming_strings, and so changes them.
+            *(f"%({name})b::bytea[]" for name, _ in sketches),
         )),
         names=_list(*(name for name, _ in (*dimensions, *sketches))),
         conditions=sql.SQL(" AND ").join(conditions),

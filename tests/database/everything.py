@@ -27,11 +27,14 @@ SECONDS = 0.1 + 0.2
 
 
 def use(platform: EventSQL, dsn: str) -> None:
-    """Publish, transfer, consume, fail, redrive, claim, seek, repartition, retain; and the three ways to use a log."""
+    """Publish, transfer, consume, fail, redrive, claim, erase, seek, repartition, retain; and the three ways to use a
+    log.
+    """
     register(platform)
     publish(platform, dsn)
     consume(platform)
     claim(platform)
+    erase(platform)
     change(platform)
     use_the_ways(platform)
     for topic in ("clicks", "clicks_dlt", "whole"):
@@ -110,6 +113,18 @@ def claim(platform: EventSQL) -> None:
             assert platform.claims.last("clicks", "reports", state.partition) is not None
 
 
+def erase(platform: EventSQL) -> None:
+    key = KEYS[0]
+    erased = platform.eraser.execute("clicks", [key])
+    assert erased.events > 0
+    assert erased.dead_letters > 0
+    of_topic, of_letters = (
+        [event for event in platform.reader.read(topic) if event.key == key] for topic in ("clicks", "clicks_dlt")
+    )
+    assert all(event.erased for event in of_topic + of_letters)
+    assert all(event.metadata["dlt_consumer"] == "reports" for event in of_letters)
+
+
 def change(platform: EventSQL) -> None:
     platform.seeker.execute("clicks", "reports", AtTime(NOON))
     platform.seeker.execute("clicks", "reports", AtOffset(2))
@@ -147,14 +162,15 @@ def use_the_ways(platform: EventSQL) -> None:
     queue.acknowledge(message)
     store = Store(database)
     views = Views(database)
-    definitions = (Timeline("everything"), Rollup("amounts", MINUTE, ("kind",), ("cents",)), Logs("runs", "english"))
+    amounts = Rollup("amounts", MINUTE, ("kind",), ("cents",), distinct=("who",), quantiles=("cents",))
+    definitions = (Timeline("everything"), amounts, Logs("runs", "english"))
     views.declare(*definitions)
     timeline, rollup, logs = views.timeline(definitions[0]), views.rollup(definitions[1]), views.logs(definitions[2])
     with database.transaction() as connection:
         store.append("order", "é", [Change("placed", {"é": 1})], expected_version=0, connection=connection)
         store.save_snapshot("order", "é", 1, {"é": 1}, connection=connection)
         timeline.append(connection, [("é", {"é": 1}, NOON)])
-        rollup.add(connection, [RollupEntry(NOON, {"kind": "é"}, {"cents": SECONDS})], slot=3)
+        rollup.add(connection, [RollupEntry(NOON, {"kind": "é"}, {"cents": SECONDS}, {"who": "é"})], slot=3)
         logs.write(connection, [LogEntry("é", "a line\\ é", NOON, attributes={"é": 1})])
     assert store.load("order", "é")[0].data == {"é": 1}
     assert store.snapshot("order", "é") is not None
@@ -162,6 +178,7 @@ def use_the_ways(platform: EventSQL) -> None:
     assert logs.search(text="line\\", words="line", attributes={"é": 1}, level="info")[0].written_at == NOON
     (day,) = rollup.read(since=NOON - DAY, until=NOON + DAY, every=DAY, where={"kind": "é"})
     assert (day.count, float(day.values["cents"].sum)) == (1, SECONDS)
+    assert all((*day.distinct.values(), *day.quantiles.values()))
     declared = Timeline("everything", retention=DAY)
     assert views.declare(declared) == ["everything"]
     assert views.retain()[0].dropped == 1

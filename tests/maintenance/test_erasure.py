@@ -140,7 +140,9 @@ def test_nothing_of_the_events_is_left_in_any_table(platform: EventSQL, form: St
     assert tables_with(platform) == set()
 
 
-def test_a_staged_block_keeps_the_events_of_others(platform: EventSQL, form: Storage) -> None:
+def test_a_staged_block_keeps_the_events_of_others(platform: EventSQL, form: Storage, session: Connection) -> None:
+    # psycopg changes an array of bytes that it writes as text in such a session.
+    session.execute(f"ALTER DATABASE {session.info.dbname} SET standard_conforming_strings TO off".encode())
     attempt = stage(platform, "ann", "bob", "ann")
     assert platform.eraser.execute("orders", ["ann"]).buffered == 2
     assert platform.eraser.execute("orders", ["ann"]).buffered == 0

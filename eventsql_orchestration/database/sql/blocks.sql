@@ -81,5 +81,5 @@ FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_positio
 
 -- replace -- Give a staged block another content.
 UPDATE {schema}.spark_staged_event
-SET eql_value = %(packed)s, eql_values = %(values)s::bytea[], eql_event_metadata = %(metadata)s::text[]::json[]
+SET eql_value = %(packed)s, eql_values = %(values)b::bytea[], eql_event_metadata = %(metadata)s::text[]::json[]
 WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;

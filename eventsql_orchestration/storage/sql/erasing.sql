@@ -4,7 +4,7 @@
 -- part marked -- The metadata of an event once it is erased: the mark, and the names of a dead letter that are `kept`.
 -- PostgreSQL cannot read the names in metadata with a NUL character.
 (%(mark)s::text || CASE WHEN cardinality(%(kept)s::text[]) > 0 AND json_typeof(eql_metadata) = 'object'
-    AND strpos(eql_metadata::text, '\u0000') = 0 THEN coalesce((
+    AND strpos(eql_metadata::text, E'\\u0000') = 0 THEN coalesce((
     SELECT string_agg(',' || to_json(each.key)::text || ':' || each.value::text, '')
     FROM json_each(eql_metadata) AS each WHERE each.key = ANY (%(kept)s::text[])
 ), '') ELSE '' END || '}}')::json
