@@ -83,6 +83,11 @@ def _create_rows(connection: sqlalchemy.Connection, schema: str, topic: Topic) -
     log = event_log(topic.name, partitioned=topic.partitioned)
     log.create(connection, checkfirst=True)
     name = sql.Identifier(schema, log.name).as_string(driver)
+    has_columns = LogQueries("segments", schema)("has_columns")
+    if fetch_one(driver, has_columns, {"log": name, "columns": log.columns.keys()}) != (True,):
+        raise RegistryError(
+            f"there is a table {name} already, which is no log: rename it, or name the topic differently"
+        )
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
         columns = {"log": name, "columns": index.columns.keys()}

@@ -425,3 +425,15 @@ def test_threads_that_register_what_contradicts_itself_get_one_of_them(platform:
     (topic,) = platform.registry.topics()
     platform.publisher.publish(Publication("orders", b"", partition=topic.partitions - 1))
     assert platform.transfer.run_once() == {"orders": 1}
+
+
+@pytest.mark.parametrize(
+    ("table", "storage"), [("orders_event", "rows"), ("orders_event", "blocks"), ("orders_block", "blocks")]
+)
+def test_a_table_of_others_is_taken_for_no_log(
+    platform: EventSQL, session: Connection, table: str, storage: Storage
+) -> None:
+    session.execute(f"CREATE TABLE eventsql.{table} (id integer)".encode())
+    with pytest.raises(RegistryError):
+        platform.registry.register_topic(Topic("orders", storage=storage))
+    assert platform.registry.topics() == []

@@ -137,6 +137,12 @@ FROM pg_inherits JOIN pg_class child ON child.oid = inhrelid
 WHERE inhparent = %(table)s::regclass AND NOT child.relispartition
 ORDER BY 1;
 
+-- has_columns -- Whether a table has these columns.
+SELECT %(columns)s::text[] <@ ARRAY(
+    SELECT a.attname::text FROM pg_attribute a
+    WHERE a.attrelid = %(log)s::regclass AND a.attnum > 0 AND NOT a.attisdropped
+);
+
 -- has_index -- Whether a table has an index of all its rows by these columns.
 SELECT EXISTS (
     SELECT FROM pg_index i
