@@ -290,6 +290,20 @@ def test_a_hostile_search_path_changes_nothing(owner: EventSQL, login: Login) ->
     assert (escalated, published) == ([], [])
 
 
+def test_what_runs_with_the_admins_rights_has_a_fixed_path_and_is_not_for_everybody(owner: EventSQL) -> None:
+    with owner.database.connection() as connection:
+        found = connection.execute(
+            "SELECT proname, 'search_path=pg_catalog, pg_temp' = ANY (proconfig), EXISTS ("
+            "SELECT FROM aclexplode(coalesce(proacl, acldefault('f', proowner))) WHERE grantee = 0) "
+            "FROM pg_proc WHERE prosecdef AND pronamespace = 'eventsql'::regnamespace"
+        ).fetchall()
+    assert {(fixed, of_public) for _, fixed, of_public in found} == {(True, False)}
+    assert {name for name, _, _ in found} == {
+        "hold_topics", "lock_last_of_keys", "enter_layout", "ensure_segments", "make_queue_archive",
+        "make_view_periods", "capture_changes", "forget_captures",
+    }  # fmt: skip
+
+
 def test_a_refusal_names_the_role_the_object_and_the_grant(as_: As, prefix: str) -> None:
     cases: list[tuple[str, str, str, Callable[[EventSQL], object]]] = [
         ("reader", "event_buffer", "publisher", lambda p: p.publisher.publish(Publication("orders", b"v"))),
