@@ -6,6 +6,7 @@ import os
 import select
 import socket
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -22,6 +23,9 @@ from eventsql_orchestration.redaction import hiding
 
 ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
+
+_OF_ANOTHER_LEVEL: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
+"""Connections to a pooler before a server whose transactions begin at another level: no setting of theirs can last."""
 
 ENCODING: Final = "UTF8"
 """The encoding that a database must have: it holds every text."""
@@ -43,7 +47,7 @@ def open_session(connection: Connection) -> None:
     autocommit, connection.autocommit = connection.autocommit, True
     row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
     assert row is not None, "a SELECT without FROM gives a row"
-    answering, encoding, _ = row
+    answering, encoding, read_committed, _ = row
 
     if encoding != ENCODING:
         raise ConfigurationError(
@@ -54,6 +58,8 @@ def open_session(connection: Connection) -> None:
         connection.prepare_threshold = None
         if not (connection.info.parameter_status("DateStyle") or "").startswith("ISO"):
             connection.execute("SET DateStyle TO ISO")
+        if not read_committed:
+            _OF_ANOTHER_LEVEL.add(connection)
     connection.autocommit = autocommit
 
 
@@ -74,6 +80,11 @@ def _leave_to_parent(connection: Connection) -> None:
 def is_pooled(connection: Connection) -> bool:
     """Whether a connection of `Database` leads to a pooler: session state ends with the transaction then."""
     return connection.prepare_threshold is None
+
+
+def begins_read_committed(connection: Connection) -> bool:
+    """Whether a statement outside of a transaction runs as READ COMMITTED on a connection of `Database`."""
+    return connection not in _OF_ANOTHER_LEVEL
 
 
 def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], None]) -> None:

@@ -24,7 +24,7 @@ from psycopg.types.numeric import Int2BinaryLoader, Int4BinaryLoader, Int8Binary
 from psycopg.types.string import ByteaBinaryLoader, TextBinaryLoader
 
 from eventsql_orchestration.database.connections import UTF8, Connection
-from eventsql_orchestration.database.sessions import is_pooled
+from eventsql_orchestration.database.sessions import begins_read_committed, is_pooled
 
 RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
@@ -107,6 +107,8 @@ class SingleStatement:
             raise psycopg.ProgrammingError("the connection is in a transaction, which would not be committed")
         pgconn, row = connection.pgconn, [values[placeholder] for placeholder in self._placeholders]
         if not self._prepares or is_pooled(connection):
+            if not begins_read_committed(connection):
+                return self._run_in_transaction(connection, row)
             pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
             return _result(connection)
 
@@ -124,6 +126,17 @@ class SingleStatement:
             self._prepare(connection)
             pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
             result = _result(connection)
+        return result
+
+    def _run_in_transaction(self, connection: Connection, row: list[bytes | None]) -> PGresult:
+        """Run the statement as READ COMMITTED: at another level, it may not see what it has waited for."""
+        pgconn = connection.pgconn
+        pgconn.send_query(b"BEGIN ISOLATION LEVEL READ COMMITTED")
+        _checked(_result(connection), ExecStatus.COMMAND_OK)
+        pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
+        result = _result(connection)
+        pgconn.send_query(b"COMMIT")
+        _checked(_result(connection), ExecStatus.COMMAND_OK)
         return result
 
     def _prepare(self, connection: Connection) -> None:

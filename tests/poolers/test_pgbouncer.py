@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from psycopg import sql
 from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
@@ -382,6 +383,21 @@ def test_queues_stores_and_views_work(pooled_database: Database) -> None:
     assert len(timeline.read("1")) == 8
     assert [bucket.count for bucket in rollup.read(since=noon, until=noon.replace(hour=13))] == [8]
     assert len(logs.search(since=noon, until=noon.replace(hour=13))) == 8
+
+
+def test_an_ordered_queue_works_where_transactions_begin_at_another_level(pooled_dsn: str, direct_dsn: str) -> None:
+    with psycopg.connect(direct_dsn, autocommit=True) as server:
+        name = sql.Identifier(server.info.dbname)
+        server.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(name))
+    with Database(pooled_dsn) as database:
+        queue = Queue(database, "commands", ordered=True)
+        for number in range(4):
+            queue.send(b"%d" % number, key="k")
+        received = []
+        while messages := queue.receive(max_messages=4):
+            received += [message.body for message in messages]
+            queue.acknowledge_all(messages)
+    assert received == [b"0", b"1", b"2", b"3"]
 
 
 # Its end

@@ -1,6 +1,7 @@
--- open -- The answering server process and the database's encoding. If the process is the connection's own and not a
--- pooler's, this makes the settings that results depend on.
+-- open -- The answering server process, the database's encoding, and whether transactions begin as READ COMMITTED. If the
+-- process is the connection's own and not a pooler's, this makes the settings that results depend on.
 SELECT pg_backend_pid(), current_setting('server_encoding'),
+       current_setting('default_transaction_isolation') = 'read committed',
        CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
            set_config('DateStyle', 'ISO', false),
            set_config('extra_float_digits', '1', false),
