@@ -27,6 +27,7 @@ from eventsql_orchestration.capture.values import (
     trigger_name,
 )
 from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.database.role_statements import owned_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import (
     CaptureError,
@@ -165,7 +166,10 @@ class Captures:
         if row is None:
             raise CaptureError(f"table {table!r} does not exist: name it as in SQL, with its schema")
         found = Table(*row)
-        if found.reserved:
+        of_platform = found.schema == self._database.schema and any(
+            name == found.name for _, name, *_ in owned_tables(driver, found.schema)
+        )
+        if found.of_system or of_platform:
             reason = "it is a table of the system or of the platform"
         elif found.kind == "p" or found.inherits:
             reason = "it has partitions or is one, and changes of a partition pass its triggers by"

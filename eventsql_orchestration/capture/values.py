@@ -60,7 +60,7 @@ class Table(NamedTuple):
     kind: str
     persistence: str
     inherits: bool
-    reserved: bool
+    of_system: bool
     owner: str
     platform_owner: str
     trusted: bool

@@ -72,6 +72,22 @@ def test_a_table_that_cannot_be_captured_is_refused(
     assert platform.captures.list() == []
 
 
+def test_tables_beside_the_platforms_in_one_schema_are_captured(direct_dsn: str, session: Connection) -> None:
+    with EventSQL(direct_dsn, schema="public", transfer=False) as platform:
+        platform.registry.register_topic(Topic("changes"))
+        own = session.execute(
+            "SELECT relname FROM pg_class WHERE relnamespace = 'public'::regnamespace AND relkind IN ('r', 'p')"
+        ).fetchall()
+        session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
+        platform.capture("orders", "changes")
+        session.execute("INSERT INTO orders VALUES (1)")
+        platform.transfer.run_once()
+        assert [event.key for event in platform.reader.read("changes")] == ["1"]
+        for (name,) in own:
+            with pytest.raises(CaptureError):
+                platform.capture(name, "changes")
+
+
 @pytest.mark.parametrize("name", ["", "a.b.c", "a b", '"a', "a;b c", "x\x00"])
 def test_a_name_that_is_no_tables_is_refused(platform: EventSQL, name: str) -> None:
     platform.registry.register_topic(Topic("changes"))

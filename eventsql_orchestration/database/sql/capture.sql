@@ -1,10 +1,10 @@
 -- table -- A table to be captured: its oid, schema, name, kind, persistence; whether it is a partition or has
--- inheritance; whether it is a table of the system or the platform; its owner, the platform's owner, and whether the
+-- inheritance; whether it is a table of the system; its owner, the platform's owner, and whether the
 -- table's owner is a member of the platform's; its primary key; whether the platform's owner may read it, and whether its
 -- row security binds that owner; its name as in SQL.
 SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::text,
        c.relispartition OR EXISTS (SELECT FROM pg_inherits i WHERE i.inhrelid = c.oid OR i.inhparent = c.oid),
-       n.nspname = ANY (ARRAY['pg_catalog', 'information_schema', 'pg_toast']) OR n.nspname = %(schema)s,
+       n.nspname = ANY (ARRAY['pg_catalog', 'information_schema', 'pg_toast']),
        pg_get_userbyid(c.relowner), pg_get_userbyid(f.proowner), pg_has_role(c.relowner, f.proowner, 'MEMBER'),
        ARRAY(
            SELECT a.attname
