@@ -11,11 +11,12 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import errors, generators, sql
+from psycopg.abc import PQGen
 from psycopg.adapt import AdaptersMap, Transformer
 from psycopg.pq import DiagnosticField, ExecStatus, Format, TransactionStatus
 from psycopg.pq.abc import PGresult
@@ -109,44 +110,44 @@ class SingleStatement:
         if not self._prepares or is_pooled(connection):
             if not begins_read_committed(connection):
                 return self._run_in_transaction(connection, row)
-            pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
-            return _result(connection)
+            return _exchange(connection, pgconn.send_query_params, self._text, row, None, self._formats, Format.BINARY)
 
         if self._briefly and time.monotonic() - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
-            pgconn.send_query(b"DEALLOCATE " + self._name)
-            _result(connection)
+            _exchange(connection, pgconn.send_query, b"DEALLOCATE " + self._name)
             del prepared[self._name]
         if self._name not in prepared:
             # Noted before it is prepared: after an interruption, the server may have the statement.
             prepared[self._name] = time.monotonic()
             self._prepare(connection)
-        pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
-        result = _result(connection)
+        prepared_query = (pgconn.send_query_prepared, self._name, row, self._formats, Format.BINARY)
+        result = _exchange(connection, *prepared_query)
         if result.status == ExecStatus.FATAL_ERROR and result.error_field(DiagnosticField.SQLSTATE) == _LOST:
             self._prepare(connection)
-            pgconn.send_query_prepared(self._name, row, self._formats, Format.BINARY)
-            result = _result(connection)
+            result = _exchange(connection, *prepared_query)
         return result
 
     def _run_in_transaction(self, connection: Connection, row: list[bytes | None]) -> PGresult:
         """Run the statement as READ COMMITTED: at another level, it may not see what it has waited for."""
         pgconn = connection.pgconn
-        pgconn.send_query(b"BEGIN ISOLATION LEVEL READ COMMITTED")
-        _checked(_result(connection), ExecStatus.COMMAND_OK)
-        pgconn.send_query_params(self._text, row, param_formats=self._formats, result_format=Format.BINARY)
-        result = _result(connection)
-        pgconn.send_query(b"COMMIT")
-        _checked(_result(connection), ExecStatus.COMMAND_OK)
+        begun = _exchange(connection, pgconn.send_query, b"BEGIN ISOLATION LEVEL READ COMMITTED")
+        _checked(begun, ExecStatus.COMMAND_OK)
+        result = _exchange(connection, pgconn.send_query_params, self._text, row, None, self._formats, Format.BINARY)
+        _checked(_exchange(connection, pgconn.send_query, b"COMMIT"), ExecStatus.COMMAND_OK)
         return result
 
     def _prepare(self, connection: Connection) -> None:
-        connection.pgconn.send_prepare(self._name, self._text)
-        _checked(_result(connection), ExecStatus.COMMAND_OK)
+        _checked(_exchange(connection, connection.pgconn.send_prepare, self._name, self._text), ExecStatus.COMMAND_OK)
 
 
-def _result(connection: Connection) -> PGresult:
-    """Wait for the result of the statement that was sent. Ctrl-C cancels the statement."""
-    results: list[PGresult] = connection.wait(generators.execute(connection.pgconn))
+def _exchange(connection: Connection, send: Callable[..., None], *arguments: object) -> PGresult:
+    """Send a statement and wait for its result. Ctrl-C cancels the statement, also right after it was sent."""
+
+    def sent() -> PQGen[list[PGresult]]:
+        send(*arguments)
+        results: list[PGresult] = yield from generators.execute(connection.pgconn)
+        return results
+
+    results = connection.wait(sent())
     if not results:
         raise psycopg.InternalError("the server gave no result")
     return next((result for result in results if result.status != ExecStatus.COMMAND_OK), results[-1])

@@ -5,14 +5,17 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import pytest
 from psycopg import sql
 
 from eventsql_orchestration.database import Database, single_statement
+from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
+from tests.waiting import wait_until
 
 if TYPE_CHECKING:
     from tests.fixtures import Said, Sessions
@@ -138,8 +141,33 @@ def test_ctrl_c_cancels_a_statement_that_waits(
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         insert(database, statement, 1)
+    wait_until(lambda: waiting(database) == 0, "the end of the statement")
+
+
+def test_ctrl_c_right_after_a_statement_was_sent_cancels_it(
+    database: Database, statement: SingleStatement, sessions: Sessions, until_blocked: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    locking = sessions()
+    locking.execute("LOCK TABLE public.numbers")
+
+    def interrupt(_: object) -> None:
+        until_blocked()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(single_statement, "generators", SimpleNamespace(execute=interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            insert(database, statement, 1)
+    wait_until(lambda: waiting(database) == 0, "the end of the statement")
+    locking.rollback()
+    assert insert(database, statement, 1) == 1
+
+
+def waiting(database: Database) -> int:
+    """The number of locks that sessions wait for."""
     with database.connection() as connection:
-        assert connection.execute("SELECT count(*) FROM pg_locks WHERE NOT granted").fetchone() == (0,)
+        return int(fetch_one(connection, sql.SQL("SELECT count(*) FROM pg_locks WHERE NOT granted"))[0])
 
 
 @pytest.mark.parametrize(("seconds", "plans"), [(0.0, 0), (3_600.0, 1)])
