@@ -6,10 +6,11 @@ Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, date, datetime
-from decimal import Decimal, InvalidOperation
+from decimal import ROUND_HALF_UP, Context, Decimal, InvalidOperation
 from functools import partial
 from typing import Any, Final
 
@@ -22,6 +23,12 @@ _Converter = Callable[[Any], Any]
 _NOT_FINITE: Final = frozenset({"NaN", "Infinity", "+Infinity", "-Infinity", "INF", "+INF", "-INF"})
 
 
+_DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+
+_ROUNDING: Final = Context(prec=2 * 38, rounding=ROUND_HALF_UP)
+"""Spark rounds halves up. Its decimals have at most 38 digits, and Python's own context would refuse more than 28."""
+
+
 class _MismatchError(Exception):
     """Internal: a JSON value has another type than the read asks for."""
 
@@ -31,6 +38,7 @@ class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
     Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null.
+    An erased event's value is null with it, too.
     """
 
     type: pa.StructType
@@ -42,7 +50,7 @@ class ValueDecoder:
         decoded: list[Any] = []
         for number, value in enumerate(values.to_pylist()):
             try:
-                decoded.append(_object(value, convert))
+                decoded.append(None if value is None else _object(value, convert))
             except _MismatchError as error:
                 if self.fail_fast:
                     at = "" if offsets is None else f" {offsets[number]}"
@@ -94,7 +102,7 @@ def _converter(kind: pa.DataType, *, fail_fast: bool) -> _Converter:
         return lambda value: [item(each) for each in _of(list, value)]
     if pa.types.is_map(kind):
         item = _nullable(_converter(kind.item_type, fail_fast=fail_fast), fail_fast=fail_fast)
-        return lambda value: [(name, item(each)) for name, each in _of(dict, value).items()]
+        return lambda value: [(_string(name), item(each)) for name, each in _of(dict, value).items()]
     simple = _simple(kind)
     assert simple is not None, "check_type has refused it"
     return simple
@@ -129,7 +137,7 @@ def _nullable(convert: _Converter, *, fail_fast: bool, name: str | None = None) 
 
 def _of(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise _MismatchError(f"{_text(value)[:80]} is no {'object' if kind is dict else 'array'}")
+        raise _MismatchError(f"{_shown(value)} is no {'object' if kind is dict else 'array'}")
     return value
 
 
@@ -141,15 +149,29 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
+def _string(value: Any) -> str:
+    text = _text(value)
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise _MismatchError(f"{_shown(value)} is no Unicode text") from None
+    return text
+
+
+def _shown(value: Any) -> str:
+    return _text(value)[:80].encode(errors="backslashreplace").decode()
+
+
 def _boolean(value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _MismatchError(f"{_text(value)[:80]} is neither true nor false")
+        raise _MismatchError(f"{_shown(value)} is neither true nor false")
     return value
 
 
 def _whole(value: Any, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -most - 1 <= value <= most:
-        raise _MismatchError(f"{_text(value)[:80]} is no whole number up to {most}")
+        raise _MismatchError(f"{_shown(value)} is no whole number up to {most}")
     return value
 
 
@@ -163,7 +185,7 @@ def _float(value: Any) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
         return float(value.replace("INF", "inf"))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _MismatchError(f"{_text(value)[:80]} is no number")
+        raise _MismatchError(f"{_shown(value)} is no number")
     try:
         return float(value)
     except OverflowError:
@@ -171,37 +193,40 @@ def _float(value: Any) -> float:
 
 
 def _decimal(value: Any, precision: int, scale: int) -> Decimal:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _MismatchError(f"{_text(value)[:80]} is no number")
+    text = value.text if isinstance(value, _Number) else value
+    if isinstance(value, bool) or not isinstance(text, int | str) or _DECIMAL.fullmatch(str(text)) is None:
+        raise _MismatchError(f"{_shown(value)} is no number")
     try:
-        number = Decimal(value.text if isinstance(value, _Number) else str(value))
-        rounded = round(number, scale)
+        number = _ROUNDING.quantize(Decimal(text), Decimal(1).scaleb(-scale))
     except InvalidOperation:
-        raise _MismatchError(f"{value} is no number with {precision} digits") from None
-    if not rounded.is_finite() or rounded.adjusted() >= precision - scale:
-        raise _MismatchError(f"{value} is no number with {precision} digits, {scale} of them after the point")
-    return rounded
+        number = None
+    if number is None or (number and number.adjusted() >= precision - scale):
+        raise _MismatchError(f"{_shown(value)} is no number with {precision} digits, {scale} of them after the point")
+    return number
 
 
 def _date(value: Any) -> date:
     try:
         return date.fromisoformat(value)
     except (TypeError, ValueError):
-        raise _MismatchError(f"{_text(value)[:80]} is no date") from None
+        raise _MismatchError(f"{_shown(value)} is no date") from None
 
 
 def _timestamp(value: Any, *, zoned: bool) -> datetime:
     try:
         time = datetime.fromisoformat(value)
     except (TypeError, ValueError):
-        raise _MismatchError(f"{_text(value)[:80]} is no time") from None
-    if zoned:
-        return time if time.tzinfo is not None else time.replace(tzinfo=UTC)
-    return time.replace(tzinfo=None)
+        raise _MismatchError(f"{_shown(value)} is no time") from None
+    if not zoned:
+        return time.replace(tzinfo=None)
+    try:
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except OverflowError:
+        raise _MismatchError(f"{_shown(value)} is out of range") from None
 
 
 _SIMPLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], _Converter]]]] = (
-    (pa.types.is_string, lambda _: _text),
+    (pa.types.is_string, lambda _: _string),
     (pa.types.is_boolean, lambda _: _boolean),
     (pa.types.is_int8, lambda _: _byte),
     (pa.types.is_signed_integer, lambda kind: partial(_whole, most=2 ** (kind.bit_width - 1) - 1)),

@@ -5,20 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql import functions as f
+from pyspark.sql.types import LongType, StructType
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.spark import FORMAT, eventsql_error
+from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.source import EventSQLDataSource
 
 Read = Callable[..., DataFrame]
 
 SCHEMA = (
-    "id BIGINT, price DOUBLE, exact DECIMAL(6,2), paid BOOLEAN, name STRING, on DATE, small TINYINT, "
+    "id BIGINT, price DOUBLE, exact DECIMAL(6,2), large DECIMAL(38,10), paid BOOLEAN, name STRING, on DATE, small TINYINT, "
     "stops ARRAY<STRUCT<place: STRING, number: INT>>, tags MAP<STRING, STRING>, rider STRUCT<name: STRING, `a b`: INT>"
 )
 
@@ -55,6 +58,13 @@ DOCUMENTS = [
     '{"small": 255, "name": "wrapped"}',
     '{"small": 256, "name": "kept"}',
     '{"small": -129, "name": "kept"}',
+    '{"exact": 1.005, "name": "rounded up"}',
+    '{"exact": -0.125, "name": "rounded up"}',
+    '{"exact": 9999.995, "name": "kept"}',
+    '{"exact": "12.34", "large": "1e3"}',
+    '{"exact": "a", "large": true, "name": "kept"}',
+    '{"large": 1234567890123456789012345678.1234567891}',
+    '{"large": 12345678901234567890123456789, "name": "kept"}',
 ]
 
 MALFORMED = ["nothing", '{"id": 1', "", "[1, 2]", "17"]
@@ -104,6 +114,40 @@ def test_a_value_that_does_not_fit_is_named_in_mode_failfast(
     (split,) = reader.partitions()
     with pytest.raises(ValidationError, match=message):
         list(reader.read(split))
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (pa.string(), r'"\ud800"'),
+        (pa.string(), r'{"a": "\ud800"}'),
+        (pa.map_(pa.string(), pa.int64()), r'{"\ud800": 1}'),
+        (pa.timestamp("us", tz="UTC"), '"0001-01-01T00:00:00+14:00"'),
+    ],
+)
+def test_no_value_that_json_allows_stops_a_read(kind: pa.DataType, value: str) -> None:
+    values = pa.array([f'{{"field": {value}}}'.encode()])
+    struct = pa.struct([("field", kind)])
+    assert ValueDecoder(struct, fail_fast=False).decode(values, "orders", None).to_pylist() == [{"field": None}]
+    with pytest.raises(ValidationError) as caught:
+        ValueDecoder(struct, fail_fast=True).decode(values, "orders", [7])
+    # Spark sends the error as UTF-8.
+    assert caught.value.message.encode()
+
+
+@pytest.mark.parametrize("mode", ["PERMISSIVE", "FAILFAST"])
+def test_the_value_of_an_erased_event_is_null(platform: EventSQL, dsn: str, mode: str) -> None:
+    platform.registry.register_topic(Topic("people"))
+    platform.publisher.publish_all(
+        Publication("people", b'{"id": %d}' % number, key=f"person-{number}") for number in range(3)
+    )
+    platform.transfer.run_once()
+    assert platform.eraser.execute("people", ["person-1"]).events == 1
+    schema = StructType().add("value", StructType().add("id", LongType()))
+    reader = EventSQLDataSource({"dsn": dsn, "subscribe": "people", "mode": mode}).reader(schema)
+    (split,) = reader.partitions()
+    (batch,) = reader.read(split)
+    assert batch["value"].to_pylist() == [{"id": 0}, None, {"id": 2}]
 
 
 def test_a_value_that_does_not_fit_fails_a_query_in_mode_failfast(documents: str, read: Read) -> None:
