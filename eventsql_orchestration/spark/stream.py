@@ -190,10 +190,12 @@ def _limited(
     logs: AllLogs, after: Mapping[TopicPartition, int], upto: Mapping[TopicPartition, int], most: int
 ) -> dict[TopicPartition, int]:
     """The end of each range, so that all ranges together hold at most `most` events, as evenly as possible."""
-    parts = [most]
+    waiting, parts = [most], [most]
     if len(upto) > 1:
-        parts = shares([logs.of(tp).waiting(tp, after[tp], upto[tp], most) for tp in upto], most)
+        waiting = [logs.of(tp).waiting(tp, after[tp], upto[tp], most) for tp in upto]
+        parts = shares(waiting, most)
     return {
-        tp: (logs.of(tp).offset_of_nth(tp, after[tp], upto[tp], part) or upto[tp]) if part else after[tp]
-        for tp, part in zip(upto, parts, strict=True)
+        # A range without events is passed: retention may drop its segments.
+        tp: (logs.of(tp).offset_of_nth(tp, after[tp], upto[tp], part) or upto[tp]) if part or not left else after[tp]
+        for tp, left, part in zip(upto, waiting, parts, strict=True)
     }

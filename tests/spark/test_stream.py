@@ -399,6 +399,29 @@ def test_a_stream_that_had_read_everything_has_lost_nothing_to_retention(
         assert platform.reader.count(orders, after=found.after, upto=found.upto) == 20
 
 
+def test_a_stream_with_a_limit_has_lost_nothing_of_a_quiet_topic_to_retention(
+    platform: EventSQL, publish: Publish, dsn: str, orders: str
+) -> None:
+    platform.registry.register_topic(Topic("rides"))
+    with streaming(dsn, "orders, rides", maxOffsetsPerTrigger=30) as reader:
+        offset, limit = reader.initialOffset(), reader.getDefaultReadLimit()
+        platform.registry.set_retention(orders, Retention(events=10))
+        platform.retention.run_once()
+        publish(40, topic="rides")
+        passed = reader.latestOffset(offset, limit)
+        assert passed["rides"] == {"0": 31}
+        publish(20, topic=orders, first=1_000)
+        platform.retention.run_once()
+        end = reader.latestOffset(passed, limit)
+        assert (
+            sum(
+                platform.reader.count(each.topic, after=each.after, upto=each.upto)
+                for each in ranges_of(reader.partitions(passed, end))
+            )
+            == 30
+        )
+
+
 def test_ids_of_an_open_transaction_are_not_passed(platform: EventSQL, dsn: str, orders: str) -> None:
     with streaming(dsn, orders) as reader:
         start = reader.initialOffset()
