@@ -174,6 +174,9 @@ class BatchReader(Reading, DataSourceReader):
                 raise ValidationError(
                     f"option {options.ending.option}: {end} lies before {options.starting.option}, {start}, of {tp}"
                 )
+            # An open transaction may have got offsets before the end. Its events must not appear during the read.
+            extent = extents[tp.log]
+            end = min(end, max(extent.settled + 1, extent.floor))
             offsets = OffsetRange(tp.topic, tp.partition, start - 1, max(end, start) - 1)
             ranges.append(Wanted(logs, offsets, complete=logs.begins_at_offset(tp)))
         return ranges

@@ -44,6 +44,24 @@ def offsets_read(reader: BatchReader) -> list[int]:
     return sorted(offset for batch in batches for offset in batch["offset"].to_pylist())
 
 
+def test_events_of_a_transaction_that_is_open_while_a_read_is_planned_belong_to_the_next(
+    platform: EventSQL, publish: Publish, dsn: str
+) -> None:
+    platform.registry.register_topic(Topic("rides", storage="rows"))
+    publish(10, topic="rides")
+    reader = reader_of(dsn, subscribe="rides", startingOffsets=9, endingOffsets=12)
+    with platform.database.transaction() as writer:
+        writer.execute("SELECT eql_topic FROM eventsql.event_buffer_lock WHERE eql_topic = 'rides' FOR UPDATE")
+        writer.execute(
+            "INSERT INTO eventsql.rides_event (eql_partition, eql_value, eql_metadata, eql_buffered_at) "
+            "VALUES (-1, '', '{}', now())"
+        )
+        planned = reader.partitions()
+    batches = [batch for split in planned for batch in reader.read(split)]
+    assert [offset for batch in batches for offset in batch["offset"].to_pylist()] == [9, 10]
+    assert offsets_read(reader) == [9, 10, 11]
+
+
 # Topics and partitions
 
 

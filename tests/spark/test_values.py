@@ -21,8 +21,9 @@ from eventsql_orchestration.spark.source import EventSQLDataSource
 Read = Callable[..., DataFrame]
 
 SCHEMA = (
-    "id BIGINT, price DOUBLE, exact DECIMAL(6,2), large DECIMAL(38,10), paid BOOLEAN, name STRING, on DATE, small TINYINT, "
-    "stops ARRAY<STRUCT<place: STRING, number: INT>>, tags MAP<STRING, STRING>, rider STRUCT<name: STRING, `a b`: INT>"
+    "id BIGINT, price DOUBLE, exact DECIMAL(6,2), large DECIMAL(38,10), paid BOOLEAN, name STRING, on DATE, "
+    "small TINYINT, stops ARRAY<STRUCT<place: STRING, number: INT>>, tags MAP<STRING, STRING>, "
+    "rider STRUCT<name: STRING, `a b`: INT>"
 )
 
 DOCUMENTS = [
