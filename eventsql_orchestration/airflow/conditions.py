@@ -70,7 +70,8 @@ class Condition:
         if len(chosen) != 1:
             raise ShardSetError("an offset means another event on each shard: name an existing shard (shard=…)")
         shard = chosen[0]
-        end = shard.reader.end(self.topic, None)
+        # Retention may have emptied the log.
+        end = max(shard.reader.end(self.topic, None), shard.reader.floor(self.topic) - 1)
         if end < self.number or self.consumer is None:
             return Found(end >= self.number, end)
         left = 0

@@ -217,7 +217,8 @@ class Logs:
             case datetime() as time:
                 return self._first_since(tp, time)
             case _:
-                return extent.end + 1
+                # Retention may have emptied the log.
+                return max(extent.end + 1, extent.floor)
 
     def _first_since(self, tp: TopicPartition, time: datetime) -> int:
         with self.database.connection() as connection:

@@ -21,6 +21,7 @@ from eventsql_orchestration.airflow.conditions import Condition
 from eventsql_orchestration.airflow.hook import urls_of
 from eventsql_orchestration.airflow.provider import get_provider_info
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
+from eventsql_orchestration.model import Retention
 from tests.airflow.conftest import context_of
 
 
@@ -133,6 +134,14 @@ def test_an_offset_is_reached_when_the_consumer_has_nothing_left_up_to_there(rid
     with rides.database.transaction() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 2")
     assert condition.look([shard]).holds
+
+
+def test_an_offset_is_reached_though_retention_has_emptied_the_log(rides: EventSQL) -> None:
+    rides.registry.set_retention("rides", Retention(seconds=1e-6))
+    rides.retention.run_once(force=True)
+    assert rides.reader.end("rides") == 0
+    assert Condition("rides", None, "offset", 3).look(rides.shards).holds
+    assert Condition("rides", "billing", "offset", 3).look(rides.shards).holds
 
 
 def test_an_unknown_consumer_does_not_count_as_caught_up(rides: EventSQL) -> None:

@@ -186,6 +186,15 @@ def test_offsets_that_retention_has_dropped_are_missed(
     assert len(offsets_read(reader_of(dsn, subscribe=orders))) == 20
 
 
+def test_offsets_of_a_log_that_retention_has_emptied_are_missed(platform: EventSQL, dsn: str, orders: str) -> None:
+    platform.registry.set_retention(orders, Retention(seconds=1e-6))
+    platform.retention.run_once()
+    with pytest.raises(DataLossError):
+        reader_of(dsn, subscribe=orders, startingOffsets=5).partitions()
+    assert offsets_read(reader_of(dsn, subscribe=orders, startingOffsets=5, failOnDataLoss=False)) == []
+    assert offsets_read(reader_of(dsn, subscribe=orders)) == []
+
+
 def test_offsets_that_retention_drops_while_a_read_is_planned_are_missed(
     *, platform: EventSQL, publish: Publish, dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
