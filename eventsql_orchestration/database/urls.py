@@ -6,6 +6,7 @@ No error repeats a part of a URL, as errors of libpq and its drivers do.
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from typing import Any, Final
 from urllib.parse import quote
@@ -138,6 +139,14 @@ def _with_password(url: URL) -> URL:
         password=password,
         query={name: each for name, each in url.query.items() if name != "password"},
     )
+
+
+def with_password_of_environment(dsn: str) -> str:
+    """A URL with the password that libpq would take from this process's PGPASSWORD, for processes elsewhere."""
+    url, password = parse_dsn(dsn), os.environ.get("PGPASSWORD")
+    if password and url.password is None:
+        url = url.set(username=url.username or "", password=password)
+    return render(url)
 
 
 def split_direct(url: URL) -> tuple[URL, URL]:

@@ -36,8 +36,9 @@ class Source:
         """The source of one or several URLs. Raises `ConfigurationError`, without a password in it."""
         # Tasks import this module, too, and must not wait for the database floor to load.
         from eventsql_orchestration.database import Database  # noqa: PLC0415
+        from eventsql_orchestration.database.urls import with_password_of_environment  # noqa: PLC0415
 
-        databases = [Database(url, schema=schema) for url in urls]
+        databases = [Database(with_password_of_environment(url), schema=schema) for url in urls]
         return cls(" ".join(each.dsn for each in databases), schema, ", ".join(map(str, databases)))
 
     @property

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import psycopg
+import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,8 @@ from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
-from pyspark.sql.types import LongType, StringType, StructField, StructType
+from pyspark.sql.types import BinaryType, LongType, StringType, StructField, StructType
+from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.errors import (
@@ -37,6 +39,7 @@ from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.ranges import Occupied, Stretch, equal_parts, even_tasks, shares
 from eventsql_orchestration.spark.reader import COLUMNS, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
+from eventsql_orchestration.spark.writer import Staged
 from tests.forms import stored
 from tests.waiting import wait_until
 
@@ -374,6 +377,20 @@ def test_a_server_that_goes_away_in_mid_read_is_said_to(platform: EventSQL, dsn:
         )
     with pytest.raises(DatabaseUnavailableError, match=r"wide\(0, 50\] could not be read: the database"):
         list(batches)
+
+
+def test_tasks_on_other_machines_get_the_password_of_the_drivers_environment(
+    dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = make_url(dsn)
+    given = {"dsn": url._replace(password=None).render_as_string(), "subscribe": orders, "topic": orders}
+    monkeypatch.setenv("PGPASSWORD", str(url.password))
+    reader = EventSQLDataSource(given).reader(ALL)
+    splits = reader.partitions()
+    writer = EventSQLDataSource(given).writer(StructType().add("value", BinaryType()), overwrite=False)
+    monkeypatch.delenv("PGPASSWORD")
+    assert sum(batch.num_rows for split in splits for batch in reader.read(split)) == 1_000
+    assert isinstance(writer.write(iter([pa.RecordBatch.from_pydict({"value": [b"one"]})])), Staged)
 
 
 def test_no_plan_shows_the_password(dsn: str, orders: str, read: Read, spark: SparkSession) -> None:
