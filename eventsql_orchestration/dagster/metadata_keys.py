@@ -16,6 +16,8 @@ PUBLISHED_RUN: Final = "published by run"
 """The run that the events name. If an earlier run published the events, it is not the materialization's run."""
 PUBLISHED_AS: Final = "published by asset"
 """The asset that the events name."""
+PUBLISHED_FOR: Final = "published for partition"
+"""The partition of the asset, or the range of partitions, that the events name."""
 PUBLISHED_TO: Final = "published to"
 PUBLISHED_TRACE: Final = "trace published"
 

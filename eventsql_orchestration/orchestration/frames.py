@@ -66,7 +66,10 @@ def event_batches(value: object, topic: str) -> Iterator[pa.RecordBatch]:
     stored.
     """
     if is_pandas_frame(type(value)):
-        value = pa.Table.from_pandas(value, preserve_index=False)
+        try:
+            value = pa.Table.from_pandas(value, preserve_index=False)
+        except pa.ArrowException as error:
+            raise ValidationError(f"the frame of pandas cannot be published to topic {topic!r}: {error}") from None
     if isinstance(value, pa.RecordBatch):
         value = pa.Table.from_batches([value])
     if isinstance(value, pa.Table):
@@ -205,7 +208,10 @@ def _from_mapping(value: Mapping[Any, Any], where: str, topic: str) -> Publicati
     if given.get("value") is None:
         raise ValidationError(f"{where} has no value")
     if isinstance(given["value"], str):
-        given["value"] = given["value"].encode()
+        try:
+            given["value"] = given["value"].encode()
+        except UnicodeEncodeError as error:
+            raise ValidationError(f"{where}: its value cannot be written as UTF-8: {error}") from None
     given["metadata"] = given.get("metadata") or {}
     try:
         return Publication(topic, **given)

@@ -43,7 +43,7 @@ class Span:
 class Published:
     """A publication to a topic. `spans` is empty if nothing was published, and if the offsets are not known yet.
 
-    The events name `run_id` and `asset`. `repeated` says that they had been published before.
+    The events name `run_id`, `asset` and `partition`. `repeated` says that they had been published before.
     """
 
     topic: str
@@ -52,6 +52,7 @@ class Published:
     asset: str | None = None
     repeated: bool = False
     spans: tuple[Span, ...] = ()
+    partition: str | None = None
 
     def __str__(self) -> str:
         if self.repeated:
@@ -180,7 +181,7 @@ class _Publications:
         """The result of a publication, with the offsets of its events if they are transferred in time."""
         found = self.find(writer, batch)
         if found is None or not found[0]:
-            return Published(self._topic, 0, origin.run_id, origin.asset, repeated)
+            return Published(self._topic, 0, origin.run_id, origin.asset, repeated, partition=origin.partition)
         events, at = found
         portions = self._portions(writer, batch, events, at)
         deadline = time.monotonic() + TRANSFER_TIMEOUT
@@ -192,7 +193,9 @@ class _Publications:
                 run = run or found_run
                 if count >= portion.events and first is not None and last is not None:
                     spans.append(Span(portion.shard.name, first, last))
-            published = Published(self._topic, events, run or origin.run_id, origin.asset, repeated)
+            published = Published(
+                self._topic, events, run or origin.run_id, origin.asset, repeated, partition=origin.partition
+            )
             if len(spans) == len(portions):
                 return replace(published, spans=tuple(spans))
             if time.monotonic() >= deadline:

@@ -326,6 +326,10 @@ def test_an_empty_value_is_a_publication(
 MAP = pa.map_(pa.string(), pa.string())
 
 
+def mixed_headers(_: object) -> Any:
+    return importlib.import_module("pandas").DataFrame({"value": ["a", "b"], "headers": [{"a": 1}, {"a": "2"}]})
+
+
 def stumbles(_: object) -> Iterator[Publication]:
     for number in range(1_500):
         yield Publication("sums", b"%d" % number)
@@ -350,6 +354,8 @@ def stumbles(_: object) -> Iterator[Publication]:
         ([{"value": "v", "price": 1}], ValidationError, "'price' is no part of an event"),
         ([{"value": "v", "partition": 2}], PartitionOutOfRangeError, "partition 2 is out of range"),
         ([{"value": "v", "partition": 2**70}], PartitionOutOfRangeError, "is no partition"),
+        ([{"value": "\ud800"}], ValidationError, "event 1 for topic 'sums': its value cannot be written as UTF-8"),
+        (mixed_headers, ValidationError, "the frame of pandas cannot be published to topic 'sums'"),
         ([1], ValidationError, "event 1 for topic 'sums' is of type int"),
         (lambda _: 7, ValidationError, "int cannot be published"),
         ("text", ValidationError, "str cannot"),
@@ -555,6 +561,37 @@ def test_the_requested_partitions_of_a_partitioned_asset_are_loaded(bench: Workb
     materialize(source, daily, partition_key="monday", selection=["monday"])
     materialize(source, both, selection=["both"])
     assert seen == [[b"monday"], [b"monday", b"tuesday"]]
+
+
+def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
+    bench: Workbench, materialize: Materialize
+) -> None:
+    seen: list[Any] = []
+
+    def compute(context: dg.AssetExecutionContext) -> list[Publication]:
+        return [Publication("sums", key.encode(), partition=0) for key in context.partition_keys]
+
+    source = asset(compute, metadata={}, name=None, key=topic_key("sums"), partitions_def=DAYS)
+    tags = {"dagster/asset_partition_range_start": "monday", "dagster/asset_partition_range_end": "tuesday"}
+    materialize(source, tags=tags)
+
+    def daily(taken: Any) -> None:
+        seen.append([value for _, value in rows(taken)])
+
+    daily.__annotations__ = {"taken": list[Event], "return": None}
+    given = dg.AssetIn(key=topic_key("sums"), input_manager_key="topics")
+    one = dg.asset(ins={"taken": given}, partitions_def=DAYS)(daily)
+    both = dg.asset(ins={"taken": given}, name="both")(daily)
+    materialize(source, both, selection=["both"])
+    assert seen == [[b"monday", b"tuesday"]]
+    with pytest.raises(ValidationError, match=r"partitions monday\.\.\.tuesday of topic/sums together"):
+        materialize(source, one, partition_key="monday", selection=["daily"])
+    materialize(source, partition_key="tuesday")
+    with pytest.raises(ValidationError, match="only monday are loaded"):
+        materialize(source, both, selection=["both"])
+    materialize(source, partition_key="monday")
+    materialize(source, both, selection=["both"])
+    assert seen[1:] == [[b"monday", b"tuesday"]]
 
 
 @pytest.mark.parametrize(

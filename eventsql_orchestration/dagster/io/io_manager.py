@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.io.publish import publish
-from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
+from eventsql_orchestration.dagster.lineage.origin import RANGE, Origin, input_metadata
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
@@ -49,6 +49,10 @@ class Selection:
     origin: Mapping[str, str] = field(default_factory=dict)
     shard: str | None = None
 
+    @property
+    def identity(self) -> Hashable:
+        return self.shard, self.range, frozenset(self.origin.items())
+
     def has(self, headers: Mapping[str, Any]) -> bool:
         """Whether an event with this metadata is selected."""
         return all(headers.get(name) == text for name, text in self.origin.items())
@@ -73,7 +77,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
     An input is a Spark DataFrame unless it is annotated as a pandas DataFrame, `pyarrow.Table`,
     `pyarrow.RecordBatchReader` or `list[Event]`. It holds the whole topic at the time of loading. If `reads` (here, or
     in the input's metadata) is `materialization`, it holds the events of the asset's last materialization; a
-    partitioned asset is always read in this way, for each requested partition. The input's metadata `after`, `upto` and
+    partitioned asset is always read in this way, for each requested partition. Events that one run published for
+    several partitions are loaded only for all of them together. The input's metadata `after`, `upto` and
     `topic partition` select a range. Over shards, frames have a column `shard`, and `after` and `upto` need the shard's
     name in the input's metadata `shard`.
 
@@ -129,7 +134,8 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         topic = self._topic(context, {**upstream, **context.definition_metadata}, f"input {context.name!r}")
         require_topic(self.eventsql.platform, topic)
         parts = self._selections(context, topic)
-        selections = [each for part in parts for each in part]
+        # A run of several partitions publishes their events together.
+        selections = list({each.identity: each for part in parts for each in part}.values())
         ranges = [each.metadata() for each in selections]
         if len(parts) == 1:
             context.add_input_metadata(input_metadata(topic, ranges))
@@ -169,7 +175,9 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             # No events make an empty frame.
             nothing = [Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)]
             if context.has_asset_key and context.has_asset_partitions:
-                return [_materialized(context, topic, key) or nothing for key in context.asset_partition_keys]
+                found = {key: _materialized(context, topic, key) for key in context.asset_partition_keys}
+                _check_together(context, found)
+                return [each or nothing for each in found.values()]
             if reads == "materialization":
                 return [_materialized(context, topic, None) or nothing]
         return [self._named_ranges(context.name, topic, metadata)]
@@ -267,6 +275,26 @@ def _check_kept(reader: Reader, offsets: OffsetRange) -> None:
         )
 
 
+def _check_together(context: dg.InputContext, found: Mapping[str, Sequence[Selection]]) -> None:
+    """Raise `ValidationError` if only some of the partitions are loaded whose events one run published together."""
+    loaded: dict[tuple[str, str | None], set[str]] = {}
+    for key, selections in found.items():
+        for each in selections:
+            together = each.origin.get(DAGSTER_PARTITION, key)
+            if together != key:
+                loaded.setdefault((together, each.origin.get(DAGSTER_RUN)), set()).add(key)
+    for (together, run_id), keys_loaded in loaded.items():
+        first, _, last = together.partition(RANGE)
+        with dg.partition_loading_context(dynamic_partitions_store=context.instance):
+            whole = context.asset_partitions_def.get_partition_keys_in_range(dg.PartitionKeyRange(first, last))
+        if keys_loaded != set(whole):
+            raise ValidationError(
+                f"run {run_id} published the events of partitions {together} of {context.asset_key.to_user_string()} "
+                f"together, and only {', '.join(sorted(keys_loaded))} are loaded from it: load all of them, none of "
+                "which was materialized since, or materialize each partition in a run of its own"
+            )
+
+
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, dg.MetadataValue) else value
 
@@ -319,7 +347,7 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
         )
     named = {
         DAGSTER_ASSET: metadata.get(keys.PUBLISHED_AS),
-        DAGSTER_PARTITION: partition,
+        DAGSTER_PARTITION: metadata.get(keys.PUBLISHED_FOR, partition),
         DAGSTER_RUN: metadata.get(keys.PUBLISHED_RUN),
     }
     origin = {name: text for name, text in named.items() if isinstance(text, str)}

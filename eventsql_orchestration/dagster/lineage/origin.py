@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
@@ -62,9 +62,12 @@ class Origin(Provenance):
         return {**{name: text for name, text in named.items() if text is not None}, **trace_context()}
 
 
+RANGE: Final = "..."
+"""Stands between the first and the last of several partitions, as in Dagster's own UI."""
+
+
 def _range(computed: dg.PartitionKeyRange) -> str:
-    # As Dagster's own UI writes it.
-    return f"{computed.start}...{computed.end}"
+    return f"{computed.start}{RANGE}{computed.end}"
 
 
 def asset_name(context: ExecutionContext) -> str | None:

@@ -13,7 +13,7 @@ from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.publication import Span
 
-_LINKS: Final = (keys.PUBLISHED_RUN, keys.PUBLISHED_AS, keys.PUBLISHED_TO, keys.PUBLISHED_TRACE)
+_LINKS: Final = (keys.PUBLISHED_RUN, keys.PUBLISHED_AS, keys.PUBLISHED_FOR, keys.PUBLISHED_TO, keys.PUBLISHED_TRACE)
 
 _OFFSETS: Final = (keys.PUBLISHED_FIRST, keys.PUBLISHED_LAST, keys.PUBLISHED_RANGES)
 
@@ -37,6 +37,8 @@ class Published(publication.Published):
         }
         if self.asset is not None:
             metadata[keys.PUBLISHED_AS] = self.asset
+        if self.partition is not None:
+            metadata[keys.PUBLISHED_FOR] = self.partition
         if self.spans:
             metadata |= _offsets_of(self.spans)
             metadata[keys.PUBLISHED_TRACE] = keys.trace_command(self.topic, self.spans[-1].last, self.spans[-1].shard)
