@@ -9,6 +9,7 @@ from typing import Final, Unpack
 import dagster as dg
 
 from eventsql_orchestration import Topic
+from eventsql_orchestration.consuming.batch import check_returned, check_runs
 from eventsql_orchestration.dagster.backfills.assets import build_backfill
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import LagLimits
@@ -233,9 +234,11 @@ def build_register_job(
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
-    repeatable. Raises `ValidationError` as `build_definitions` does.
+    repeatable. Raises `ValidationError` as `build_definitions` does, and for an asynchronous `prepare`.
     """
     check_distinct(consumers)
+    if prepare is not None:
+        check_runs(prepare)
     declared = _declared(consumers, topics, workers)
     letters = dead_letter_topics(consumers) if dead_letters else []
 
@@ -245,7 +248,7 @@ def build_register_job(
         done = [platform.registry.declare_topic(topic) for topic in (*declared, *letters)]
         if prepare is not None:
             for shard in eventsql.shards:
-                prepare(shard)
+                check_returned(prepare(shard))
         done += [consumer.register(platform) for consumer in consumers]
         for worker in workers:
             context.log.info("queue %s", worker.register(platform))

@@ -352,6 +352,20 @@ def test_an_unsent_alert_is_sent_again_and_does_not_delay_others(bench: Workbenc
     assert [alert.check for alert in pager.alerts] == ["delivered", "lag"]
 
 
+def test_an_alert_that_was_not_awaited_is_not_sent(bench: Workbench) -> None:
+    async def page(alert: CheckAlert) -> None:
+        raise AssertionError
+
+    check = build_lag_check(eager, max_events=0)
+    with pytest.raises(ValidationError, match="would never run"):
+        build_alert_sensor([check], page)
+    sensor = build_alert_sensor([check], lambda alert, send=page: send(alert))
+    bench.publish("rides", 1)
+    Watch(bench, check).at(1_000.0)
+    with dg.build_sensor_context(instance=bench.instance) as context, pytest.raises(TypeError):
+        sensor.evaluate_tick(context)
+
+
 def test_an_alert_sensor_without_checks_is_refused() -> None:
     with pytest.raises(ValidationError):
         build_alert_sensor([], print)

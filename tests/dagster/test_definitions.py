@@ -196,6 +196,14 @@ def test_a_topic_with_two_numbers_of_partitions_is_refused(build: Callable[..., 
         build([sums], topics=[Topic("rides", 4)])
 
 
+def test_a_preparation_that_would_never_run_is_refused() -> None:
+    async def create_table(_: object) -> None:
+        """Nobody awaits it."""
+
+    with pytest.raises(ValidationError, match="would never run"):
+        build_definitions([], prepare=create_table)
+
+
 def test_consumers_that_share_their_runs_have_one_sensor_and_one_job() -> None:
     both = share_runs("both", [consumer("a"), consumer("b", "d")])
     assert [sensor.name for sensor in build_definitions(both).sensors or ()] == ["both", "lag"]

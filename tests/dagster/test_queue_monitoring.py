@@ -123,3 +123,5 @@ def test_other_assets_and_checks_of_other_queues_are_refused() -> None:
         build_queue_sensor([PICTURES], checks=build_queue_checks(queue_asset("others")))
     with pytest.raises(ValidationError):
         QueueLimits(max_messages=-1)
+    with pytest.raises(ValidationError, match="no more messages are counted"):
+        QueueLimits(max_messages=10_000)

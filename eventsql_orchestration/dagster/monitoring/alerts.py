@@ -14,6 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
+from eventsql_orchestration.consuming.batch import check_returned, check_runs
 from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, latest_evaluation
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
@@ -58,7 +59,7 @@ def build_alert_sensor(
 
     If the severity of a red check changes, it alerts again. Each alert is sent at least once: if `notify` raises, the
     alert is sent again at the next tick, and other alerts are sent meanwhile. The tick fails if no alert could be sent.
-    Raises `ValidationError` if there are no checks, or if `notify` is not callable.
+    Raises `ValidationError` if there are no checks, or if `notify` is not callable, or asynchronous.
     """
     keys = tuple(
         key for check in checks for key in ([check.key] if isinstance(check, ReportedCheck) else check.check_keys)
@@ -67,6 +68,7 @@ def build_alert_sensor(
         raise ValidationError("an alert sensor needs at least one check")
     if not callable(notify):
         raise ValidationError(f"notify is a function of one alert, not {notify!r}")
+    check_runs(notify)
 
     @dg.sensor(
         name=name,
@@ -107,7 +109,7 @@ def _send(alerts: Iterable[CheckAlert], notify: Notify, known: dict[str, str], l
     failure: Exception | None = None
     for alert in alerts:
         try:
-            notify(alert)
+            check_returned(notify(alert))
         except Exception as error:  # noqa: BLE001 - one error of a user's function must not stop other alerts
             log.error("not sent, the next tick tries again: %s (%s: %s)", alert, type(error).__name__, error)
             failure = error

@@ -27,7 +27,7 @@ from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import DatabaseUnavailableError, SchemaOutdatedError, ValidationError
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
-from eventsql_orchestration.queue.lag import QueueLag, queue_lags
+from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
 
 AGE: Final = "Age seconds"
 DEPTH: Final = "Depth"
@@ -44,7 +44,8 @@ class QueueLimits:
     lasts for longer than `grace` seconds. The check `delivered` is red if there are more than `max_dead_letters` dead
     letters.
 
-    None sets no limit. Raises `ValidationError` for a negative number.
+    None sets no limit. Raises `ValidationError` for a negative number, and for numbers of messages of 10,000 or more:
+    in each state, no more are counted, so a check would never turn red.
     """
 
     max_messages: int | None = None
@@ -54,6 +55,11 @@ class QueueLimits:
 
     def __post_init__(self) -> None:
         check_not_negative(self, optional=("max_messages", "max_seconds", "max_dead_letters"))
+        for name, most in (("max_messages", self.max_messages), ("max_dead_letters", self.max_dead_letters)):
+            if most is not None and most >= COUNTED:
+                raise ValidationError(
+                    f"{name} is below {COUNTED:,}, because no more messages are counted, not {most:,}"
+                )
 
 
 DEFAULT_LIMITS: Final = QueueLimits()
