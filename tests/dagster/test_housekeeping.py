@@ -124,10 +124,6 @@ def test_the_job_keeps_history_by_its_retention(instance: dg.DagsterInstance, ds
     assert ids(instance) == {*kept, result.run_id}
 
 
-def test_ticks_can_be_purged_where_there_are_none(shared_instance: dg.DagsterInstance) -> None:
-    purge_ticks(shared_instance, {"transfer"}, before=datetime.now(UTC))
-
-
 @pytest.mark.parametrize("field", [field.name for field in fields(HistoryRetention)])
 def test_a_negative_retention_is_refused(field: str) -> None:
     with pytest.raises(ValidationError, match=field):
@@ -194,10 +190,11 @@ def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbenc
     assert len(windows) == 2
     bench.instance.add_dynamic_partitions(name, ["somebody's own"])
 
-    def keep_house() -> dict[str, int]:
+    def keep_house(*, after_days: int = 2) -> dict[str, int]:
         delete_runs(bench.instance, HOUSEKEEPING_BACKFILL, before=datetime.now(UTC) + timedelta(seconds=1))
         registered = on_each(bench.platform.shards, lambda shard: Backfills([shard]).registered())
-        return delete_windows(registered, bench.instance, [*eager.asset.specs, *backfill.asset.specs])
+        now = datetime.now(UTC) + timedelta(days=after_days)
+        return delete_windows(registered, bench.instance, [*eager.asset.specs, *backfill.asset.specs], now=now)
 
     assert keep_house() == {}, "it is registered"
     replay = location.resolve_job_def("backfill_eager")
@@ -210,6 +207,7 @@ def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbenc
     )
     assert keep_house() == {}, "a run of it is not over"
     bench.instance.delete_run(running.run_id)
+    assert keep_house(after_days=0) == {}, "a run that plans a backfill registers it after its partitions"
     assert keep_house() == {name: 2}
     assert bench.instance.get_dynamic_partitions(name) == ["somebody's own"]
 
@@ -311,8 +309,7 @@ def test_ticks_that_failed_are_kept_longer(
     now = datetime.now(UTC)
     for status in ("SKIPPED", "STARTED", "SUCCESS", "FAILURE"):
         _repeat_tick(platform, count=7, end=now, status=status)
-    state = SimpleNamespace(instigator_name="ledger", instigator_origin_id="origin", selector_id="selector")
-    monkeypatch.setattr(stored, "all_instigator_state", lambda: [state])
+    state = SimpleNamespace(instigator_origin_id="origin", selector_id="selector")
 
     def left() -> dict[str, int]:
         with platform.database.connection() as connection:
@@ -320,9 +317,9 @@ def test_ticks_that_failed_are_kept_longer(
                 connection.execute(f"SELECT status, count(*) FROM {STORAGE_SCHEMA}.job_ticks GROUP BY 1").fetchall()
             )
 
-    purge_ticks(stored, {"ledger"}, before=now)
+    purge_ticks(stored, [state], before=now)
     assert left() == {"FAILURE": 7}, "one a day"
-    purge_ticks(stored, {"ledger"}, before=now, failures_before=now - timedelta(days=4))
+    purge_ticks(stored, [state], before=now, failures_before=now - timedelta(days=4))
     assert 3 <= left()["FAILURE"] <= 4
 
 
@@ -370,12 +367,11 @@ def test_the_history_of_a_simulated_week_is_bounded(
     assert before["job_ticks"] == 7 * DAY // 5
     assert before["runs"] == 2 * (hours * PER_HOUR + 1)
 
-    state = SimpleNamespace(instigator_name="ledger", instigator_origin_id="origin", selector_id="selector")
-    monkeypatch.setattr(stored, "all_instigator_state", lambda: [state])
+    state = SimpleNamespace(instigator_origin_id="origin", selector_id="selector")
     day = end - timedelta(hours=24)
     delete_runs(stored, HOUSEKEEPING_INTERNAL, before=day)
     delete_runs(stored, HOUSEKEEPING_CONSUMER, before=end - timedelta(hours=hours))
-    purge_ticks(stored, {"ledger"}, before=day)
+    purge_ticks(stored, [state], before=day)
     delete_reports(stored, [ledger_check.key], before=end - timedelta(hours=72))
     after = counts(platform)
 

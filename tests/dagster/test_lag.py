@@ -14,6 +14,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
 from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
+from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
 from eventsql_orchestration.dagster.monitoring.lag_sensor import TOPIC_INTERVAL, observe_lag, stopped_sensors
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
@@ -51,10 +52,20 @@ def test_a_sensor_is_off_by_a_switch_or_by_default(
 ) -> None:
     resting = consumer_asset(topic=Topic("rides"), consumer="resting", name="resting", default_status=default)(record)
     state = SimpleNamespace(instigator_name="consume_resting", status=SimpleNamespace(value=switched))
-    instance: Any = SimpleNamespace(
-        schedule_storage=object(), all_instigator_state=lambda: [] if switched is None else [state]
-    )
-    assert stopped_sensors(instance, [resting]) == ({"consume_resting"} if off else set())
+    assert stopped_sensors([] if switched is None else [state], [resting]) == ({"consume_resting"} if off else set())
+
+
+def test_sensors_of_another_location_with_the_same_names_are_another_locations() -> None:
+    def state(location: str, repository: str) -> SimpleNamespace:
+        origin = SimpleNamespace(
+            code_location_origin=SimpleNamespace(location_name=location), repository_name=repository
+        )
+        return SimpleNamespace(origin=SimpleNamespace(repository_origin=origin))
+
+    own, *others = [state("ours", "rides"), state("theirs", "rides"), state("ours", "__repository__")]
+    instance: Any = SimpleNamespace(schedule_storage=object(), all_instigator_state=lambda: [*others, own])
+    assert states_of(instance, SimpleNamespace(location_name="ours"), "rides") == [own]
+    assert not states_of(instance, None, "rides"), "evaluated outside of a location"
 
 
 def observed(result: dg.SensorResult) -> dict[str, dict[str, Any]]:

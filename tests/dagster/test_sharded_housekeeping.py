@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Any
 
 import dagster as dg
@@ -102,8 +103,9 @@ def test_windows_stay_while_their_backfill_may_be_registered_on_a_shard_that_is_
 
     def delete(resource: EventSQLResource) -> dict[str, int]:
         return delete_windows(
-            on_each(resource.shards, lambda shard: Backfills([shard]).registered()), instance, replayed.asset.specs
-        )
+            on_each(resource.shards, lambda shard: Backfills([shard]).registered()), instance, replayed.asset.specs,
+            now=datetime.now(UTC),
+        )  # fmt: skip
 
     down = without_the_other(shards)
     assert delete(down) == {name: 1}

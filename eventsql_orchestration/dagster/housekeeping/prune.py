@@ -30,7 +30,8 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.orchestration.backfills.windows import Backfill, read_key
+from eventsql_orchestration.orchestration.backfills.windows import Backfill, is_recent, read_key
+from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER
 from eventsql_orchestration.orchestration.provenance import claim_of, run_of
 
 BATCH: Final = 1_000
@@ -113,18 +114,17 @@ def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, pa
 
 
 def purge_ticks(
-    instance: dg.DagsterInstance, names: Collection[str], *, before: datetime, failures_before: datetime | None = None
+    instance: dg.DagsterInstance, states: Iterable[Any], *, before: datetime, failures_before: datetime | None = None
 ) -> None:
-    """Delete the ticks from before a time, of the sensors and schedules with these names.
+    """Delete the ticks from before a time, of the sensors and schedules with these stored states.
 
     Failed ticks have a separate time, because they explain gaps. Without `failures_before`, they stay.
     """
-    for state in instance.all_instigator_state():
-        if state.instigator_name in names:
-            origin, selector = state.instigator_origin_id, state.selector_id
-            instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
-            if failures_before is not None:
-                instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
+    for state in states:
+        origin, selector = state.instigator_origin_id, state.selector_id
+        instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
+        if failures_before is not None:
+            instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
 
 
 def _statuses(*names: str) -> list[Any]:
@@ -193,12 +193,12 @@ def delete_claims(shard: Shard, *, before: datetime, batch: int = BATCH) -> int:
 
 
 def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: datetime, page: int = PAGE) -> int:
-    """Delete the records of publications of one database from before a time; gives their number.
+    """Delete the records of assets' publications of one database from before a time; gives their number.
 
-    The record keeps a repeated publication from being published again. The record of an asset's publication stays as
-    long as the instance has the run, because the run could be executed again. It need not stay if the run committed a
-    claim: a claim is committed once. For every other writer, such as a stream, the record of the newest batch stays for
-    ever: a stream repeats its last batch when it goes on.
+    The record keeps a repeated publication from being published again. It stays as long as the instance has the run,
+    because the run could be executed again. It need not stay if the run committed a claim: a claim is committed once.
+    The records of Airflow's tasks stay, because Dagster does not know whether somebody may clear the task. The
+    publications of all other writers, such as streams, delete their records themselves.
     """
     queries = Queries("publications", shard.database.schema)
     deleted, after = 0, ""
@@ -211,13 +211,12 @@ def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: d
             gone = _not_repeated(writers, instance)
             deleted += connection.execute(queries("delete_writers"), {"writers": gone, "before": before}).rowcount
             after = writers[-1]
-        deleted += connection.execute(queries("delete_batches"), {"before": before}).rowcount
     return deleted
 
 
 def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[str]:
     """The writers that cannot publish again: they committed a claim, or their run is deleted."""
-    runs = {writer: run for writer in writers if (run := run_of(writer)) is not None}
+    runs = {writer: run for writer in writers if (run := run_of(writer)) and not run.startswith(AIRFLOW_OWNER)}
     wanted = sorted(set(runs.values()))
     kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))} if wanted else set()
     return [
@@ -226,12 +225,14 @@ def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[
 
 
 def delete_windows(
-    registered: OnShards[Sequence[Backfill]], instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec]
-) -> dict[str, int]:
+    registered: OnShards[Sequence[Backfill]], instance: dg.DagsterInstance, specs: Iterable[dg.AssetSpec],
+    *, now: datetime,
+) -> dict[str, int]:  # fmt: skip
     """Delete the partitions of ended backfills from the backfill assets among `specs`; gives counts by asset.
 
     The partitions of a backfill stay while it is `registered`, while it may be registered on a shard that `registered`
-    leaves out, and while Dagster has a run of it.
+    leaves out, and while Dagster has a run of it. They also stay for a day: a run that plans a backfill adds its
+    partitions before it registers the backfill.
     """
     deleted: dict[str, int] = {}
     for spec in specs:
@@ -254,6 +255,8 @@ def delete_windows(
                 kept.add(backfill_id)
 
         for backfill_id in by_id.keys() - kept:
+            if is_recent(backfill_id, now):
+                continue
             tags = {BACKFILL_TAG: backfill_id, BACKFILL_OF_TAG: backfill_of(topic, consumer)}
             if instance.get_runs(dg.RunsFilter(tags=tags), limit=1):
                 continue

@@ -1,8 +1,9 @@
 """Housekeeping: applies the retention of topics, and deletes old runs and ticks of this package."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import dagster as dg
 from dagster_shared.check import CheckError
@@ -16,6 +17,7 @@ from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_windows,
     purge_ticks,
 )
+from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.shards import on_each
@@ -40,7 +42,7 @@ class HistoryRetention:
     - `consumer_hours`: consuming runs, which materialize assets;
     - `observation_hours`: reports of the lag sensor, which are observations and results of checks, if Dagster's storage
       is PostgreSQL. The newest observation of an asset and the newest result of a check stay;
-    - `publication_hours`: records of publications. They stay longer while a run or a stream could repeat one;
+    - `publication_hours`: records of assets' publications. They stay longer while a run could repeat one;
     - `backfill_hours`: runs of backfills. The partitions of an ended backfill go with its last run;
     - `claim_hours`: claims that ended.
     """
@@ -118,7 +120,7 @@ def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey
     @dg.op(description="Deletes finished runs of this package's jobs, and old ticks.")
     def delete_old_history(context: dg.OpExecutionContext) -> None:
         deleted = {kind: delete_runs(context.instance, kind, before=_ago(hours)) for kind, hours in kept.items()}
-        if own := _own_instigators(context):
+        if own := _own_states(context):
             before, failures_before = _ago(retention.internal_hours), _ago(retention.failure_hours)
             purge_ticks(context.instance, own, before=before, failures_before=failures_before)
         reports = delete_reports(context.instance, checks, before=_ago(retention.observation_hours))
@@ -203,7 +205,7 @@ def delete_old_windows(context: dg.OpExecutionContext, eventsql: EventSQLResourc
     repository = _repository(context)
     assets = {} if repository is None else repository.assets_defs_by_key
     specs = [spec for asset in {id(each): each for each in assets.values()}.values() for spec in asset.specs]
-    for asset, deleted in delete_windows(registered, context.instance, specs).items():
+    for asset, deleted in delete_windows(registered, context.instance, specs, now=datetime.now(UTC)).items():
         context.log.info("deleted %d partitions of asset %s", deleted, asset)
     registered.require_all(context.log)
 
@@ -212,13 +214,20 @@ def _ago(hours: float) -> datetime:
     return datetime.now(UTC) - timedelta(hours=hours)
 
 
-def _own_instigators(context: dg.OpExecutionContext) -> frozenset[str]:
-    repository = _repository(context)
-    if repository is None:
+def _own_states(context: dg.OpExecutionContext) -> list[Any]:
+    """The stored states of this package's sensors and schedules in the code location of a job."""
+    repository, origin = _repository(context), context.run.remote_job_origin
+    if repository is None or origin is None:
         context.log.info("no ticks are deleted: this job was executed by itself, outside of a code location")
-        return frozenset()
-    own: list[dg.SensorDefinition | dg.ScheduleDefinition] = [*repository.sensor_defs, *repository.schedule_defs]
-    return frozenset(each.name for each in own if HOUSEKEEPING_TAG in each.tags)
+        return []
+    each: Iterable[dg.SensorDefinition | dg.ScheduleDefinition] = (*repository.sensor_defs, *repository.schedule_defs)
+    names = {definition.name for definition in each if HOUSEKEEPING_TAG in definition.tags}
+    location = origin.repository_origin.code_location_origin
+    return [
+        state
+        for state in states_of(context.instance, location, origin.repository_origin.repository_name)
+        if state.instigator_name in names
+    ]
 
 
 def _repository(context: dg.OpExecutionContext) -> dg.RepositoryDefinition | None:

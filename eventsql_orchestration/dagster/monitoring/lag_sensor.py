@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
+from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, ConsumerCheck, Look, Reported
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
@@ -76,7 +77,9 @@ def build_lag_sensor(
             return observe_lag(
                 platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor,
                 now=time.time(),
-                stopped=stopped_sensors(context.instance, consumers),
+                stopped=stopped_sensors(
+                    states_of(context.instance, context.code_location_origin, context.repository_name), consumers
+                ),
                 materialized=materialized_at(context.instance, consumers),
             )  # fmt: skip
 
@@ -94,11 +97,9 @@ def materialized_at(
     return {key: entry.timestamp for key, entry in latest.items() if entry is not None}
 
 
-def stopped_sensors(instance: dg.DagsterInstance, consumers: Iterable[ConsumerDefinition]) -> frozenset[str]:
-    """The names of these consumers' sensors that are switched off, by a person or by default."""
-    if instance.schedule_storage is None:
-        return frozenset()
-    switched = {state.instigator_name: state.status.value for state in instance.all_instigator_state()}
+def stopped_sensors(states: Iterable[Any], consumers: Iterable[ConsumerDefinition]) -> frozenset[str]:
+    """The names of these consumers' sensors that are switched off, by a person or by default, by `states_of`."""
+    switched = {state.instigator_name: state.status.value for state in states}
 
     def is_off(sensor: dg.SensorDefinition) -> bool:
         status = switched.get(sensor.name, "DECLARED_IN_CODE")

@@ -43,6 +43,11 @@ def new_id() -> str:
     return f"{datetime.now(UTC):%Y%m%d}-{secrets.token_hex(3)}"
 
 
+def is_recent(backfill_id: str, now: datetime) -> bool:
+    """Whether `new_id` gave an id on the day of `now`, in UTC, or on the day before."""
+    return backfill_id[:8] in {f"{now - timedelta(days=days):%Y%m%d}" for days in (0, 1)}
+
+
 @dataclass(frozen=True, slots=True)
 class ReplayRange:
     """The part of a topic to replay, and how it is cut into windows.
