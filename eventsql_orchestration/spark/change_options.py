@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source, naming_option
+from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, READ, Given, Source, naming_option
 from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK
-from eventsql_orchestration.spark.read_options import MAX_TASKS, READ
+from eventsql_orchestration.spark.read_options import MAX_TASKS
 from eventsql_orchestration.validation import check_name
 
 AGGREGATES: Final = "aggregates"

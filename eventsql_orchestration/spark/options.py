@@ -16,6 +16,16 @@ from eventsql_orchestration.validation import split_urls
 MAX_BIGINT: Final = 2**63 - 1
 
 DATABASE: Final = ("dsn", "schema")
+STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
+ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
+
+READ: Final = (
+    *DATABASE, "subscribe", "assign", "claim", "partition",
+    *STARTS, "startingOffsetsByTimestampStrategy", *ENDS,
+    "minPartitions", "numPartitions", "maxRecordsPerPartition", "maxOffsetsPerTrigger",
+    "includeHeaders", "failOnDataLoss", "pushFilters", "consumer", "valueSchema", "mode",
+)  # fmt: skip
+
 _WRITE: Final = (*DATABASE, "topic", "headers", "writerId", "batchId", "claim", "claimShard")
 _HEADER: Final = "header."
 
@@ -66,7 +76,8 @@ class WriteOptions:
     @classmethod
     def parse(cls, options: Mapping[str, str], *, streaming: bool) -> WriteOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
-        given = Given(options, _WRITE, prefix=_HEADER)
+        given = Given(options, (*_WRITE, *READ), prefix=_HEADER)
+        given.refuse("it is for reads", *(name for name in READ if name not in _WRITE))
         if streaming:
             given.refuse("a stream numbers its batches itself", "batchId")
             given.refuse("a stream keeps its progress in its checkpoint", "claim")

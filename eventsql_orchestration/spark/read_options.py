@@ -9,20 +9,10 @@ from typing import Final
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, json_object, parse_bounds
-from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, Given, Source, naming_option
+from eventsql_orchestration.spark.options import ENDS, MAX_BIGINT, READ, STARTS, Given, Source, naming_option
 from eventsql_orchestration.validation import check_name
 
 MAX_TASKS: Final = 100_000
-
-_STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
-_ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
-
-READ: Final = (
-    *DATABASE, "subscribe", "assign", "claim", "partition",
-    *_STARTS, "startingOffsetsByTimestampStrategy", *_ENDS,
-    "minPartitions", "numPartitions", "maxRecordsPerPartition", "maxOffsetsPerTrigger",
-    "includeHeaders", "failOnDataLoss", "pushFilters", "consumer", "valueSchema", "mode",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +46,7 @@ class ReadOptions:
         source = given.source()
         several = len(source.urls) > 1
         if streaming:
-            given.refuse("a stream has no end", *_ENDS)
+            given.refuse("a stream has no end", *ENDS)
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
             given.refuse("Spark pushes no filters to a stream", "pushFilters")
         else:
@@ -67,8 +57,8 @@ class ReadOptions:
         if several:
             given.refuse("a claim belongs to one shard, and dsn names several: name that shard's URL alone", "claim")
         topics = _topics(given, claimed=claim is not None)
-        starting = parse_bounds(given, _STARTS, topics, default="latest" if streaming else "earliest", several=several)
-        ending = parse_bounds(given, _ENDS, topics, default="latest", several=several)
+        starting = parse_bounds(given, STARTS, topics, default="latest" if streaming else "earliest", several=several)
+        ending = parse_bounds(given, ENDS, topics, default="latest", several=several)
         if not streaming and "latest" in starting.bounds:
             raise ValidationError(f"option {starting.option}: 'latest' is for streams: a batch would read no event")
         if "earliest" in ending.bounds:
@@ -120,7 +110,7 @@ class SchemaOptions:
 
 def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]:
     if claimed:
-        given.refuse("the claim names the topic and the range", "subscribe", "assign", "partition", *_STARTS, *_ENDS)
+        given.refuse("the claim names the topic and the range", "subscribe", "assign", "partition", *STARTS, *ENDS)
         return {}
     given.exclusive("assign", "subscribe", "partition")
     if (assigned := given.text("assign")) is not None:

@@ -356,10 +356,13 @@ def test_an_alert_that_was_not_awaited_is_not_sent(bench: Workbench) -> None:
     async def page(alert: CheckAlert) -> None:
         raise AssertionError
 
+    def send(alert: CheckAlert) -> object:
+        return page(alert)
+
     check = build_lag_check(eager, max_events=0)
     with pytest.raises(ValidationError, match="would never run"):
         build_alert_sensor([check], page)
-    sensor = build_alert_sensor([check], lambda alert, send=page: send(alert))
+    sensor = build_alert_sensor([check], send)
     bench.publish("rides", 1)
     Watch(bench, check).at(1_000.0)
     with dg.build_sensor_context(instance=bench.instance) as context, pytest.raises(TypeError):

@@ -383,11 +383,13 @@ def test_tasks_on_other_machines_get_the_password_of_the_drivers_environment(
     dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = make_url(dsn)
-    given = {"dsn": url._replace(password=None).render_as_string(), "subscribe": orders, "topic": orders}
+    given = {"dsn": url._replace(password=None).render_as_string()}
     monkeypatch.setenv("PGPASSWORD", str(url.password))
-    reader = EventSQLDataSource(given).reader(ALL)
+    reader = EventSQLDataSource({**given, "subscribe": orders}).reader(ALL)
     splits = reader.partitions()
-    writer = EventSQLDataSource(given).writer(StructType().add("value", BinaryType()), overwrite=False)
+    writer = EventSQLDataSource({**given, "topic": orders}).writer(
+        StructType().add("value", BinaryType()), overwrite=False
+    )
     monkeypatch.delenv("PGPASSWORD")
     assert sum(batch.num_rows for split in splits for batch in reader.read(split)) == 1_000
     assert isinstance(writer.write(iter([pa.RecordBatch.from_pydict({"value": [b"one"]})])), Staged)

@@ -509,6 +509,7 @@ def schema_of(text: str) -> StructType:
         (FARE, {"claim": "first"}, ValidationError, "option claim: 'first' is not a whole number"),
         (FARE, {"claim": "77"}, ClaimLostError, "claim 77 does not exist"),
         (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: did you mean writerId"),
+        (FARE, {"partition": "2"}, ConfigurationError, "option partition cannot be used here: it is for reads"),
         (FARE, {"headers": "{"}, ValidationError, "option headers is not a JSON object"),
         (FARE, {"headers": "[]"}, ValidationError, "option headers is not a JSON object"),
         (FARE, {"headers": '{"a": 1}'}, InvalidPublicationError, "option headers .*'a' must be text"),
