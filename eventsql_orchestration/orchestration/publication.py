@@ -8,14 +8,18 @@ so a repetition by Spark, an orchestrator or a user changes nothing.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, Final
 
+import psycopg
+
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.orchestration.access import PlatformAccess
 from eventsql_orchestration.orchestration.provenance import Provenance
 from eventsql_orchestration.orchestration.shards import rows_of
@@ -25,6 +29,8 @@ from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.ranges import Publication as LoggedPublication
 from eventsql_orchestration.storage.reading import LogReader
+
+logger = logging.getLogger(__name__)
 
 TRANSFER_TIMEOUT: Final = 5.0
 """Seconds to wait until a transfer has given the published events their offsets, which only metadata needs."""
@@ -181,8 +187,22 @@ class _Publications:
         """The result of a publication, with the offsets of its events if they are transferred in time."""
         found = self.find(writer, batch)
         if found is None or not found[0]:
-            return Published(self._topic, 0, origin.run_id, origin.asset, repeated, partition=origin.partition)
+            return self._published(0, origin, repeated=repeated)
         events, at = found
+        try:
+            return self._with_offsets(writer, batch, events, at, origin, repeated=repeated)
+        except (EventSQLError, psycopg.Error) as error:
+            # The events are published: an error would tell the user to publish them again.
+            logger.warning("the offsets of %d events of topic %s are not known: %s", events, self._topic, error)
+            return self._published(events, origin, repeated=repeated)
+
+    def _published(self, events: int, origin: Provenance, *, repeated: bool, run_id: str | None = None) -> Published:
+        run = run_id or origin.run_id
+        return Published(self._topic, events, run, origin.asset, repeated, partition=origin.partition)
+
+    def _with_offsets(
+        self, writer: str, batch: int, events: int, at: datetime, origin: Provenance, *, repeated: bool
+    ) -> Published:
         portions = self._portions(writer, batch, events, at)
         deadline = time.monotonic() + TRANSFER_TIMEOUT
         while True:
@@ -193,9 +213,7 @@ class _Publications:
                 run = run or found_run
                 if count >= portion.events and first is not None and last is not None:
                     spans.append(Span(portion.shard.name, first, last))
-            published = Published(
-                self._topic, events, run or origin.run_id, origin.asset, repeated, partition=origin.partition
-            )
+            published = self._published(events, origin, repeated=repeated, run_id=run)
             if len(spans) == len(portions):
                 return replace(published, spans=tuple(spans))
             if time.monotonic() >= deadline:

@@ -26,9 +26,10 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.dagster.lineage.origin import Origin, input_metadata
 from eventsql_orchestration.dagster.trace.runs import StoredRuns
-from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.orchestration.trace.runs import RunInput
 from eventsql_orchestration.orchestration.trace.tracer import COPIES, Tracer
+from eventsql_orchestration.publishing.transfer import Transfer
 from tests.dagster.conftest import Workbench
 
 RIDES = Topic("rides")
@@ -115,6 +116,24 @@ def test_an_event_published_beside_effects_leads_to_the_claim(bench: Workbench) 
     bench.platform.transfer.run_once()
     (read,) = Tracer(bench.platform).trace("echoes", 1).inputs
     assert (read.range.topic, read.range.consumer, read.range.upto) == ("rides", "echo", ids[-1])
+
+
+def test_a_publication_succeeds_without_its_offsets_if_its_events_cannot_be_transferred(
+    bench: Workbench, metadata: Metadata, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dg.asset
+    def fares(context, eventsql: EventSQLResource) -> dg.MaterializeResult[Any]:  # type: ignore[no-untyped-def]  # as below
+        return dg.MaterializeResult(metadata=publish_events(context, [{"value": "v"}], eventsql=eventsql, topic="sums"))
+
+    def stuck(*_: object, **__: object) -> None:
+        raise DatabaseError("an event of somebody else cannot be moved")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Transfer, "run_once", stuck)
+        result = dg.materialize([fares], instance=bench.instance, resources={"eventsql": bench.eventsql})
+    assert metadata(result, dg.AssetKey("fares"))["published events"] == 1
+    bench.platform.transfer.run_once()
+    assert bench.platform.reader.count("sums") == 1
 
 
 def test_a_range_of_partitions_is_named_by_its_ends(bench: Workbench) -> None:
