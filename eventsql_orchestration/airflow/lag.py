@@ -32,10 +32,10 @@ class EventSQLLagOperator(BaseOperator):
     """Checks the lag of a consumer, of all consumers of a `topic`, or of all consumers.
 
     The task fails if a consumer has more than `max_events` waiting events, or if the oldest has waited for more than
-    `max_seconds`; its error names the cause of each. A partition that somebody has paused, or whose shard is down,
-    fails too: its consumer does not go on by itself. Give the task `retries` with a `retry_delay` to tolerate a lag for
-    that time. Each try gives the gauges `eventsql.lag.events` and `eventsql.lag.seconds` to Airflow's metrics. The
-    result is the lag of each consumer.
+    `max_seconds`; its error names the cause of each. A partition that somebody has paused while events wait for it, or
+    whose shard is down, fails too: its consumer does not go on by itself. Give the task `retries` with a `retry_delay`
+    to tolerate a lag for that time. Each try gives the gauges `eventsql.lag.events` and `eventsql.lag.seconds` to
+    Airflow's metrics. The result is the lag of each consumer.
     """
 
     template_fields: Sequence[str] = ("topic", "consumer")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from airflow.sdk import Asset, BaseOperator
@@ -96,6 +97,9 @@ class EventSQLPublishOperator(BaseOperator):
 
     def execute(self, context: Context) -> dict[str, Any]:
         events = self.events if self.function is None else self.function(context)
+        if events is None:
+            # The task would count as done: if it is cleared after a correction, it publishes nothing.
+            raise ValidationError("events is None, as an XCom that does not exist: give an empty list for no events")
         publications = [self._publication(each) for each in listed(events)]
         with EventSQLHook(self.eventsql_conn_id) as hook:
             summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
@@ -109,7 +113,8 @@ class EventSQLPublishOperator(BaseOperator):
 
     def _publication(self, event: object) -> Publication:
         if isinstance(event, Publication):
-            return event
+            key = self.key if event.key is None else event.key
+            return replace(event, key=key, metadata=event.metadata or self.headers or {})
         given: Mapping[str, Any] = event if isinstance(event, Mapping) and "value" in event else {"value": event}
         unknown = given.keys() - {"value", "key", "partition", "headers"}
         if unknown:
@@ -117,10 +122,11 @@ class EventSQLPublishOperator(BaseOperator):
                 f"an event has value, key, partition and headers, not {', '.join(sorted(map(str, unknown)))}"
             )
         optional = {"partition": given["partition"]} if given.get("partition") is not None else {}
-        headers = given.get("headers", self.headers)
+        key, headers = given.get("key"), given.get("headers")
         return Publication(
-            self.topic, _value(given["value"]), key=given.get("key", self.key), metadata=dict(headers or {}), **optional
-        )
+            self.topic, _value(given["value"]), key=self.key if key is None else key,
+            metadata=dict((self.headers if headers is None else headers) or {}), **optional,
+        )  # fmt: skip
 
 
 def _value(value: object) -> bytes:

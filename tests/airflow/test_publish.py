@@ -66,6 +66,21 @@ def test_each_event_names_the_dag_its_run_the_task_and_the_map_index(rides: Even
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("event", ["x", {"value": "x", "key": None, "headers": None}, Publication("rides", b"x")])
+def test_the_operators_key_and_headers_are_for_events_without_their_own(rides: EventSQL, event: object) -> None:
+    own = Publication("rides", b"y", key="own", metadata={"of": "its own"})
+    execute([event, own], key="k", headers={"of": "the operator"})
+    assert {(each.key, each.metadata["of"]) for each in logged(rides)} == {("k", "the operator"), ("own", "its own")}
+
+
+def test_a_missing_result_of_another_task_does_not_count_as_published(rides: EventSQL) -> None:
+    for missing in (None, lambda context: context.get("xcom")):
+        with pytest.raises(ValidationError, match="events is None"):
+            execute(missing)
+    assert not execute(["x"], context_of("publish", try_number=2))["repeated"]
+    assert len(logged(rides)) == 1
+
+
 def test_a_second_try_publishes_nothing_and_says_what_the_first_one_did(rides: EventSQL) -> None:
     first = execute(["a", "b"])
     again = execute(["a", "b"], context_of("publish", try_number=2))
