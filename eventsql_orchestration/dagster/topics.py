@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, TypeAlias
@@ -13,7 +14,12 @@ from eventsql_orchestration import EventSQL, Shard
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.register import topic_missing
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
-from eventsql_orchestration.errors import DatabaseUnavailableError, InvalidNameError, TopicNotFoundError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    InvalidNameError,
+    TopicNotFoundError,
+)
 from eventsql_orchestration.model import Topic, check_topic_name
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.storage.reading import LogReader
@@ -176,9 +182,10 @@ def _arrival(shard: Shard, topic: str, after: int | None, end: int) -> dg.AssetM
         **({} if shard.name is None else {keys.INPUT_SHARD: shard.name}),
     }
     if after is not None:
-        with shard.database.connection() as connection:
+        # So many events may have arrived that counting them takes too long. The report must not wait for more.
+        with suppress(DatabaseBusyError), shard.database.connection() as connection:
             found = LogReader(shard.database.schema).extent(connection, topic, after=after, upto=end)
-        # There are none if retention has already dropped them.
-        if found.events:
-            metadata |= {keys.PUBLISHED_EVENTS: found.events, keys.PUBLISHED_FIRST: found.first}
+            # There are none if retention has already dropped them.
+            if found.events:
+                metadata |= {keys.PUBLISHED_EVENTS: found.events, keys.PUBLISHED_FIRST: found.first}
     return dg.AssetMaterialization(asset_key=topic_key(topic), description="events have arrived", metadata=metadata)

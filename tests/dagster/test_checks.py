@@ -11,6 +11,7 @@ import pytest
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
+from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerCheck,
@@ -24,7 +25,7 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.dagster.monitoring.checks import GREEN_INTERVAL, IDLE_INTERVAL, RENEWAL_INTERVAL
 from eventsql_orchestration.dagster.monitoring.lag_sensor import materialized_at, observe_lag
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -130,6 +131,26 @@ def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(benc
     assert [each.passed for each in watch.at(1_090.0)] == [True]
     bench.publish("rides", 1)
     assert [each.passed for each in watch.at(1_105.0)] == [True], "its grace begins anew"
+
+
+def test_a_lag_that_takes_too_long_to_count_is_red_and_stops_no_other_check(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0, grace=60.0), build_delivered_check(eager))
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+    poison(bench)
+    bench.platform.transfer.run_once()
+
+    def busy(*_: object, **__: object) -> None:
+        raise DatabaseBusyError("canceling statement due to statement timeout")
+
+    monkeypatch.setattr(LagReader, "read", busy)
+    assert [(each.check_name, each.passed) for each in watch.at(1_000.0)] == [("lag", True), ("delivered", False)]
+    (red,) = watch.at(1_061.0)
+    assert not red.passed
+    assert "the lag is unknown" in str(red.description)
+    monkeypatch.undo()
+    assert [each.passed for each in watch.at(1_076.0)] == [True]
 
 
 def test_a_check_executed_by_hand_knows_when_the_lag_began(bench: Workbench) -> None:

@@ -299,6 +299,8 @@ def test_a_topics_page_that_cannot_be_read_does_not_stop_the_report(
 
     monkeypatch.setattr(LogReader, "nth_before", busy)
     assert reported_page(bench, TopicSample()).metadata["published events"].value == 20
+    monkeypatch.setattr(LogReader, "extent", busy)
+    assert "published events" not in reported_page(bench, TopicSample()).metadata
 
 
 @pytest.mark.parametrize("events", [-1, 101])

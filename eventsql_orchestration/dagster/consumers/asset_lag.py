@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.orchestration.shards import place, where
 
@@ -38,12 +37,14 @@ class AssetLag:
     """The lag of a whole consumer.
 
     `moved` has the partitions (`place_of`) whose offset has grown since the previous tick. `stopped` has the partitions
-    whose sensor is switched off, with the sensor's name.
+    whose sensor is switched off, with the sensor's name. `unknown` says why the lag is not known; there are no
+    partitions then.
     """
 
     partitions: tuple[ConsumerLag, ...]
     moved: frozenset[str] = frozenset()
     stopped: Mapping[int, str] = field(default_factory=dict)
+    unknown: str | None = None
 
     @property
     def events(self) -> int:
@@ -140,14 +141,22 @@ def _run_of(lag: ConsumerLag) -> str | None:
 
 
 def read_lags(platform: EventSQL, consumers: Iterable[ConsumerDefinition]) -> dict[dg.AssetKey, AssetLag]:
-    """The present lag of each consumer, by its asset. Consumers of topics that do not exist are left out."""
+    """The present lag of each consumer, by its asset. Consumers of topics that do not exist are left out.
+
+    The lag is `unknown` if the server did not count the waiting events of a topic in time.
+    """
     by_topic: dict[str, list[ConsumerDefinition]] = {}
     for consumer in consumers:
         by_topic.setdefault(consumer.topic.name, []).append(consumer)
     found: dict[dg.AssetKey, AssetLag] = {}
     for topic, readers in by_topic.items():
-        with suppress(TopicNotFoundError):
+        try:
             lags = platform.lag(topic)
-            for each in readers:
-                found[each.key] = AssetLag(tuple(lag for lag in lags if lag.consumer == each.consumer.name))
+        except TopicNotFoundError:
+            continue
+        except DatabaseBusyError as error:
+            found |= {each.key: AssetLag((), unknown=error.message) for each in readers}
+            continue
+        for each in readers:
+            found[each.key] = AssetLag(tuple(lag for lag in lags if lag.consumer == each.consumer.name))
     return found

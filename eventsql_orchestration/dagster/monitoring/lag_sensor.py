@@ -175,9 +175,9 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
     ]
     if len(behind) > SHOWN_CONSUMERS:
         said.append(f"{len(behind) - SHOWN_CONSUMERS} more consumers are behind")
-    said += [
-        consumer_missing(each.consumer) for each in consumers if each.key not in lags or not lags[each.key].partitions
-    ]
+    said += [f"the lag of {key.to_user_string()} is unknown: {lag.unknown}" for key, lag in lags.items() if lag.unknown]
+    known = {key for key, lag in lags.items() if lag.partitions or lag.unknown}
+    said += [consumer_missing(each.consumer) for each in consumers if each.key not in known]
     return "; ".join(said) or "no consumer is behind"
 
 
