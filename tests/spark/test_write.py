@@ -484,6 +484,7 @@ def schema_of(text: str) -> StructType:
     return schema
 
 
+@pytest.mark.usefixtures("spark")
 @pytest.mark.parametrize(
     ("schema", "options", "error", "message"),
     [
