@@ -23,7 +23,13 @@ from eventsql_orchestration.consuming.commit_retry import CommitRetry, is_reject
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
-from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED, ConsumerPartition, LockedPartition, advance
+from eventsql_orchestration.consuming.partition import (
+    ROLLED_BACK,
+    TRANSACTION_ENDED,
+    ConsumerPartition,
+    LockedPartition,
+    advance,
+)
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
@@ -383,7 +389,7 @@ def call_handler(connection: Connection, given: Given, handler: Callable[[Given,
         returned = handler(given, connection)
     except psycopg.Rollback as error:
         # psycopg would take it for success, and what was given would pass without its effects.
-        raise psycopg.ProgrammingError("the handler rolled its effects back") from error
+        raise psycopg.ProgrammingError(ROLLED_BACK) from error
     check_returned(returned)
     if transaction_lost(connection):
         raise psycopg.ProgrammingError(TRANSACTION_ENDED)

@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.dead_letter_values import describe
-from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, EventSQLError, ValidationError
@@ -68,7 +68,7 @@ class Lease:
                 yield connection
             except psycopg.Rollback as error:
                 # psycopg would take it for success, and the events would pass without their effects.
-                raise psycopg.ProgrammingError("the handler rolled its effects back") from error
+                raise psycopg.ProgrammingError(ROLLED_BACK) from error
             claim = self._claims.commit(connection, self.claim, upto=self._upto, consumed=self._events)
         self.claim, self._committed = claim, True
 

@@ -20,6 +20,8 @@ TRANSACTION_ENDED = (
     "that may fail, and leave commit and rollback out"
 )
 
+ROLLED_BACK = "the handler rolled its effects back by psycopg.Rollback: raise another error if it has failed"
+
 
 @dataclass(frozen=True, slots=True)
 class ConsumerPartition:
