@@ -200,6 +200,8 @@ def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
     why = "transactions of consumers or publishers did not end in time: try again later"
     if isinstance(error, TooManyBufferedError):
         why = f"more than {MOST_BUFFERED:,} events came while the buffer was emptied: try again with less traffic"
-    elif isinstance(error, (OpenPartsError, IdsChangedError)):
+    elif isinstance(error, OpenPartsError):
         why = str(error)
+    elif isinstance(error, IdsChangedError):
+        why = f"{error}; run it again"
     return DatabaseBusyError(f"topic {topic.name!r} keeps its {topic.partitions} partitions: {why}")

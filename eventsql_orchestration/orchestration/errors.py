@@ -8,7 +8,7 @@ from eventsql_orchestration.errors import EventSQLError
 
 
 class FunctionExitedError(EventSQLError):
-    """A consumer's function called `sys.exit()`, which a run counts as its failure."""
+    """A consumer's function called `sys.exit()`, which counts as a failure of the function."""
 
 
 class FinalRunError(EventSQLError):

@@ -7,6 +7,7 @@ each consumer until the consumer has consumed all events before the fences of th
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -129,9 +130,10 @@ class ShardStore:
             captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
             if state.name is None and captured is not None:
                 table, topic = captured
+                drop = shlex.join(["eventsql", "capture", "drop", table, topic])
                 raise ShardSetError(
                     f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
-                    f"and keys may belong to another shard. `eventsql capture drop {table} {topic}` ends that"
+                    f"and keys may belong to another shard. `{drop}` ends that"
                 )
             yield state, Bootstrap(driver, self._queries)
 

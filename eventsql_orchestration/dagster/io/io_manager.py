@@ -290,8 +290,8 @@ def _check_together(context: dg.InputContext, found: Mapping[str, Sequence[Selec
         if keys_loaded != set(whole):
             raise ValidationError(
                 f"run {run_id} published the events of partitions {together} of {context.asset_key.to_user_string()} "
-                f"together, and only {', '.join(sorted(keys_loaded))} are loaded from it: load all of them, none of "
-                "which was materialized since, or materialize each partition in a run of its own"
+                f"together, and only {', '.join(sorted(keys_loaded))} are loaded from it: load all of them "
+                "from it, or materialize each partition in a run of its own"
             )
 
 

@@ -57,9 +57,7 @@ class QueueLimits:
         check_not_negative(self, optional=("max_messages", "max_seconds", "max_dead_letters"))
         for name, most in (("max_messages", self.max_messages), ("max_dead_letters", self.max_dead_letters)):
             if most is not None and most >= COUNTED:
-                raise ValidationError(
-                    f"{name} is below {COUNTED:,}, because no more messages are counted, not {most:,}"
-                )
+                raise ValidationError(f"{name} must be below {COUNTED:,}, not {most:,}: no more messages are counted")
 
 
 DEFAULT_LIMITS: Final = QueueLimits()
