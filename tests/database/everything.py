@@ -27,9 +27,7 @@ SECONDS = 0.1 + 0.2
 
 
 def use(platform: EventSQL, dsn: str) -> None:
-    """Publish, transfer, consume, fail, redrive, claim, erase, seek, repartition, retain; and the three ways to use a
-    log.
-    """
+    """Use topics in every way, from their registration to an erasure and retention, and queues, the store and views."""
     register(platform)
     publish(platform, dsn)
     consume(platform)

@@ -214,18 +214,19 @@ def waiting_events(dsn: str) -> None:
     publisher = platform.buffered_publisher(max_age=3_600.0)
 
     def work() -> None:
-        for wait in (of_parent.result, of_parent.exception, lambda: of_parent.add_done_callback(print)):
+        for wait in (acknowledged.result, acknowledged.exception, lambda: acknowledged.add_done_callback(print)):
             with pytest.raises(EventSQLError):
                 wait()
-        acknowledged = publisher.publish(Publication("orders", b"child 0"))
+        own = publisher.publish(Publication("orders", b"child 0"))
         publisher.flush(timeout=PATIENCE)
-        acknowledged.result(PATIENCE)
-        assert done_before.result() == done_before.result()
+        own.result(PATIENCE)
+        assert before.result() == placement
         platform.close()
 
-    done_before = publisher.publish(Publication("orders", b"before 0"))
+    before = publisher.publish(Publication("orders", b"before 0"))
     publisher.flush(timeout=PATIENCE)
-    of_parent = acknowledged = publisher.publish(Publication("orders", b"parent 0"))
+    placement = before.result()
+    acknowledged = publisher.publish(Publication("orders", b"parent 0"))
     await_success(child(work))
     assert not acknowledged.done()
     publisher.flush(timeout=PATIENCE)
