@@ -310,7 +310,7 @@ class Publisher:
                     except psycopg.Rollback as error:
                         # psycopg would take it for success, although nothing is published.
                         raise DatabaseError(
-                            "nothing was published, because the publications raised psycopg.Rollback: raise another error"
+                            "nothing was published: the publications raised psycopg.Rollback. Raise another error"
                         ) from error
             else:
                 yield connection

@@ -1,7 +1,7 @@
 """Dropping segments: the contents of a segment, the consumers that still need it, and a drop that lets readers go on.
 
-The steps are transactions of their own, so the connection is in autocommit mode. A segment is marked, detached, and
-then dropped. An interrupted drop leaves a marked segment, which the next run drops.
+The steps are transactions of their own, so the connection is in autocommit mode. A segment is marked, detached, looked
+at once more, and then dropped. An interrupted drop leaves a marked segment, which the next run drops.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class SegmentDrops:
         # Nobody writes to it any more.
         last = self.newest(connection, segment)
         if last is not None and last.offset > newest:
+            # Unmarked first: no run drops a detached table without the mark, should this be interrupted.
             self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
             bounds = f"FROM ({segment.start}) TO ({segment.end})"
             attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
