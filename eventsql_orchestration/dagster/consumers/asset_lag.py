@@ -47,6 +47,11 @@ class AssetLag:
     unknown: str | None = None
 
     @property
+    def registered(self) -> bool:
+        """Whether the consumer is registered, as far as is known."""
+        return bool(self.partitions) or self.unknown is not None
+
+    @property
     def events(self) -> int:
         return sum(lag.events for lag in self.partitions)
 
@@ -68,7 +73,10 @@ class AssetLag:
         """Numbers for the consumer and for each partition, the cause in words, and links to runs that consume.
 
         If there are more than `SHOWN_PARTITIONS` partitions, only the ones with the largest lag have their own numbers.
+        An unknown lag has no numbers.
         """
+        if self.unknown is not None:
+            return {CAUSE: self.unknown}
         metadata: dict[str, Any] = {
             LAG_EVENTS: self.events,
             LAG_SECONDS: round(self.seconds, 3),
@@ -90,7 +98,9 @@ class AssetLag:
         return {name: value for name, value in self.metadata().items() if isinstance(value, int | float)}
 
     def cause(self) -> str:
-        """The causes of the lag, for each partition that is shown."""
+        """The causes of the lag, for each partition that is shown, or why the lag is unknown."""
+        if self.unknown is not None:
+            return self.unknown
         sentences = [
             f"{_where(lag)} {': '.join(self._why(lag))}".lstrip() for lag in self._worst() if lag.cause != LagCause.NONE
         ]

@@ -119,8 +119,7 @@ def build_lag_check(
 
     With `grace` (seconds), it turns red only after the lag was above the limit for that long without a break. The
     result has the cause and the numbers. The check is also red while the lag is unknown: while a shard is down, or the
-    server takes too long to count the waiting events.
-    Raises `ValidationError` if no limit is given, or a negative one.
+    server takes too long to count the waiting events. Raises `ValidationError` if no limit is given, or a negative one.
     """
     limits = LagLimits(max_events=max_events, max_seconds=max_seconds, grace=grace)
     rule = _LagRule(consumer, limits)
@@ -183,24 +182,26 @@ class _LagRule:
 
     def __call__(self, look: Look) -> Verdict:
         lag = look.lag
-        if not lag.partitions and lag.unknown is None:
+        behind = f"{lag.events} events and {lag.seconds:.1f} s behind"
+        if not lag.registered:
             return unregistered(self.consumer)
-        behind, far = f"{lag.events} events and {lag.seconds:.1f} s behind", self._is_far(lag)
-        if not far and not lag.unreachable and lag.unknown is None:
+        if lag.unknown is not None:
+            fault = "the lag is unknown"
+        elif self._is_far(lag):
+            fault = f"{behind}, beyond {self.bounds}"
+        elif lag.unreachable:
+            fault = f"{behind}, as far as is known"
+        else:
             return Verdict(True, f"{behind}: within {self.bounds}", lag.metadata(), "within")
 
-        fault = f"{behind}, beyond {self.bounds}" if far else f"{behind}, as far as is known"
-        numbers, cause = lag.metadata(), lag.cause()
-        if lag.unknown is not None:
-            fault, numbers, cause = "the lag is unknown", {}, lag.unknown
         since = float(look.memory.get(BEYOND_SINCE, look.now))
-        metadata = {**numbers, BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
+        metadata = {**lag.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
         memory = {BEYOND_SINCE: since}
         left = self.limits.grace - (look.now - since)
         if left > 0:
-            description = f"{fault}; red if this lasts {left:.0f} s more. {cause}"
+            description = f"{fault}; red if this lasts {left:.0f} s more. {lag.cause()}"
             return Verdict(True, description, metadata, "beyond for a while", memory)
-        return Verdict(False, f"{fault}. {cause}", metadata, f"beyond {lag.causes}", memory)
+        return Verdict(False, f"{fault}. {lag.cause()}", metadata, f"beyond {lag.causes}", memory)
 
     def _is_far(self, lag: AssetLag) -> bool:
         events, seconds = self.limits.max_events, self.limits.max_seconds

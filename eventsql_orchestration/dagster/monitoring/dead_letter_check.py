@@ -72,7 +72,7 @@ class _DeliveredRule:
     consumer: ConsumerDefinition
 
     def __call__(self, look: Look) -> Verdict:
-        if not look.lag.partitions and look.lag.unknown is None:
+        if not look.lag.registered:
             return unregistered(self.consumer)
         shards = shards_of(look.platform)
         if len(shards) == 1:

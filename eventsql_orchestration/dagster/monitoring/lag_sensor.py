@@ -176,8 +176,8 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
     if len(behind) > SHOWN_CONSUMERS:
         said.append(f"{len(behind) - SHOWN_CONSUMERS} more consumers are behind")
     said += [f"the lag of {key.to_user_string()} is unknown: {lag.unknown}" for key, lag in lags.items() if lag.unknown]
-    known = {key for key, lag in lags.items() if lag.partitions or lag.unknown}
-    said += [consumer_missing(each.consumer) for each in consumers if each.key not in known]
+    registered = {key for key, lag in lags.items() if lag.registered}
+    said += [consumer_missing(each.consumer) for each in consumers if each.key not in registered]
     return "; ".join(said) or "no consumer is behind"
 
 
