@@ -231,8 +231,8 @@ def delete_windows(
     """Delete the partitions of ended backfills from the backfill assets among `specs`; gives counts by asset.
 
     The partitions of a backfill stay while it is `registered`, while it may be registered on a shard that `registered`
-    leaves out, and while Dagster has a run of it. They also stay for a day: a run that plans a backfill adds its
-    partitions before it registers the backfill.
+    leaves out, and while Dagster has a run of it. They also stay for a day at least: a run that plans a backfill adds
+    its partitions before it registers the backfill.
     """
     deleted: dict[str, int] = {}
     for spec in specs:

@@ -1,6 +1,6 @@
 """Housekeeping: applies the retention of topics, and deletes old runs and ticks of this package."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -216,18 +216,15 @@ def _ago(hours: float) -> datetime:
 
 def _own_states(context: dg.OpExecutionContext) -> list[Any]:
     """The stored states of this package's sensors and schedules in the code location of a job."""
-    repository, origin = _repository(context), context.run.remote_job_origin
-    if repository is None or origin is None:
+    repository, job = _repository(context), context.run.remote_job_origin
+    if repository is None or job is None:
         context.log.info("no ticks are deleted: this job was executed by itself, outside of a code location")
         return []
-    each: Iterable[dg.SensorDefinition | dg.ScheduleDefinition] = (*repository.sensor_defs, *repository.schedule_defs)
-    names = {definition.name for definition in each if HOUSEKEEPING_TAG in definition.tags}
-    location = origin.repository_origin.code_location_origin
-    return [
-        state
-        for state in states_of(context.instance, location, origin.repository_origin.repository_name)
-        if state.instigator_name in names
-    ]
+    own: list[dg.SensorDefinition | dg.ScheduleDefinition] = [*repository.sensor_defs, *repository.schedule_defs]
+    names = {each.name for each in own if HOUSEKEEPING_TAG in each.tags}
+    origin = job.repository_origin
+    states = states_of(context.instance, origin.code_location_origin, origin.repository_name)
+    return [state for state in states if state.instigator_name in names]
 
 
 def _repository(context: dg.OpExecutionContext) -> dg.RepositoryDefinition | None:

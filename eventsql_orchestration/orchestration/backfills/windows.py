@@ -44,7 +44,7 @@ def new_id() -> str:
 
 
 def is_recent(backfill_id: str, now: datetime) -> bool:
-    """Whether `new_id` gave an id on the day of `now`, in UTC, or on the day before."""
+    """Whether `new_id` gave this id on the day of `now`, in UTC, or on the day before."""
     return backfill_id[:8] in {f"{now - timedelta(days=days):%Y%m%d}" for days in (0, 1)}
 
 
