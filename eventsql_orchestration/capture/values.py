@@ -81,7 +81,7 @@ class Columns(NamedTuple):
 
 
 def known_as(table: Table, key: Columns, columns: Columns | None) -> dict[str, object]:
-    """How a capture knows its table and columns."""
+    """The values of a capture's row that say which table and columns it captures."""
     return {
         "relation": table.relation, "name": str(table), "key_names": key.names, "key_numbers": key.numbers,
         "column_names": None if columns is None else columns.names,

@@ -86,12 +86,13 @@ class ClusterConsumption(Running):
             each.stop_soon()
 
     def await_end(self, deadline: float) -> bool:
-        begun = self._taking.acquire(timeout=max(0.0, deadline - time.monotonic()))
-        if begun:
+        # A shard on which the consumer is just beginning is in `_on` only after that.
+        complete = self._taking.acquire(timeout=max(0.0, deadline - time.monotonic()))
+        if complete:
             self._taking.release()
         # Wait for each, without stopping at the first False: the last batches must be rolled back too.
         ended = [each.await_end(deadline) for each in list(self._on.values())]
-        return begun and all(ended)
+        return complete and all(ended)
 
 
 @checked

@@ -50,7 +50,7 @@ EventHandler: TypeAlias = Callable[[Event, Connection], object]
 
 OF_HANDLER: Final = (Exception, CancelledError, SystemExit)
 """The errors that count as failures of a handler: `asyncio.CancelledError`, too, of a task that the handler ran, and
-`sys.exit()`, unless it `ends_program`."""
+`sys.exit()`. A caller outside of an orchestrator's run raises a `sys.exit()` again if it `ends_program`."""
 
 _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 

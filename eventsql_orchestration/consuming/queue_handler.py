@@ -42,7 +42,7 @@ def takes_connection(handler: QueueHandler) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """An event whose handler has returned, which is to be acknowledged, or has failed. A failure may not count."""
+    """How a handler's call ended: the event is to be acknowledged, or failed with `error`, which `counts` or not."""
 
     delivery: Delivery
     error: BaseException | None = None

@@ -22,7 +22,6 @@ _Converter = Callable[[Any], Any]
 
 _NOT_FINITE: Final = frozenset({"NaN", "Infinity", "+Infinity", "-Infinity", "INF", "+INF", "-INF"})
 
-
 _DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 _ROUNDING: Final = Context(prec=2 * 38, rounding=ROUND_HALF_UP)
@@ -38,7 +37,7 @@ class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
     Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null.
-    An erased event's value is null with it, too.
+    The value of an erased event is null, whatever `fail_fast` is.
     """
 
     type: pa.StructType
