@@ -11,8 +11,8 @@ import math
 import re
 import time
 import zlib
-from collections.abc import Callable, Mapping
-from typing import Any, Final, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, ParamSpec, TypeAlias
 
 import psycopg
 from psycopg import errors, generators, sql
@@ -26,6 +26,8 @@ from psycopg.types.string import ByteaBinaryLoader, TextBinaryLoader
 
 from eventsql_orchestration.database.connections import UTF8, Connection
 from eventsql_orchestration.database.sessions import begins_read_committed, is_pooled
+
+Sent = ParamSpec("Sent")
 
 RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
@@ -106,44 +108,54 @@ class SingleStatement:
     def _run(self, connection: Connection, prepared: dict[Any, Any], values: Mapping[str, bytes | None]) -> PGresult:
         if connection.pgconn.transaction_status != TransactionStatus.IDLE:
             raise psycopg.ProgrammingError("the connection is in a transaction, which would not be committed")
-        pgconn, row = connection.pgconn, [values[placeholder] for placeholder in self._placeholders]
+        row = [values[placeholder] for placeholder in self._placeholders]
         if not self._prepares or is_pooled(connection):
             if not begins_read_committed(connection):
                 return self._run_in_transaction(connection, row)
-            return _exchange(connection, pgconn.send_query_params, self._text, row, None, self._formats, Format.BINARY)
+            return self._run_once(connection, row)
 
         if self._briefly and time.monotonic() - prepared.get(self._name, math.inf) >= BRIEF_SECONDS:
-            _exchange(connection, pgconn.send_query, b"DEALLOCATE " + self._name)
+            _exchange(connection, connection.pgconn.send_query, b"DEALLOCATE " + self._name)
             del prepared[self._name]
         if self._name not in prepared:
             # Noted before it is prepared: after an interruption, the server may have the statement.
             prepared[self._name] = time.monotonic()
             self._prepare(connection)
-        prepared_query = (pgconn.send_query_prepared, self._name, row, self._formats, Format.BINARY)
-        result = _exchange(connection, *prepared_query)
+        result = self._run_prepared(connection, row)
         if result.status == ExecStatus.FATAL_ERROR and result.error_field(DiagnosticField.SQLSTATE) == _LOST:
             self._prepare(connection)
-            result = _exchange(connection, *prepared_query)
+            result = self._run_prepared(connection, row)
         return result
 
-    def _run_in_transaction(self, connection: Connection, row: list[bytes | None]) -> PGresult:
+    def _run_once(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
+        send = connection.pgconn.send_query_params
+        return _exchange(connection, send, self._text, row, None, self._formats, Format.BINARY)
+
+    def _run_prepared(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
+        send = connection.pgconn.send_query_prepared
+        return _exchange(connection, send, self._name, row, self._formats, Format.BINARY)
+
+    def _run_in_transaction(self, connection: Connection, row: Sequence[bytes | None]) -> PGresult:
         """Run the statement as READ COMMITTED: at another level, it may not see what it has waited for."""
-        pgconn = connection.pgconn
-        begun = _exchange(connection, pgconn.send_query, b"BEGIN ISOLATION LEVEL READ COMMITTED")
-        _checked(begun, ExecStatus.COMMAND_OK)
-        result = _exchange(connection, pgconn.send_query_params, self._text, row, None, self._formats, Format.BINARY)
-        _checked(_exchange(connection, pgconn.send_query, b"COMMIT"), ExecStatus.COMMAND_OK)
+        send = connection.pgconn.send_query
+        _checked(_exchange(connection, send, b"BEGIN ISOLATION LEVEL READ COMMITTED"), ExecStatus.COMMAND_OK)
+        result = self._run_once(connection, row)
+        # Of a statement that failed, this is a rollback.
+        _checked(_exchange(connection, send, b"COMMIT"), ExecStatus.COMMAND_OK)
         return result
 
     def _prepare(self, connection: Connection) -> None:
         _checked(_exchange(connection, connection.pgconn.send_prepare, self._name, self._text), ExecStatus.COMMAND_OK)
 
 
-def _exchange(connection: Connection, send: Callable[..., None], *arguments: object) -> PGresult:
+def _exchange(
+    connection: Connection, send: Callable[Sent, None], *statement: Sent.args, **options: Sent.kwargs
+) -> PGresult:
     """Send a statement and wait for its result. Ctrl-C cancels the statement, also right after it was sent."""
 
     def sent() -> PQGen[list[PGresult]]:
-        send(*arguments)
+        # Sent within the wait, which cancels the statement if it is interrupted.
+        send(*statement, **options)
         results: list[PGresult] = yield from generators.execute(connection.pgconn)
         return results
 
