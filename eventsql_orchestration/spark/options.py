@@ -1,4 +1,4 @@
-"""Spark's options, and the options of a write, checked. Every error names the option."""
+"""Spark's options: the names for reads and writes, and the checked options of a write. Every error names the option."""
 
 from __future__ import annotations
 

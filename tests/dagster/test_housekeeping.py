@@ -303,9 +303,7 @@ def test_reports_outside_of_postgresql_are_left(shared_instance: dg.DagsterInsta
     assert delete_reports(shared_instance, [ledger_check.key], before=datetime.now(UTC) + timedelta(days=1)) is None
 
 
-def test_ticks_that_failed_are_kept_longer(
-    stored: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ticks_that_failed_are_kept_longer(stored: dg.DagsterInstance, platform: EventSQL) -> None:
     now = datetime.now(UTC)
     for status in ("SKIPPED", "STARTED", "SUCCESS", "FAILURE"):
         _repeat_tick(platform, count=7, end=now, status=status)
@@ -351,9 +349,7 @@ PER_HOUR = int(os.environ.get("EVENTSQL_TEST_RUNS_PER_HOUR", "1"))
 minutes."""
 
 
-def test_the_history_of_a_simulated_week_is_bounded(
-    stored: dg.DagsterInstance, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_history_of_a_simulated_week_is_bounded(stored: dg.DagsterInstance, platform: EventSQL) -> None:
     """One observed consumer under steady traffic: its lag every 15 s, a result of its check each hour, a tick of its
     sensor every 5 s; runs of the transfer, and as many of the consumer.
     """
