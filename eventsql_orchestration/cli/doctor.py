@@ -261,12 +261,13 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             columns = (*(capture.columns or ()), *capture.added_again)
             chosen += [word for name in columns for word in ("--column", name)]
             again = ["eventsql", "capture", "create", capture.table, capture.topic, *chosen, "--no-snapshot"]
-            lacking = ", ".join(capture.added_again)
+            effect = "may lack columns after the next restore or renaming"
+            if capture.added_again:
+                effect = f"lack {', '.join(capture.added_again)}"
             yield warning(
                 "captures",
                 f"table {capture.table}, which is captured to topic {capture.topic}, was restored, or has renamed or "
-                "dropped columns: changes "
-                + (f"lack {lacking}" if lacking else "may lack columns after the next restore or renaming"),
+                f"dropped columns: changes {effect}",
                 shlex.join(again),
             )
 
