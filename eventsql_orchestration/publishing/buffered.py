@@ -107,10 +107,11 @@ class Acknowledgement:
         """
         if not callable(callback):
             raise ValidationError(f"callback must be a function, not {type(callback).__name__}")
-        with self._own_lock():
-            if self._outcome is None:
-                self._callbacks = (*self._callbacks, callback)
-                return
+        if self._outcome is None:
+            with self._own_lock():
+                if self._outcome is None:
+                    self._callbacks = (*self._callbacks, callback)
+                    return
         self._call(callback)
 
     def _await(self, timeout: float | None) -> Placements | Exception:

@@ -220,7 +220,9 @@ def waiting_events(dsn: str) -> None:
         own = publisher.publish(Publication("orders", b"child 0"))
         publisher.flush(timeout=PATIENCE)
         own.result(PATIENCE)
-        assert before.result() == placement
+        called: list[object] = []
+        before.add_done_callback(called.append)
+        assert (before.result(), called) == (placement, [before])
         platform.close()
 
     before = publisher.publish(Publication("orders", b"before 0"))
