@@ -162,7 +162,7 @@ class Retainer:
                 if execute:
                     segments.adopt(connection, schema, topic.name)
                     newest = self._roll(connection, topic)
-                    self._finish_drops(connection, topic)
+                    self._finish_drops(connection, topic, force=force)
                 else:
                     newest = segments.newest_id(connection, schema, topic.name)
                 return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
@@ -170,13 +170,19 @@ class Retainer:
     def _drops(self, topic: Topic) -> SegmentDrops:
         return SegmentDrops(self._database.schema, topic.name, wait=WAIT_SECONDS)
 
-    def _finish_drops(self, connection: Connection, topic: Topic) -> None:
+    def _finish_drops(self, connection: Connection, topic: Topic, *, force: bool) -> None:
         """Drop segments that an earlier run has detached and not dropped."""
         drops = self._drops(topic)
         for segment in segments.segments(connection, self._database.schema, topic.name) or ():
-            if segment.detaching:
-                with self._waiting(topic):
-                    drops.finish_detach(connection, segment)
+            if not segment.detaching:
+                continue
+            with self._waiting(topic):
+                drops.finish_detach(connection, segment)
+                last = drops.newest(connection, segment)
+                if last is None or force or drops.unpassed(connection, segment, newest=last.offset) is None:
+                    continue
+                # It was written to after the earlier run had looked at it, as in `_drop`.
+                drops.attach(connection, segment)
         drops.drop_detached(connection)
 
     def _roll(self, connection: Connection, topic: Topic) -> int:

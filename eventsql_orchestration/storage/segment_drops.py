@@ -92,14 +92,18 @@ class SegmentDrops:
         # Nobody writes to it any more.
         last = self.newest(connection, segment)
         if last is not None and last.offset > newest:
-            # Unmarked first: no run drops a detached table without the mark, should this be interrupted.
-            self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
-            bounds = f"FROM ({segment.start}) TO ({segment.end})"
-            attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
-            self._alter(connection, segment.table, attach, log=segment.log)
+            self.attach(connection, segment)
             return False
         self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
         return True
+
+    def attach(self, connection: Connection, segment: Segment) -> None:
+        """Attach a detached segment again, without its mark. Raises the driver's `LockNotAvailable`."""
+        # Unmarked first: no run drops a detached table without the mark, should this be interrupted.
+        self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
+        bounds = f"FROM ({segment.start}) TO ({segment.end})"
+        attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
+        self._alter(connection, segment.table, attach, log=segment.log)
 
     def unmark(self, connection: Connection, segment: Segment) -> None:
         """Remove the mark of a segment that is still attached: an operator may detach the segment to keep it."""

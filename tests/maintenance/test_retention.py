@@ -339,6 +339,33 @@ def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_i
     assert consume(platform, "all") == 5
 
 
+def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_off(
+    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 5)
+    assert consume(platform, "all") == 5
+    age(session, 7200, upto=5)
+    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
+    reading, detach = sessions(), SegmentDrops._detach
+
+    def write(*given: Any) -> None:
+        monkeypatch.setattr(SegmentDrops, "_detach", detach)
+        session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
+        platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
+        platform.transfer.run_once()
+        reading.execute("SELECT count(*) FROM eventsql.orders_event")
+        detach(*given)
+
+    monkeypatch.setattr(SegmentDrops, "_detach", write)
+    with pytest.raises(DatabaseBusyError):
+        platform.retention.run_once()
+    reading.commit()
+    platform.retention.run_once()
+    assert consume(platform, "all") == 3
+
+
 def test_a_segment_whose_events_are_not_committed_yet_is_kept(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
