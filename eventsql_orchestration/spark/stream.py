@@ -194,8 +194,11 @@ def _limited(
     if len(upto) > 1:
         waiting = [logs.of(tp).waiting(tp, after[tp], upto[tp], most) for tp in upto]
         parts = shares(waiting, most)
-    return {
-        # A range without events is passed: retention may drop its segments.
-        tp: (logs.of(tp).offset_of_nth(tp, after[tp], upto[tp], part) or upto[tp]) if part or not left else after[tp]
-        for tp, left, part in zip(upto, waiting, parts, strict=True)
-    }
+    ends: dict[TopicPartition, int] = {}
+    for tp, left, part in zip(upto, waiting, parts, strict=True):
+        if part:
+            ends[tp] = logs.of(tp).offset_of_nth(tp, after[tp], upto[tp], part) or upto[tp]
+        else:
+            # A range without events is passed: retention may drop its segments.
+            ends[tp] = after[tp] if left else upto[tp]
+    return ends

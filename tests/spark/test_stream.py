@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
     PartitionLeasedError,
     ValidationError,
 )
-from eventsql_orchestration.model import Retention
+from eventsql_orchestration.model import STORAGES, Retention, Storage
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.spark.log_planner import Logs
 from eventsql_orchestration.spark.reader import Split, read_schema
@@ -265,10 +265,11 @@ def test_a_consumer_that_cannot_hold_the_offsets_is_refused(platform: EventSQL, 
 # Several topics and partitions
 
 
+@pytest.mark.parametrize("storage", STORAGES)
 def test_a_stream_of_several_topics_shares_its_limit(
-    platform: EventSQL, publish: Publish, dsn: str, orders: str
+    platform: EventSQL, publish: Publish, dsn: str, orders: str, storage: Storage
 ) -> None:
-    platform.registry.register_topic(Topic("rides"))
+    platform.registry.register_topic(Topic("rides", storage=storage))
     publish(100, topic="rides")
     found: list[list[int]] = []
     with streaming(dsn, "orders,rides", startingOffsets="earliest", maxOffsetsPerTrigger=400) as reader:
