@@ -254,6 +254,8 @@ def test_a_failing_event_fails_the_task_and_keeps_the_events_before_it(rides: Ev
     with pytest.raises(AirflowException, match=f"event {bad} of topic rides failed, attempt 1"):
         operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
     assert effects(rides) == logged(rides)[:2]
+    with rides.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() + interval '1 hour'")
     with pytest.raises(AirflowException, match="is retried in"):
         operator(refusing).execute(context_of(try_number=2))
 

@@ -129,10 +129,18 @@ class Workbench:
 
     def end_pause(self, definition: ConsumerDefinition) -> None:
         """Let the event that failed be due."""
+        self._retry_in(definition, hours=0)
+
+    def prolong_pause(self, definition: ConsumerDefinition) -> None:
+        """Let the event that failed not be due for an hour, however long the test takes."""
+        self._retry_in(definition, hours=1)
+
+    def _retry_in(self, definition: ConsumerDefinition, *, hours: int) -> None:
         with self.platform.database.connection() as connection:
             connection.execute(
-                "UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_topic = %s AND eql_name = %s",
-                (definition.topic.name, definition.consumer.name),
+                "UPDATE eventsql.consumer SET eql_retry_at = now() + make_interval(hours => %s) "
+                "WHERE eql_topic = %s AND eql_name = %s",
+                (hours, definition.topic.name, definition.consumer.name),
             )
 
     def lease_is_over(self, definition: ConsumerDefinition) -> bool:

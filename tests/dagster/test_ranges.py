@@ -119,6 +119,7 @@ def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
     assert "was not committed: publish with publish_dataframe" in str(event.step_failure_data.user_failure_data)
     assert bench.offset(definition) == 0
+    bench.prolong_pause(definition)
     assert "is retried in" in bench.tick(definition.sensors[0])
     bench.end_pause(definition)
     assert request(bench, definition).tags[".dagster/eventsql_after"] == "0"

@@ -380,6 +380,7 @@ def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> N
     failing = defined(fail)
     bench.publish("rides", 1)
     assert not bench.run(failing, request_of(bench.tick(eager.sensors[0]))).success
+    bench.prolong_pause(failing)
     assert "is retried in" in bench.tick(eager.sensors[0])
 
 

@@ -195,6 +195,7 @@ def test_a_consumer_that_fails_keeps_no_other_from_its_turn(bench: Workbench) ->
     assert not result.success
     assert materialized(result) == {"second": 2}
     assert bench.effects() == ids
+    bench.prolong_pause(definitions[0])
     assert "is retried in" in tick(bench, definitions)
 
 
