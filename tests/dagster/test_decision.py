@@ -63,6 +63,9 @@ LATER = claim("run r", claim_id=2)
         # A run that has adopted its claim renews the lease, as long as it lives.
         ({"claim": ADOPTED, "run": run()}, TryClaim(presumed_dead="r")),
         ({"claim": ADOPTED, "run": run(unchanged=1e6)}, TryClaim(presumed_dead="r")),
+        # Its owner has died, and a retry has no process yet.
+        ({"claim": ADOPTED, "run": run(STATUS.NOT_STARTED)}, TryClaim()),
+        ({"claim": ADOPTED, "run": run(STATUS.QUEUED)}, TryClaim()),
         # Its run has died, and Dagster knows it.
         ({"claim": ADOPTED, "run": run(STATUS.FAILURE)}, TryClaim(release=True)),
         ({"claim": claim(), "run": run(STATUS.CANCELED)}, TryClaim(release=True)),

@@ -41,6 +41,11 @@ class RunState:
         return self.status == dg.DagsterRunStatus.QUEUED
 
     @property
+    def launched(self) -> bool:
+        """Whether the run may have a process."""
+        return self.status not in {dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.QUEUED}
+
+    @property
     def label(self) -> str:
         """The status, for people."""
         return self.status.value.lower().replace("_", " ")
@@ -103,7 +108,9 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
     if claim is None:
         return hand_over or TryClaim()
     if run is None or lease_decides(claim, run):
-        return TryClaim(presumed_dead=None if run is None else run.run_id, when_leased=hand_over)
+        # A retry of the claim's owner that waits to be launched is not dead: it will find the claim lost, and end.
+        dead = run.run_id if run is not None and run.launched else None
+        return TryClaim(presumed_dead=dead, when_leased=hand_over)
 
     if run.finished:
         left = backoff(state.failures, options) - state.since_failure
