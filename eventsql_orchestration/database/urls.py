@@ -144,7 +144,8 @@ def _with_password(url: URL) -> URL:
 def with_password_of_environment(dsn: str) -> str:
     """A URL with the password that libpq would take from this process's PGPASSWORD, for processes elsewhere."""
     url, password = parse_dsn(dsn), os.environ.get("PGPASSWORD")
-    if password and url.password is None:
+    # libpq prefers the password of a service's file.
+    if password and url.password is None and "service" not in url.query:
         url = url.set(username=url.username or "", password=password)
     return render(url)
 

@@ -20,7 +20,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.database.urls import parse_dsn, with_password_of_environment
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.spark.adbc import CopyConnection
@@ -233,3 +233,20 @@ def test_options_with_spaces_are_those_that_libpq_reads(direct_dsn: str) -> None
 def test_a_url_of_several_hosts_shows_them_all_and_no_password() -> None:
     assert str(Database(f"postgresql://u:{SIGN}@a,b:1/db")) == "postgresql://u:***@a,b:1/db"
     assert parse_dsn("postgresql://[::1]:1/db").host == "::1"
+
+
+@pytest.mark.parametrize(
+    ("url", "password"),
+    [
+        ("postgresql://who@db.example.com/app", "of the environment"),
+        ("postgresql://who:own@db.example.com/app", "own"),
+        ("postgresql://who@db.example.com/app?password=own", "own"),
+        # libpq takes the password of the service's file, which only the process with the file can read.
+        ("postgresql:///?service=app", None),
+    ],
+)
+def test_the_password_of_the_environment_stands_in_for_one_that_libpq_would_take_from_there(
+    monkeypatch: pytest.MonkeyPatch, url: str, password: str | None
+) -> None:
+    monkeypatch.setenv("PGPASSWORD", "of the environment")
+    assert parse_dsn(with_password_of_environment(url)).password == password
