@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -310,24 +311,40 @@ def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: Even
     assert held != (0,)
 
 
-def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
+@pytest.fixture
+def written_to_late(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Callable[[], object]], None]:
+    """Makes a consumed segment that is due, to which a writer comes before retention detaches it.
+
+    A sequence that was set back leads the writer there. The given function is called after the write.
+    """
+
+    def prepare(then: Callable[[], object]) -> None:
+        platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
+        platform.registry.register_consumer(Consumer("orders", "all"))
+        fill(platform, 5)
+        assert consume(platform, "all") == 5
+        age(session, 7200, upto=5)
+        detach = SegmentDrops._detach
+
+        def write(*given: Any) -> None:
+            monkeypatch.setattr(SegmentDrops, "_detach", detach)
+            session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
+            platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
+            platform.transfer.run_once()
+            then()
+            detach(*given)
+
+        monkeypatch.setattr(SegmentDrops, "_detach", write)
+
+    return prepare
+
+
+def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
+    platform: EventSQL, session: Connection, written_to_late: Callable[[Callable[[], object]], None]
 ) -> None:
-    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
-    platform.registry.register_consumer(Consumer("orders", "all"))
-    fill(platform, 5)
-    assert consume(platform, "all") == 5
-    age(session, 7200, upto=5)
-    detach = SegmentDrops._detach
-
-    def write(*given: Any) -> None:
-        monkeypatch.setattr(SegmentDrops, "_detach", detach)
-        session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
-        platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
-        platform.transfer.run_once()
-        detach(*given)
-
-    monkeypatch.setattr(SegmentDrops, "_detach", write)
+    written_to_late(lambda: None)
     (kept,) = platform.retention.run_once()
     assert kept.segments == 0
     assert [event.value for event in platform.reader.read("orders", after=5)] == [b"late"] * 3
@@ -340,25 +357,14 @@ def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_i
 
 
 def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_off(
-    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    written_to_late: Callable[[Callable[[], object]], None],
 ) -> None:
-    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
-    platform.registry.register_consumer(Consumer("orders", "all"))
-    fill(platform, 5)
-    assert consume(platform, "all") == 5
-    age(session, 7200, upto=5)
     monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
-    reading, detach = sessions(), SegmentDrops._detach
-
-    def write(*given: Any) -> None:
-        monkeypatch.setattr(SegmentDrops, "_detach", detach)
-        session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
-        platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
-        platform.transfer.run_once()
-        reading.execute("SELECT count(*) FROM eventsql.orders_event")
-        detach(*given)
-
-    monkeypatch.setattr(SegmentDrops, "_detach", write)
+    reading = sessions()
+    written_to_late(lambda: reading.execute("SELECT count(*) FROM eventsql.orders_event"))
     with pytest.raises(DatabaseBusyError):
         platform.retention.run_once()
     reading.commit()

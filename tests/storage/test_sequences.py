@@ -341,17 +341,23 @@ def test_a_sequence_of_rows_that_is_set_back_and_then_far_forward_in_one_batch_l
     assert consume(platform, "parcels") == list(range(100, end))
 
 
-@pytest.mark.parametrize("storage", STORAGES)
-def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
-    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage
-) -> None:
+def emptied_log(platform: EventSQL, session: Connection, storage: Storage) -> str:
+    """Let topic `parcels` have consumed events that its log no longer holds. Gives the name of the log's sequence."""
     table = "parcels_block" if storage == BLOCKS else "parcels_event"
     platform.registry.register_topic(Topic("parcels", 2, storage=storage))
     platform.registry.register_consumer(Consumer("parcels", "mailer"))
     platform.publisher.publish_all(Publication("parcels", b"%d" % value, key="1") for value in range(100))
     assert consume(platform, "parcels") == list(range(100))
     session.execute(f"DELETE FROM eventsql.{table}")
-    session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+    return f"eventsql.{table}_eql_id_seq"
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage
+) -> None:
+    sequence = emptied_log(platform, session, storage)
+    session.execute(f"SELECT setval('{sequence}', 20)")
     publish(platform, 100, topic="parcels")
     # The events come after the last look before publishers have to wait.
     monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
@@ -363,12 +369,7 @@ def test_a_repartitioning_moves_events_behind_a_sequence_that_was_set_back(
 def test_a_repartitioning_is_tried_again_if_the_sequence_is_set_back_while_it_moves_events(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch, storage: Storage
 ) -> None:
-    table = "parcels_block" if storage == BLOCKS else "parcels_event"
-    platform.registry.register_topic(Topic("parcels", 2, storage=storage))
-    platform.registry.register_consumer(Consumer("parcels", "mailer"))
-    platform.publisher.publish_all(Publication("parcels", b"%d" % value, key="1") for value in range(100))
-    assert consume(platform, "parcels") == list(range(100))
-    session.execute(f"DELETE FROM eventsql.{table}")
+    sequence = emptied_log(platform, session, storage)
     publish(platform, 100, topic="parcels")
     # The events come after the last look before publishers have to wait.
     monkeypatch.setattr(type(platform.shards[0].transfer), "run_once", lambda *_, **__: {})
@@ -376,7 +377,7 @@ def test_a_repartitioning_is_tried_again_if_the_sequence_is_set_back_while_it_mo
 
     def behind(*given: Any, **named: Any) -> Any:
         monkeypatch.setattr(LogAppender, "move", real)
-        session.execute(f"SELECT setval('eventsql.{table}_eql_id_seq', 20)")
+        session.execute(f"SELECT setval('{sequence}', 20)")
         return real(*given, **named)
 
     monkeypatch.setattr(LogAppender, "move", behind)
