@@ -23,6 +23,12 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
     leftovers = Leftovers(shard.database)
     for left in leftovers.find():
         yield warning("leftovers", f"{left}", "eventsql topic retain")
+    for table in leftovers.begun_drops():
+        yield warning(
+            "leftovers",
+            f"segment {table} has left its log: a retention is about to drop it, or was interrupted",
+            "eventsql topic retain",
+        )
     for name in leftovers.unregistered():
         yield warning(
             "leftovers",

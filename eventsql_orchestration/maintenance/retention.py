@@ -26,7 +26,7 @@ from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import altering, log_form, segments
 from eventsql_orchestration.storage.erasing import try_change
-from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, try_retain
+from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, drop_tables, is_of, try_retain
 from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -92,12 +92,15 @@ class Retainer:
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
         """See `ClusterRetainer.run_once`."""
+        # Before the topics, so that a segment which no topic has is of a deleted topic.
+        begun = self._leftovers.begun_drops() if execute else []
         wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
         dropped: list[Dropped] = []
         failed: list[EventSQLError] = []
         for topic in wanted:
             try:
-                done = self._retain(topic, force=force, execute=execute)
+                unfinished = any(is_of(table, topic.name) for table in begun)
+                done = self._retain(topic, force=force, execute=execute, unfinished=unfinished)
             except EventSQLError as error:
                 logger.warning("topic %r keeps its old segments for now: %s", topic.name, error)
                 failed.append(error)
@@ -106,18 +109,18 @@ class Retainer:
         if execute and any(each.segments and each.topic.endswith(DEAD_LETTER_SUFFIX) for each in dropped):
             self._dead_letters.prune()
         if execute and topics is None:
-            self._clear_leftovers([topic.name for topic in wanted if topic.retention is not None])
+            self._clear_leftovers([table for table in begun if not any(is_of(table, topic.name) for topic in wanted)])
         if failed:
             raise failed[0]
         return dropped
 
-    def _clear_leftovers(self, kept: list[str]) -> None:
-        """Clear the leftovers of deleted topics. The topics in `kept` clear their segments in their own runs."""
+    def _clear_leftovers(self, detached: list[str]) -> None:
+        """Clear the leftovers of deleted topics, with their segments that retention has detached."""
         try:
             self._leftovers.clear()
             with self._database.transaction() as connection:
                 connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
-                self._leftovers.drop_detached(connection, kept=kept)
+                drop_tables(connection, self._database.schema, detached)
                 StagedBlocks(self._database.schema).sweep(connection)
                 prune_records(connection, self._database.schema)
         except PermissionDeniedError as error:
@@ -140,8 +143,11 @@ class Retainer:
                 # If this thread died, the logs would grow without bound.
                 logger.exception("old segments could not be dropped; trying again in %.0f s", every)
 
-    def _retain(self, topic: Topic, *, force: bool, execute: bool) -> Dropped | None:
-        """Run retention for one topic. None if it keeps everything, or if another program retains the topic now."""
+    def _retain(self, topic: Topic, *, force: bool, execute: bool, unfinished: bool) -> Dropped | None:
+        """Run retention for one topic. None if it keeps everything, or if another program retains the topic now.
+
+        `unfinished`: an earlier run, perhaps one under way, has begun to drop a segment.
+        """
         self._database.ensure_schema()
         schema = self._database.schema
         with self._database.errors(), self._database.dedicated() as connection:
@@ -151,7 +157,8 @@ class Retainer:
                     with connection.transaction():
                         if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
                             segments.ensure_ahead(connection, schema, topic.name)
-                return None
+                if not unfinished:
+                    return None
             # A transaction of another connection holds the locks that span several transactions: session locks would
             # stay with the server process that a pooler lends.
             with self._database.dedicated() as holder, holder.transaction():
@@ -159,31 +166,20 @@ class Retainer:
                     return None
                 # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
                 holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
-                if execute:
+                if execute and topic.retention is not None:
                     segments.adopt(connection, schema, topic.name)
                     newest = self._roll(connection, topic)
-                    self._finish_drops(connection, topic, force=force)
                 else:
                     newest = segments.newest_id(connection, schema, topic.name)
+                if unfinished:
+                    with self._waiting(topic):
+                        self._drops(topic).finish(connection, force=force)
+                if topic.retention is None:
+                    return None
                 return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
 
     def _drops(self, topic: Topic) -> SegmentDrops:
         return SegmentDrops(self._database.schema, topic.name, wait=WAIT_SECONDS)
-
-    def _finish_drops(self, connection: Connection, topic: Topic, *, force: bool) -> None:
-        """Drop segments that an earlier run has detached and not dropped."""
-        drops = self._drops(topic)
-        for segment in segments.segments(connection, self._database.schema, topic.name) or ():
-            if not segment.detaching:
-                continue
-            with self._waiting(topic):
-                drops.finish_detach(connection, segment)
-                last = drops.newest(connection, segment)
-                if last is None or force or drops.unpassed(connection, segment, newest=last.offset) is None:
-                    continue
-                # It was written to after the earlier run had looked at it, as in `_drop`.
-                drops.attach(connection, segment)
-        drops.drop_detached(connection)
 
     def _roll(self, connection: Connection, topic: Topic) -> int:
         """Close the current segment if it holds its share, and make segments ahead.
@@ -287,9 +283,6 @@ class Retainer:
         try:
             with self._waiting(topic):
                 if not drops.drop(connection, segment, newest=content.seen):
-                    logger.warning(
-                        "topic %r keeps a closed segment that was written to: its sequence was set back", topic.name
-                    )
                     return False
         except DatabaseBusyError:
             # The detach may not have begun.
@@ -305,7 +298,7 @@ class Retainer:
             yield
         except (psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable) as error:
             raise DatabaseBusyError(
-                f"an open transaction still reads a segment of topic {topic.name!r}: the next run drops it"
+                f"an open transaction still reads a segment of topic {topic.name!r}: the next run goes on"
             ) from error
 
 

@@ -1,14 +1,18 @@
 """Dropping segments: the contents of a segment, the consumers that still need it, and a drop that lets readers go on.
 
 The steps are transactions of their own, so the connection is in autocommit mode. A segment is marked, detached, looked
-at once more, and then dropped. An interrupted drop leaves a marked segment, which the next run drops.
+at once more, and then dropped, or attached again if it was written to. The mark says what the first look saw, so that
+the next run ends an interrupted drop in the same way.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
@@ -17,8 +21,11 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.segments import Segment, segment_name, segments
+
+logger = logging.getLogger(__name__)
 
 LOCK_SECONDS: Final = 5
 """How long a change to a log's tables waits for locks, and makes later sessions wait."""
@@ -38,6 +45,19 @@ class Newest(NamedTuple):
     offset: int
     at: datetime
     events: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """The first look at a segment: its ids `start <= id < end`, its form, and the offset of its newest event.
+
+    The comment of the column `eql_id` has it as JSON. A segment that an earlier version detached has none.
+    """
+
+    start: int
+    end: int
+    blocks: bool
+    newest: int
 
 
 class SegmentDrops:
@@ -87,48 +107,75 @@ class SegmentDrops:
 
         Raises the driver's `QueryCanceled` or `LockNotAvailable` if a transaction reads the segment for too long.
         """
-        self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS {mark}", wait=self._wait)
+        look = _Look(segment.start, segment.end, segment.in_blocks, newest)
+        self._mark(connection, segment, json.dumps(asdict(look)))
         self._detach(connection, segment)
-        # Nobody writes to it any more.
-        last = self.newest(connection, segment)
-        if last is not None and last.offset > newest:
-            self.attach(connection, segment)
-            return False
-        self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
-        return True
+        return self._end(connection, segment, newest)
 
-    def attach(self, connection: Connection, segment: Segment) -> None:
-        """Attach a detached segment again, without its mark. Raises the driver's `LockNotAvailable`."""
-        # Unmarked first: no run drops a detached table without the mark, should this be interrupted.
-        self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
-        bounds = f"FROM ({segment.start}) TO ({segment.end})"
-        attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
-        self._alter(connection, segment.table, attach, log=segment.log)
+    def finish(self, connection: Connection, *, force: bool) -> None:
+        """End the drops that earlier runs have begun. `force` drops what was written to as well. Raises as `drop`.
+
+        A detached segment without the mark stays: somebody detached it to keep it.
+        """
+        for segment in segments(connection, self._schema, self._topic) or ():
+            if segment.detaching:
+                statement = "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
+                self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
+        for table, noted in _detached(connection, self._schema, _prefix(self._topic)):
+            if noted is None or force:
+                self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
+                continue
+            look = _Look(**json.loads(noted))
+            form = log_form.form_now(connection, self._schema, self._topic)
+            log = log_form.store(self._topic, form, blocks=look.blocks)
+            self._end(connection, Segment(table, look.start, look.end, 0, False, log), look.newest)
 
     def unmark(self, connection: Connection, segment: Segment) -> None:
         """Remove the mark of a segment that is still attached: an operator may detach the segment to keep it."""
         existing = segments(connection, self._schema, self._topic) or ()
         if any(each.table == segment.table and not each.detaching for each in existing):
-            self._alter(connection, segment.table, "COMMENT ON TABLE {segment} IS NULL")
+            self._mark(connection, segment, None)
 
-    def finish_detach(self, connection: Connection, segment: Segment) -> None:
-        """End the detaching of a segment that an earlier run began. Raises as `drop`."""
-        statement = "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
-        self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
+    def _end(self, connection: Connection, segment: Segment, newest: int) -> bool:
+        """Drop a detached segment, or attach it again if it has an event after `newest`. Returns whether it is dropped.
 
-    def drop_detached(self, connection: Connection) -> None:
-        """Drop the topic's segments that an earlier run detached. A detached segment without the mark stays."""
-        for table in detached(connection, self._schema, self._topic):
-            self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
+        Nobody writes to a detached segment, so an interruption here leaves the next run the same choice.
+        """
+        last = self.newest(connection, segment)
+        if last is None or last.offset <= newest:
+            self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
+            return True
+        bounds = f"FROM ({segment.start}) TO ({segment.end})"
+        attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
+        with connection.transaction():
+            self._mark(connection, segment, None)
+            self._alter(connection, segment.table, attach, log=segment.log)
+        logger.warning("topic %r keeps a closed segment that was written to: its sequence was set back", self._topic)
+        return False
+
+    def _mark(self, connection: Connection, segment: Segment, noted: str | None) -> None:
+        """Mark a segment as one to be dropped, with the first look at it; without one, remove the mark."""
+        with connection.transaction():
+            for place, text in (
+                ("TABLE {segment}", noted and tables.DROPPED), ("COLUMN {segment}.eql_id", noted),
+            ):  # fmt: skip
+                self._alter(connection, segment.table, f"COMMENT ON {place} IS {{text}}", text=text)
 
     def _alter(
-        self, connection: Connection, table: str, statement: str, *, log: str = "", wait: float | None = None
+        self,
+        connection: Connection,
+        table: str,
+        statement: str,
+        *,
+        log: str = "",
+        text: str | None = None,
+        wait: float | None = None,
     ) -> None:
         """Change a log's tables. `wait` (seconds) bounds the statement; without it, `LOCK_SECONDS` bounds each lock."""
         names = {
             "log": sql.Identifier(self._schema, log),
             "segment": sql.Identifier(self._schema, table),
-            "mark": sql.Literal(tables.DROPPED),
+            "text": sql.Literal(text),
         }
         limit = ("lock_timeout", LOCK_SECONDS) if wait is None else ("statement_timeout", wait)
         with connection.transaction():
@@ -165,12 +212,21 @@ def try_retain(connection: Connection, schema: str, topic: str) -> bool:
     return locked is not None and bool(locked[0])
 
 
-def drop_leftovers(connection: Connection, schema: str, *, kept: Sequence[str]) -> None:
-    """Drop the marked segments of all topics except `kept`, in the caller's transaction."""
-    prefixes = tuple(map(_prefix, kept))
-    for table in _detached(connection, schema, ""):
-        if not table.startswith(prefixes):
-            connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
+def begun(connection: Connection, schema: str) -> list[str]:
+    """The segments of all topics that retention has begun to detach and has neither dropped nor attached again."""
+    values = {"schema": schema, "mark": tables.DROPPED}
+    return [str(table) for (table,) in fetch_all(connection, LogQueries("segments", schema)("begun"), values)]
+
+
+def is_of(table: str, topic: str) -> bool:
+    """Whether a table has the name of a segment of a topic."""
+    return table.startswith(_prefix(topic))
+
+
+def drop_tables(connection: Connection, schema: str, names: Iterable[str]) -> None:
+    """Drop the segments of these names, in the caller's transaction."""
+    for name in names:
+        connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, name)))
 
 
 def drop_orphans(connection: Connection, schema: str, prefix: str) -> None:
@@ -183,13 +239,14 @@ def drop_orphans(connection: Connection, schema: str, prefix: str) -> None:
 
 def detached(connection: Connection, schema: str, topic: str) -> list[str]:
     """The tables of a topic's segments that were detached to be dropped."""
-    return _detached(connection, schema, _prefix(topic))
+    return [table for table, _ in _detached(connection, schema, _prefix(topic))]
 
 
-def _detached(connection: Connection, schema: str, names: str) -> list[str]:
-    """The marked tables whose names begin with `names`."""
+def _detached(connection: Connection, schema: str, names: str) -> list[tuple[str, str | None]]:
+    """The marked tables whose names begin with `names`, and what the first look at each saw."""
     values = {"schema": schema, "names": names, "mark": tables.DROPPED}
-    return [str(table) for (table,) in fetch_all(connection, LogQueries("segments", schema)("detached"), values)]
+    found = fetch_all(connection, LogQueries("segments", schema)("detached"), values)
+    return [(table, noted) for table, noted in found]
 
 
 def _prefix(topic: str) -> str:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
-from eventsql_orchestration.storage.segment_drops import drop_leftovers
+from eventsql_orchestration.storage import segment_drops
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.side_consumers import MARK
 
@@ -90,9 +90,10 @@ class Leftovers:
                     break
         return deleted
 
-    def drop_detached(self, connection: Connection, *, kept: list[str]) -> None:
-        """Drop the segments that retention has detached and left, except those of the topics `kept`."""
-        drop_leftovers(connection, self._database.schema, kept=kept)
+    def begun_drops(self) -> list[str]:
+        """The segments that retention is dropping, or was dropping when it was interrupted."""
+        with self._database.connection() as connection:
+            return segment_drops.begun(connection, self._database.schema)
 
     def unregistered(self) -> list[str]:
         """The missing topics of events in the buffer."""

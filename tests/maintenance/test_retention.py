@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.cli.doctor_consumers import leftover_findings
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
@@ -17,9 +18,10 @@ from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.retention import Dropped
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
-from eventsql_orchestration.storage import segments
+from eventsql_orchestration.storage import segment_drops, segments
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
+from eventsql_orchestration.topics.leftovers import Leftovers
 from tests.forms import in_blocks, stored
 from tests.plain import REPLACE_ORDERS
 
@@ -369,6 +371,55 @@ def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_o
         platform.retention.run_once()
     reading.commit()
     platform.retention.run_once()
+    assert consume(platform, "all") == 3
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["retained", "without a retention"])
+def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
+    platform: EventSQL,
+    monkeypatch: pytest.MonkeyPatch,
+    written_to_late: Callable[[Callable[[], object]], None],
+    kept: bool,
+) -> None:
+    newest = SegmentDrops.newest
+
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    written_to_late(lambda: monkeypatch.setattr(SegmentDrops, "newest", die))
+    with pytest.raises(KeyboardInterrupt):
+        platform.retention.run_once()
+    monkeypatch.setattr(SegmentDrops, "newest", newest)
+    if not kept:
+        platform.registry.set_retention("orders", None)
+    assert Leftovers(platform.shards[0].database).begun_drops() == [segments.segment_name("orders", 0)]
+    platform.retention.run_once()
+    assert Leftovers(platform.shards[0].database).begun_drops() == []
+    assert consume(platform, "all") == 3
+
+
+def test_a_segment_that_cannot_be_attached_again_is_told_and_attached_by_the_next_run(
+    platform: EventSQL,
+    sessions: Sessions,
+    monkeypatch: pytest.MonkeyPatch,
+    written_to_late: Callable[[Callable[[], object]], None],
+) -> None:
+    segment, reading, newest = segments.segment_name("orders", 0), sessions(), SegmentDrops.newest
+    monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
+
+    def read_directly(*given: Any) -> Any:
+        reading.execute(f"SELECT count(*) FROM eventsql.{segment}")
+        return newest(*given)
+
+    written_to_late(lambda: monkeypatch.setattr(SegmentDrops, "newest", read_directly))
+    with pytest.raises(DatabaseBusyError):
+        platform.retention.run_once()
+    (finding,) = leftover_findings(platform.shards[0])
+    assert segment in finding.message
+    reading.commit()
+    monkeypatch.setattr(SegmentDrops, "newest", newest)
+    platform.retention.run_once()
+    assert list(leftover_findings(platform.shards[0])) == []
     assert consume(platform, "all") == 3
 
 

@@ -29,15 +29,29 @@ FROM pg_class sequence
 JOIN pg_namespace namespace ON namespace.oid = sequence.relnamespace
 WHERE sequence.oid = {ids}::regclass;
 
--- detached -- The tables that retention has detached to drop them, with names that begin with a text.
-SELECT segment.relname
+-- detached -- The tables that retention has detached to drop them, with names that begin with a text, and its note on each.
+SELECT segment.relname, col_description(segment.oid, id.attnum)
 FROM pg_class segment
 JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
+JOIN pg_attribute id ON id.attrelid = segment.oid AND id.attname = 'eql_id'
 WHERE namespace.nspname = %(schema)s
   AND starts_with(segment.relname, %(names)s)
   AND segment.relkind = 'r'
   AND NOT segment.relispartition
   AND obj_description(segment.oid, 'pg_class') = %(mark)s;
+
+-- begun -- The tables that retention has begun to detach, or has detached, to drop them.
+SELECT segment.relname
+FROM pg_description mark
+JOIN pg_class segment ON segment.oid = mark.objoid
+JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
+WHERE mark.classoid = 'pg_catalog.pg_class'::regclass AND mark.objsubid = 0 AND mark.description = %(mark)s
+  AND namespace.nspname = %(schema)s
+  AND segment.relkind = 'r'
+  AND NOT EXISTS (
+      SELECT FROM pg_inherits inherits WHERE inherits.inhrelid = segment.oid AND NOT inherits.inhdetachpending
+  )
+ORDER BY segment.relname;
 
 -- estimate -- How many events a segment holds by the planner's statistics, -1 where there are none yet.
 SELECT reltuples::bigint FROM pg_class WHERE oid = %(table)s::regclass;
