@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice
 from typing import Annotated, Any, Final
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext
+from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.output import (
     Columns,
     counted,
@@ -26,7 +27,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.errors import QueueNotFoundError
+from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError
 from eventsql_orchestration.queue import (
     ArchivedMessage,
     Message,
@@ -148,8 +149,26 @@ def send(
             if not sent and not _is_there(platform, name):
                 target.definition()
                 say(f"made queue {name!r}: there was none of this name")
-            sent += len(target.send_all(batch))
+            try:
+                sent += len(target.send_all(batch))
+            except PartlySentError as error:
+                raise EventSQLError(_unsent(error, sent)) from error
+            except EventSQLError as error:
+                if not sent:
+                    raise
+                raise EventSQLError(f"{error.message}; lines 1-{sent} were sent before that") from error
     say(f"{counted(sent, 'message')} sent to queue {name!r}" if sent else "standard input is empty: nothing was sent")
+
+
+def _unsent(error: PartlySentError, before: int) -> str:
+    """The lines of a batch, after `before` lines, that some shards have not taken."""
+    lines = [line for line, sent in enumerate(error.ids, before + 1) if sent is None]
+    runs = [[line for _, line in run] for _, run in groupby(enumerate(lines), lambda each: each[1] - each[0])]
+    named = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    faults = "; ".join(f"shard {shard!r}: {message_of(fault)}" for shard, fault in error.failed.items())
+    return (
+        f"lines {named}, and all lines after line {before + len(error.ids)}, were not sent: send them again ({faults})"
+    )
 
 
 @command(queue)

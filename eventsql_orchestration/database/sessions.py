@@ -8,6 +8,7 @@ import socket
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import psycopg
@@ -85,6 +86,14 @@ def is_pooled(connection: Connection) -> bool:
 def begins_read_committed(connection: Connection) -> bool:
     """Whether a statement outside of a transaction runs as READ COMMITTED on a connection of `Database`."""
     return connection not in _OF_ANOTHER_LEVEL
+
+
+def read_committed(connection: Connection) -> AbstractContextManager[object]:
+    """Run the block's one statement, on a connection of `Database` in no transaction, as READ COMMITTED.
+
+    At another level, it fails if it has to wait for another transaction's change of the same row.
+    """
+    return nullcontext() if begins_read_committed(connection) else connection.transaction()
 
 
 def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], None]) -> None:

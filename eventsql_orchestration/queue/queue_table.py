@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.notifier import Notifier
+from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
     MessageNotFoundError,
@@ -286,7 +287,7 @@ class QueueTable:
         values = {
             "queue": self.id(), "id": message.id, "receipt": message.receipt, "delay": delay, "reason": reason,
         }  # fmt: skip
-        with self.database.connection() as connection:
+        with self.database.connection() as connection, read_committed(connection):
             row = connection.execute(self._queries(statement), values, prepare=False).fetchone()
         if row is None:
             raise self.not_found([message.id])
@@ -295,7 +296,7 @@ class QueueTable:
     def give_back(self, messages: Collection[Message]) -> None:
         """Make messages visible again that are still held. Their receive does not count."""
         values = {"queue": self.id(), **held(messages)}
-        with self.database.connection() as connection:
+        with self.database.connection() as connection, read_committed(connection):
             given = connection.execute(self._queries("give_back"), values, prepare=False).rowcount
         if given:
             self.notify()
@@ -303,7 +304,7 @@ class QueueTable:
     def extend(self, messages: Collection[Message], seconds: float) -> set[int]:
         """Hide held messages for `seconds` from now on. Returns the ids of the messages that are still held."""
         values = {"queue": self.id(), "seconds": seconds, **held(messages)}
-        with self.database.urgent() as connection:
+        with self.database.urgent() as connection, read_committed(connection):
             return {row[0] for row in connection.execute(self._queries("extend"), values, prepare=False)}
 
     def notify(self) -> None:

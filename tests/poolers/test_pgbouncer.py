@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
@@ -25,12 +25,12 @@ from eventsql_orchestration.database.notifications import LOG
 from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, DatabaseUnavailableError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing.log_writer import LogWriter
-from eventsql_orchestration.queue import Queue
+from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.positions import AtOffset
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
-from tests.fixtures import Until
+from tests.fixtures import Until, UntilBlocked
 from tests.forms import check_order
 from tests.plain import REPLACE_ORDERS
 from tests.poolers.pgbouncer import running
@@ -385,10 +385,45 @@ def test_queues_stores_and_views_work(pooled_database: Database) -> None:
     assert len(logs.search(since=noon, until=noon.replace(hour=13))) == 8
 
 
-def test_an_ordered_queue_works_where_transactions_begin_at_another_level(pooled_dsn: str, direct_dsn: str) -> None:
+@pytest.fixture
+def repeatable_read(direct_dsn: str) -> None:
+    """Transactions of the database begin at another level."""
     with psycopg.connect(direct_dsn, autocommit=True) as server:
         name = sql.Identifier(server.info.dbname)
         server.execute(sql.SQL("ALTER DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(name))
+
+
+@pytest.mark.parametrize(
+    "settle",
+    [
+        lambda queue, message: queue.extend(message, 60),
+        lambda queue, message: queue.release(message),
+        lambda queue, message: queue.release_failed(message, delay=0, reason="no"),
+        lambda queue, message: queue.give_back([message]),
+    ],
+    ids=["extend", "release", "release_failed", "give_back"],
+)
+def test_a_message_is_settled_after_the_commit_that_it_waited_for_also_at_another_level(
+    pooled_dsn: str,
+    direct_dsn: str,
+    repeatable_read: None,
+    until_blocked: UntilBlocked,
+    settle: Callable[[Queue, Message], None],
+) -> None:
+    with Database(pooled_dsn) as database, psycopg.connect(direct_dsn) as changing, ThreadPoolExecutor() as executor:
+        queue = Queue(database, "commands")
+        queue.send(b"1")
+        (message,) = queue.receive()
+        changing.execute("UPDATE eventsql.queue_message SET eql_priority = eql_priority")
+        settling = executor.submit(settle, queue, message)
+        until_blocked()
+        changing.commit()
+        settling.result()
+
+
+def test_an_ordered_queue_works_where_transactions_begin_at_another_level(
+    pooled_dsn: str, repeatable_read: None
+) -> None:
     with Database(pooled_dsn) as database:
         queue = Queue(database, "commands", ordered=True)
         for number in range(4):

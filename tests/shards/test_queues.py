@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import threading
 
 import pytest
+from click.testing import CliRunner
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.cli import main
+from eventsql_orchestration.cli import queue as queue_commands
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
@@ -112,6 +117,25 @@ def test_a_batch_that_one_shard_refuses_says_which_messages_were_sent(platform: 
     received = queue.receive(max_messages=100)
     assert sorted(int(message.body) for message in received) == list(range(30))
     assert {message.id for message in received} >= {sent for sent in caught.value.ids if sent is not None}
+
+
+def test_the_command_names_the_lines_that_a_shard_has_refused(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = itertools.count()
+    monkeypatch.setattr(queue_commands, "_SENT_AT_ONCE", 10)
+    monkeypatch.setattr(random, "choice", lambda tables: tables[next(places) // 2 % 3])
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    with platform.shards[2].database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.queue_message ADD CONSTRAINT no CHECK (eql_body <> '17')")
+    urls = [word for shard in platform.shards for word in ("--dsn", shard.database.dsn)]
+    lines = [f"{number}" for number in range(1, 31)]
+    result = CliRunner().invoke(main, [*urls, "queue", "send", "jobs"], input="\n".join(lines))
+    assert result.exit_code == 1
+    assert "lines 11-12, 17-18, and all lines after line 20" in result.stderr
+    sent = {message.body.decode() for message in queue.receive(max_messages=100)}
+    assert sent == {*lines[:20]} - {"11", "12", "17", "18"}
 
 
 def test_an_id_that_dead_letters_of_several_shards_have_is_redriven_on_none(platform: EventSQL) -> None:
