@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
-from eventsql_orchestration.publishing.batches import check_publication, read_ahead
+from eventsql_orchestration.publishing.batches import check_publication, read_ahead, refusing_rollback
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
 from eventsql_orchestration.publishing.publisher import Publisher, check_many
 from eventsql_orchestration.shards.cluster import Cluster
@@ -164,11 +164,12 @@ class ClusterPublisher:
             with self._joined(connection) as publisher:
                 return publisher.publish_all(publications, connection=connection)
         check_many(publications)
-        first, rest = read_ahead(publications)
         router = Router(self._cluster, self._registry.check_same)
-        if rest is None:
-            return _Batch(self._cluster, router, self._submit).publish(first)
-        return publish_stream(self._cluster, router, chain(first, map(check_publication, rest)))
+        with refusing_rollback():
+            first, rest = read_ahead(publications)
+            if rest is None:
+                return _Batch(self._cluster, router, self._submit).publish(first)
+            return publish_stream(self._cluster, router, chain(first, map(check_publication, rest)))
 
     @contextmanager
     def _joined(self, connection: CallersConnection) -> Iterator[Publisher]:

@@ -19,11 +19,12 @@ import psycopg
 
 from eventsql_orchestration import Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.errors import EventSQLError
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration.access import PlatformAccess
 from eventsql_orchestration.orchestration.provenance import Provenance
 from eventsql_orchestration.orchestration.shards import rows_of
 from eventsql_orchestration.publishing.two_phase_participant import TwoPhaseParticipant
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.spark import FORMAT, eventsql_error
 from eventsql_orchestration.storage.ranges import LogRanges
@@ -31,6 +32,9 @@ from eventsql_orchestration.storage.ranges import Publication as LoggedPublicati
 from eventsql_orchestration.storage.reading import LogReader
 
 logger = logging.getLogger(__name__)
+
+FIND_SECONDS: Final = 30.0
+"""Seconds for which the record of a publication is looked for while the database cannot be reached."""
 
 TRANSFER_TIMEOUT: Final = 5.0
 """Seconds to wait until a transfer has given the published events their offsets, which only metadata needs."""
@@ -176,6 +180,19 @@ class _Publications:
         rows = rows_of(self._decider, "lineage", "publication", {"writer": writer, "batch": batch})
         return (rows[0][0], rows[0][1]) if rows else None
 
+    def _found_after(self, writer: str, batch: int) -> tuple[int, datetime] | None:
+        """As `find`, after the publication: while the database cannot be reached, it is asked again."""
+        retry = Backoff(FIND_SECONDS)
+        while True:
+            try:
+                return self.find(writer, batch)
+            except DatabaseUnavailableError as error:
+                if not retry.lasts():
+                    raise EventSQLError(
+                        f"the output for topic {self._topic} is published, but its record cannot be read: publish it "
+                        f"again, which publishes nothing twice ({error.message})"
+                    ) from error
+
     def is_finished(self, writer: str, batch: int) -> bool:
         """Whether there is nothing left to publish."""
         if self.find(writer, batch) is None:
@@ -185,7 +202,7 @@ class _Publications:
 
     def outcome(self, writer: str, batch: int, origin: Provenance, *, repeated: bool) -> Published:
         """The result of a publication, with the offsets of its events if they are transferred in time."""
-        found = self.find(writer, batch)
+        found = self._found_after(writer, batch)
         if found is None or not found[0]:
             return self._published(0, origin, repeated=repeated)
         events, at = found

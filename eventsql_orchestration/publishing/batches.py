@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Final, TypeVar
 
-from eventsql_orchestration.errors import ValidationError
+import psycopg
+
+from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.model import BLOCKS, Publication, Topic
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import EncodedBlock, encode_blocks
@@ -35,6 +38,20 @@ def check_publication(publication: object) -> Publication:
     raise ValidationError(
         f"publication must be a Publication(topic, value, key=…, metadata=…), not {type(publication).__name__}"
     )
+
+
+@contextmanager
+def refusing_rollback() -> Iterator[None]:
+    """Raise `DatabaseError` if the caller's code in the block raises `psycopg.Rollback`.
+
+    A transaction of ours would take it for success, although nothing is published.
+    """
+    try:
+        yield
+    except psycopg.Rollback as error:
+        raise DatabaseError(
+            "nothing was published: the publications raised psycopg.Rollback. Raise another error"
+        ) from error
 
 
 def read_ahead(publications: Iterable[Publication]) -> tuple[list[Publication], Iterator[Publication] | None]:

@@ -15,7 +15,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Final, Protocol, runtime_checkable
 
-import psycopg
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 
@@ -23,10 +22,10 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.single_statement import SingleStatement
-from eventsql_orchestration.errors import DatabaseError, RedefinitionError, ValidationError
+from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.model import BLOCKS, Placement, Publication, Topic, check_partition
 from eventsql_orchestration.publishing import batches, copy_format
-from eventsql_orchestration.publishing.batches import check_publication, read_ahead
+from eventsql_orchestration.publishing.batches import check_publication, read_ahead, refusing_rollback
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement, rendered
 from eventsql_orchestration.publishing.log_writer import LOCK_TIMEOUT, LogWriter
 from eventsql_orchestration.publishing.placements import Placements
@@ -131,15 +130,16 @@ class Publisher:
     ) -> int:  # fmt: skip
         """Publish any number of events in order and with one commit. See `ClusterPublisher.publish_all`."""
         check_many(publications)
-        if connection is None:
-            if placed is not None and placed.names and isinstance(publications, list):
-                # One shard's part of a batch that is in memory already.
-                return self._publish_known(publications, placed)
+        if connection is not None:
+            return self._publish_buffered(batches.parts_of(publications), connection, placed)
+        if placed is not None and placed.names and isinstance(publications, list):
+            # One shard's part of a batch that is in memory already.
+            return self._publish_known(publications, placed)
+        with refusing_rollback():
             first, rest = read_ahead(publications)
             if rest is None:
                 return self._publish_known(first, placed)
-            publications = chain(first, rest)
-        return self._publish_buffered(batches.parts_of(publications), connection, placed)
+            return self._publish_buffered(batches.parts_of(chain(first, rest)), None, placed)
 
     def publish_batch(self, publications: list[Publication]) -> Placements:
         """Publish events that are in memory, as `publish_all` does; gives where they are."""
@@ -304,14 +304,8 @@ class Publisher:
     def _transaction(self, given: CallersConnection | None) -> Iterator[Connection]:
         with self._database.joined(given) as connection:
             if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
-                with connection.transaction():
-                    try:
-                        yield connection
-                    except psycopg.Rollback as error:
-                        # psycopg would take it for success, although nothing is published.
-                        raise DatabaseError(
-                            "nothing was published: the publications raised psycopg.Rollback. Raise another error"
-                        ) from error
+                with connection.transaction(), refusing_rollback():
+                    yield connection
             else:
                 yield connection
 

@@ -8,6 +8,8 @@ import pytest
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import EventSQLResource, build_housekeeping_schedule, publish_events
 from eventsql_orchestration.dagster.housekeeping.prune import delete_publications
+from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import airflow_run
 
 LATER = timedelta(days=30)
@@ -45,6 +47,34 @@ def left(platform: EventSQL) -> list[tuple[str, int]]:
         return connection.execute(
             "SELECT eql_writer, eql_batch FROM eventsql.spark_publication ORDER BY eql_writer, eql_batch"
         ).fetchall()
+
+
+@pytest.mark.parametrize("seconds", [publication.FIND_SECONDS, 0.0], ids=["a moment", "for long"])
+def test_a_database_that_is_away_after_a_publication_does_not_hide_that_it_was_published(
+    instance: dg.DagsterInstance,
+    eventsql: EventSQLResource,
+    platform: EventSQL,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+) -> None:
+    stage_and_publish, rows_of = publication._Write.stage_and_publish, publication.rows_of
+
+    def away(*_: object) -> list[tuple[object, ...]]:
+        monkeypatch.setattr(publication, "rows_of", rows_of)
+        raise DatabaseUnavailableError("gone")
+
+    def publish_and_go(self: publication._Write, value: object) -> bool:
+        monkeypatch.setattr(publication, "rows_of", away)
+        return stage_and_publish(self, value)
+
+    monkeypatch.setattr(publication._Write, "stage_and_publish", publish_and_go)
+    monkeypatch.setattr(publication, "FIND_SECONDS", seconds)
+    if seconds:
+        publish(instance, eventsql)
+    else:
+        with pytest.raises(EventSQLError, match="nothing twice"):
+            publish(instance, eventsql)
+    assert len(left(platform)) == 1
 
 
 def test_the_record_of_a_run_is_kept_while_the_run_can_be_executed_again(

@@ -101,17 +101,17 @@ def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL,
     assert platform.transfer.run_once() == {}
 
 
-@pytest.mark.parametrize("joined", [False, True])
+@pytest.mark.parametrize(("joined", "most"), [(False, 1), (True, 1), (False, batches.STRAIGHT_BYTES)])
 def test_publications_that_roll_back_are_an_error(
-    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, joined: bool
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, joined: bool, most: int
 ) -> None:
     def rolling_back() -> Iterator[Publication]:
         yield ONE
         yield ONE
         raise psycopg.Rollback
 
-    # Longer than memory: the rest is read inside of the transaction.
-    monkeypatch.setattr(batches, "STRAIGHT_BYTES", 1)
+    # Of a batch that is longer than memory, the rest is read inside of the transaction.
+    monkeypatch.setattr(batches, "STRAIGHT_BYTES", most)
     with psycopg.connect(dsn, autocommit=True) as mine, pytest.raises(DatabaseError):
         platform.publisher.publish_all(rolling_back(), connection=mine if joined else None)
     assert platform.transfer.run_once() == {}
