@@ -101,6 +101,34 @@ def plain_cursors(connection: Connection) -> Iterator[None]:
         connection.cursor_factory = theirs
 
 
+def gives_readable_times(connection: psycopg.Connection[Any]) -> bool:
+    """Whether psycopg can read the times of a session. The server tells its clients `DateStyle`: this asks nobody."""
+    return (connection.info.parameter_status("DateStyle") or "").startswith("ISO")
+
+
+@contextmanager
+def readable_times(connection: Connection) -> Iterator[None]:
+    """Let the block's statements give times that psycopg can read; then a caller's session is as it was."""
+    if gives_readable_times(connection):
+        yield
+        return
+    theirs = connection.info.parameter_status("DateStyle")
+    local = not connection.autocommit or connection.info.transaction_status is TransactionStatus.INTRANS
+    _set_style(connection, "ISO", local=local)
+    try:
+        yield
+    finally:
+        # If the transaction has ended, or has to be rolled back, that restores the caller's style.
+        expected = TransactionStatus.INTRANS if local else TransactionStatus.IDLE
+        if connection.info.transaction_status is expected:
+            _set_style(connection, theirs, local=local)
+
+
+def _set_style(connection: Connection, style: str | None, *, local: bool) -> None:
+    with connection.cursor() as cursor:
+        cursor.execute(statement("sessions", "set_style"), {"style": style, "local": local}, prepare=False)
+
+
 def begin(connection: Connection | sqlalchemy.Connection) -> None:
     """Begin a transaction on a SQLAlchemy connection that is in none. psycopg's connections begin theirs themselves."""
     if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():

@@ -21,6 +21,7 @@ from eventsql_orchestration.database.connections import (
     identity,
     joinable_connection,
     plain_cursors,
+    readable_times,
 )
 from eventsql_orchestration.database.grants import may_not_migrate, permission_error
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
@@ -157,7 +158,8 @@ class Database:
         with self.errors(driver), plain_cursors(driver):
             self._home.check(driver, self, self._identity)
             begin(connection)
-            yield driver
+            with readable_times(driver):
+                yield driver
 
     def _identity(self) -> str | None:
         with self._pooled() as connection:

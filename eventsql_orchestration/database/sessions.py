@@ -15,7 +15,7 @@ import psycopg
 import sqlalchemy
 from psycopg.pq import TransactionStatus
 
-from eventsql_orchestration.database.connections import Connection
+from eventsql_orchestration.database.connections import Connection, gives_readable_times
 from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.forks import OF_PARENTS, after_fork
@@ -48,7 +48,7 @@ def open_session(connection: Connection) -> None:
     autocommit, connection.autocommit = connection.autocommit, True
     row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
     assert row is not None, "a SELECT without FROM gives a row"
-    answering, encoding, read_committed, _ = row
+    answering, encoding, read_committed, array_nulls, _ = row
 
     if encoding != ENCODING:
         raise ConfigurationError(
@@ -57,7 +57,12 @@ def open_session(connection: Connection) -> None:
         )
     if answering != own:
         connection.prepare_threshold = None
-        if not (connection.info.parameter_status("DateStyle") or "").startswith("ISO"):
+        if not array_nulls:
+            raise ConfigurationError(
+                f"database {connection.info.dbname!r} or the role has array_nulls off, which a pooler's sessions keep: "
+                "arrays would have the text NULL for each null. ALTER DATABASE … RESET array_nulls, or ALTER ROLE …"
+            )
+        if not gives_readable_times(connection):
             connection.execute("SET DateStyle TO ISO")
         if not read_committed:
             _OF_ANOTHER_LEVEL.add(connection)

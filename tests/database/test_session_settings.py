@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database
+from eventsql_orchestration.consuming.snapshot_reader import SnapshotReader
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.translation import translate
 from eventsql_orchestration.database.urls import parse_dsn
@@ -21,6 +24,9 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.queue import NewMessage, Queue
+from eventsql_orchestration.store import Change, Store
+from eventsql_orchestration.views import Timeline, Views
 from tests.database import everything
 
 ODD = {
@@ -90,6 +96,54 @@ def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -
         platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders", 2))
         everything.register(platform)
         everything.publish(platform, direct_dsn)
+
+
+@pytest.fixture
+def notes(session: Connection) -> None:
+    session.execute(
+        "CREATE TABLE eventsql.notes (eql_transaction xid8 DEFAULT pg_current_xact_id(), eql_id bigint, "
+        "at timestamptz, took interval)"
+    )
+    session.execute("INSERT INTO eventsql.notes VALUES (DEFAULT, 1, %s, %s)", [everything.NOON, everything.DAY])
+
+
+@pytest.mark.parametrize("autocommit", [True, False])
+def test_the_settings_of_a_callers_session_change_nothing_and_stay(
+    platform: EventSQL, direct_dsn: str, notes: None, autocommit: bool
+) -> None:
+    database, moves = platform.database, Timeline("moves", retention=timedelta(days=100_000))
+    queue, store, views, reader = (
+        Queue(database, "jobs"), Store(database), Views(database), SnapshotReader(database, "notes", ["at"]),
+    )  # fmt: skip
+    views.declare(moves)
+    with psycopg.connect(direct_dsn, autocommit=True, client_encoding="UTF8") as mine:
+        for name in ODD.keys() - {"client_encoding", "default_transaction_isolation"}:
+            mine.execute(sql.SQL("SET {} TO {}").format(sql.Identifier(name), sql.Literal(ODD[name])))
+        set_before = changed_settings(mine)
+        mine.autocommit = autocommit
+
+        assert reader.read(connection=mine)[0].values == (everything.NOON,)
+        assert views.timeline(moves).append(mine, [("1", {}, everything.NOON)]) == 1
+        changes = [Change("placed", {"é\\": 1}, id=uuid.uuid4()), Change("paid", {})]
+        assert store.append("order", "1", changes, expected_version=0, connection=mine) == 2
+        assert [each.kind for each in store.load("order", "1", connection=mine)] == ["placed", "paid"]
+        queue.send_all([NewMessage(b"\\"), NewMessage(b"1", due=everything.NOON)], connection=mine)
+        mine.commit()
+        queue.acknowledge_all(queue.receive(max_messages=2), connection=mine)
+        mine.commit()
+        assert changed_settings(mine) == set_before
+    assert len(store.read_all()) == 2
+    assert queue.statistics().visible == 0
+
+
+def changed_settings(session: psycopg.Connection[Any]) -> list[tuple[Any, ...]]:
+    return session.execute("SELECT name, setting FROM pg_settings WHERE source = 'session' ORDER BY name").fetchall()
+
+
+def test_intervals_are_read_in_any_style_of_the_database(dsn: str, direct_dsn: str, notes: None) -> None:
+    setting(direct_dsn, IntervalStyle="iso_8601")
+    with Database(dsn) as database:
+        assert SnapshotReader(database, "notes", ["took"]).read()[0].values == (everything.DAY,)
 
 
 @pytest.mark.parametrize(

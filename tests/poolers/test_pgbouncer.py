@@ -30,6 +30,8 @@ from eventsql_orchestration.storage import segments
 from eventsql_orchestration.store import Change, Store
 from eventsql_orchestration.topics.positions import AtOffset
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
+from tests.database import everything
+from tests.database.test_session_settings import ODD, setting
 from tests.fixtures import Until, UntilBlocked
 from tests.forms import check_order
 from tests.plain import REPLACE_ORDERS
@@ -354,6 +356,19 @@ def test_topics_and_consumers_are_changed_and_deleted(pooled: EventSQL) -> None:
 
 
 # The ways to use the log
+
+
+def test_everything_works_in_a_database_with_odd_settings(pooled_dsn: str, direct_dsn: str) -> None:
+    # A pooler's sessions keep these two.
+    setting(direct_dsn, **{name: ODD[name] for name in ODD.keys() - {"array_nulls", "IntervalStyle"}})
+    with EventSQL(pooled_dsn, transfer=False) as platform:
+        everything.use(platform, pooled_dsn)
+
+
+def test_a_database_whose_arrays_have_no_nulls_is_refused(pooled_dsn: str, direct_dsn: str) -> None:
+    setting(direct_dsn, array_nulls="off")
+    with Database(pooled_dsn) as database, pytest.raises(ConfigurationError, match="array_nulls"):
+        database.revision()
 
 
 def test_queues_stores_and_views_work(pooled_database: Database) -> None:

@@ -1,13 +1,18 @@
--- open -- The answering server process, the database's encoding, and whether transactions begin as READ COMMITTED. If the
--- process is the connection's own and not a pooler's, this makes the settings that results depend on.
+-- open -- The answering server process, the database's encoding, and whether transactions begin as READ COMMITTED and
+-- arrays have NULLs. If the process is the connection's own and not a pooler's, this makes the settings that results
+-- depend on.
 SELECT pg_backend_pid(), current_setting('server_encoding'),
-       current_setting('default_transaction_isolation') = 'read committed',
+       current_setting('default_transaction_isolation') = 'read committed', current_setting('array_nulls') = 'on',
        CASE WHEN pg_backend_pid() = %(pid)s THEN ARRAY[
            set_config('DateStyle', 'ISO', false),
+           set_config('IntervalStyle', 'postgres', false),
            set_config('extra_float_digits', '1', false),
            set_config('array_nulls', 'on', false),
            set_config('default_transaction_isolation', 'read committed', false)
        ] END;
+
+-- set_style -- Set the format of times for the transaction, or for the session.
+SELECT set_config('DateStyle', %(style)s, %(local)s);
 
 -- plain -- Let this transaction find only the system's own names, and set the settings that change its results.
 SELECT set_config('search_path', 'pg_catalog, pg_temp', true),
