@@ -8,9 +8,9 @@ if TYPE_CHECKING:
     from eventsql_orchestration.database.connections import CallersConnection, Connection, driver_connection
     from eventsql_orchestration.database.database import Database
     from eventsql_orchestration.database.queries import Queries
-    from eventsql_orchestration.database.sessions import is_pooled
+    from eventsql_orchestration.database.sessions import is_pooled, is_quiet
 
-__all__ = ["CallersConnection", "Connection", "Database", "Queries", "driver_connection", "is_pooled"]
+__all__ = ["CallersConnection", "Connection", "Database", "Queries", "driver_connection", "is_pooled", "is_quiet"]
 
 # The embedded server and named SQL are used without SQLAlchemy too.
 __getattr__ = on_first_use(
@@ -19,6 +19,6 @@ __getattr__ = on_first_use(
         ".connections": ("CallersConnection", "Connection", "driver_connection"),
         ".database": ("Database",),
         ".queries": ("Queries",),
-        ".sessions": ("is_pooled",),
+        ".sessions": ("is_pooled", "is_quiet"),
     },
 )

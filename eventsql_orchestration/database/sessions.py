@@ -153,11 +153,11 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
 
 def is_fresh(connection: Connection, unused_since: float) -> bool:
     """Whether a connection needs no ping: unused for a short time, since a reading of `time.monotonic`, and quiet."""
-    return time.monotonic() - unused_since < ASKED_AFTER and _is_quiet(connection)
+    return time.monotonic() - unused_since < ASKED_AFTER and is_quiet(connection)
 
 
-def _is_quiet(connection: Connection) -> bool:
-    """Whether an idle connection has nothing to read: if the server has closed it, the end can be read."""
+def is_quiet(connection: Connection) -> bool:
+    """Whether an idle connection is open and has nothing to read: if the server has closed it, the end can be read."""
     if connection.closed:
         return False
     poll = select.poll()

@@ -19,7 +19,7 @@ from typing import Final, TypeAlias, cast
 
 import psycopg
 
-from eventsql_orchestration.database import Connection, Database, Queries, is_pooled
+from eventsql_orchestration.database import Connection, Database, Queries, is_pooled, is_quiet
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
@@ -121,7 +121,7 @@ class LogWriter:
             self.close()
 
     def _open(self) -> Connection:
-        if self._connection is None or self._connection.closed:
+        if self._connection is None or not is_quiet(self._connection):
             self._discard()
             self._connection = self._database.dedicated()
             if not is_pooled(self._connection):
@@ -339,9 +339,12 @@ class LogWriter:
             # The server has to convert the times.
             return None
 
+        now = state.now
         if state.buffered:
             self._move_before(connection, topic.name, state)
-        time = copy_format.microseconds(state.now)
+            # The moved events entered the log after `state.now`, and times grow with ids.
+            now = self._log.now(connection)
+        time = copy_format.microseconds(now)
         if blocks:
             # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
             first = None if room.looked else state.drawn

@@ -147,6 +147,11 @@ class LogAppender:
             raise ForeignIdsError(f"other ids of the log of topic {topic!r} were drawn at this moment")
         return int(last) - events + 1
 
+    def now(self, connection: Connection) -> datetime:
+        """The server's time, for events that enter a log behind others of the caller's transaction."""
+        now: datetime = fetch_one(connection, self._queries("now"))[0]
+        return now
+
     def last_id(self, connection: Connection, topic: str) -> int | None:
         """The last id of the log. None if its sequence does not give ids one by one and upwards.
 

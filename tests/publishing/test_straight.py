@@ -275,7 +275,27 @@ def test_a_log_whose_times_have_no_zone_gets_its_batches_through_the_buffer(
         assert before < event.buffered_at <= event.created_at < datetime.now(UTC) + timedelta(seconds=5)
 
 
+def test_times_of_entering_the_log_grow_with_ids(platform: EventSQL) -> None:
+    """A time is looked up in the log by bisection."""
+    platform.publisher.publish_all(batch("a"))
+    platform.publisher.publish(order("single", key="k"))
+    platform.publisher.publish_all(batch("b"))
+    events = platform.reader.read("orders")
+    assert len(events) == 2 * MANY + 1
+    assert all(before.created_at <= after.created_at for before, after in itertools.pairwise(events))
+
+
 # Refusals and failures
+
+
+def test_a_connection_that_was_lost_since_its_last_batch_is_replaced(platform: EventSQL, session: Connection) -> None:
+    platform.publisher.publish_all(batch("a"))
+    writer = platform.shards[0].publisher._writer
+    assert writer is not None
+    assert writer._connection is not None
+    session.execute("SELECT pg_terminate_backend(%s, 10000)", [writer._connection.info.backend_pid])
+    platform.publisher.publish_all(batch("b"))
+    check_names(platform, "a", "b")
 
 
 def test_a_connection_that_is_lost_in_the_append_publishes_none(
@@ -405,13 +425,13 @@ def test_a_batch_takes_the_same_few_statements_of_any_size(
         assert said.verbs() == ["BEGIN", "SELECT", "WITH", "COPY", *checks(), "COMMIT"]
 
 
-def test_what_lies_in_the_buffer_takes_three_more(
+def test_what_lies_in_the_buffer_takes_four_more(
     platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)
     monkeypatch.setattr(sequences, "TRUST_SECONDS", 1e9)
     platform.publisher.publish(order("buffered.0"))
     platform.publisher.publish_all(batch("a"))
-    # The first row, the move, and that no row is left.
-    move = ["SELECT", "WITH", "SELECT"]
+    # The first row, the move, that no row is left, and the time.
+    move = ["SELECT", "WITH", "SELECT", "SELECT"]
     assert said.verbs() == ["BEGIN", "SELECT", "WITH", *move, *draws(), "COPY", *checks(), "COMMIT"]

@@ -50,6 +50,9 @@ SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_n
        ids.before + 1, ids.usable
 FROM state CROSS JOIN ids;
 
+-- now -- The time of this statement.
+SELECT statement_timestamp();
+
 -- end_of_log -- The last id of the log, as in `last_id`.
 SELECT {last_id};
 
