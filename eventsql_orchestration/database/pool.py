@@ -193,6 +193,8 @@ class Pool:
 @contextmanager
 def plain(connection: Connection) -> Iterator[Connection]:
     """Give a connection the platform's own settings, before and after its use in the block."""
+    # A tool that traces statements may have replaced psycopg's cursors.
+    cursors = connection.cursor_factory
     try:
         # SQLAlchemy's own transactions change these settings of the connection.
         if not connection.autocommit:
@@ -201,7 +203,7 @@ def plain(connection: Connection) -> Iterator[Connection]:
             connection.isolation_level = ISOLATION
         yield connection
     finally:
-        # A handler may have set another row factory; SQLAlchemy and the next user read tuples.
-        connection.row_factory = tuple_row
+        # A handler may have set others. SQLAlchemy and the next user read tuples, and send parameters to the server.
+        connection.row_factory, connection.cursor_factory = tuple_row, cursors
         if not connection.closed and connection.info.encoding != UTF8:
             connection.close()

@@ -107,6 +107,13 @@ def test_a_row_factory_that_a_handler_set_does_not_outlive_it(database: Database
     assert registered(database) == 0
 
 
+def test_a_kind_of_cursor_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
+    with database.connection() as connection:
+        connection.cursor_factory = psycopg.ClientCursor  # as a handler may do
+    with database.connection() as connection:
+        assert connection.execute("SELECT 1", binary=True).fetchone() == (1,)
+
+
 def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(database: Database) -> None:
     with database.connection() as connection:
         connection.execute("BEGIN")
