@@ -321,6 +321,9 @@ class _Log:
             return 0
         try:
             exchanged = self._exchange(connection, segment)
+        except psycopg.errors.LockNotAvailable:
+            # Another transaction waits for the segment.
+            exchanged = False
         except (*_DAMAGED, psycopg.errors.DiskFull) as error:
             # Another copy would fail too, and a disk that is full again and again stops the writers.
             logger.warning("segment %r keeps its free space, because it cannot be copied: %s", segment.table, error)

@@ -42,7 +42,7 @@ def attempt(connection: Connection, step: Callable[[Connection], None], seconds:
 
     Tries for `seconds`, and at least once.
     """
-    connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
+    _limit_waits(connection)
     retry = Backoff(seconds)
     while True:
         try:
@@ -53,6 +53,11 @@ def attempt(connection: Connection, step: Callable[[Connection], None], seconds:
                 return False
         else:
             return True
+
+
+def _limit_waits(connection: Connection) -> None:
+    """Let statements of the caller's transaction wait at most `WAIT_SECONDS` for each lock."""
+    connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
 
 
 class Exchange:
@@ -123,7 +128,8 @@ class Exchange:
     ) -> sql.Identifier:
         """Copy the rows in an order into a new table, in the transaction of `connection`. `source` reads them.
 
-        `check` is the condition that all rows meet by the partition's bounds.
+        `check` is the condition that all rows meet by the partition's bounds. Raises the driver's `LockNotAvailable` if
+        another transaction waits for the partition before `source` reads it.
         """
         names = {"old": self.table, "new": sql.Identifier(self._schema, new), "order": order, "check": check}
         connection.execute(sql.SQL("CREATE TABLE {new} (LIKE {old} INCLUDING ALL)").format(**names))
@@ -134,6 +140,8 @@ class Exchange:
         write = sql.SQL("COPY {new} FROM STDIN (FORMAT binary, FREEZE)").format(**names)
         with source.transaction():
             source.execute("SET LOCAL statement_timeout TO 0")
+            # If a transaction waits for `connection`, this waits behind it, and the server finds no deadlock.
+            _limit_waits(source)
             with source.cursor().copy(read) as rows, connection.cursor().copy(write) as into:
                 for piece in rows:
                     into.write(piece)

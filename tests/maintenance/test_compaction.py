@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, LiteralString
 
 import psycopg
@@ -15,7 +16,7 @@ from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
-from tests.fixtures import Sessions
+from tests.fixtures import Sessions, UntilBlocked
 
 SCHEMA = "eventsql"
 PARTITIONS = 3
@@ -412,6 +413,33 @@ def test_a_change_of_others_during_the_copy_waits_for_it(
     before = content(single.reader.read("orders"))
     assert (single.compactor.execute("orders").freed or 0) > 0
     assert waits
+    assert content(single.reader.read("orders")) == before
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_change_that_waits_for_the_segment_does_not_stop_the_copy_for_ever(
+    single: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The change waits for the one session of the compaction, and the other session waits behind the change."""
+    monkeypatch.setattr(exchanging, "WAIT_SECONDS", 0.05)
+    (name,) = one(session, "SELECT %s::regclass::text", table_of(session))
+    copy, other, changes = Exchange.copy, sessions(), list[Future[object]]()
+
+    def copied(self: Exchange, *args: Any, **named: Any) -> Any:
+        if not changes:
+            changes.append(executor.submit(other.execute, f"LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE"))
+            until_blocked()
+        return copy(self, *args, **named)
+
+    monkeypatch.setattr(Exchange, "copy", copied)
+    before = content(single.reader.read("orders"))
+    with ThreadPoolExecutor() as executor:
+        done = single.compactor.execute("orders")
+        changes[0].result()
+    assert (done.blocks > 90, done.freed) == (True, 0)
+    other.rollback()
+    assert (single.compactor.execute("orders").freed or 0) > 0
     assert content(single.reader.read("orders")) == before
 
 
