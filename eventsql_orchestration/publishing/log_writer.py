@@ -235,6 +235,9 @@ class LogWriter:
             self._tried = limit, None
             mark = self._low_water.marks.get(topic, 0)
             batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
+            while batch.bytes > batch_sizes.MOST_BYTES and batch.rows > 1:
+                limit = min(batch.rows // 2, max(1, batch.rows * batch_sizes.MOST_BYTES // batch.bytes))
+                batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
 
             self._tried = None
             if not batch.rows:
@@ -332,7 +335,7 @@ class LogWriter:
         blocks = state.blocks
         if state.definition != [topic.partitions, topic.layout] or blocks != (topic.storage == BLOCKS):
             return None
-        if state.buffered > most:
+        if state.buffered > most or state.bytes > batch_sizes.MOST_BYTES:
             return None
         room = self._room.make(connection, topic.name, state.last_id, blocks=blocks)
         if not room.zoned:

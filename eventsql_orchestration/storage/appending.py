@@ -22,15 +22,17 @@ class TopicState(NamedTuple):
     """A topic as the transaction that holds it sees it.
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
-    events, 0 without events. `last_id` is the last id of the log, None if its sequence does not give ids one by one and
-    upwards. `blocks`: the log takes blocks. `drawn` is the first of the ids that were taken for the caller's events,
-    None without ids, if another program took ids too, or if the ids are not larger than `last_id`.
+    events, 0 without events, and `bytes` is their size as it is stored, without staged blocks. `last_id` is the last id
+    of the log, None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn`
+    is the first of the ids that were taken for the caller's events, None without ids, if another program took ids too,
+    or if the ids are not larger than `last_id`.
     """
 
     definition: list[int] | None
     now: datetime
     upto: int
     buffered: int
+    bytes: int
     last_id: int | None
     blocks: bool
     drawn: int | None
@@ -39,12 +41,13 @@ class TopicState(NamedTuple):
 class BufferedBatch(NamedTuple):
     """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
-    A row is an event, holds a block, or refers to a staged block. `mixed`: some rows are not events. The other fields
-    are as in `TopicState`.
+    A row is an event, holds a block, or refers to a staged block. `bytes` is the size of the events, as it is stored.
+    `mixed`: some rows are not events. The other fields are as in `TopicState`.
     """
 
     upto: int
     rows: int
+    bytes: int
     definition: list[int]
     mixed: bool
     last_id: int | None

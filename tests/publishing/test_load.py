@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -123,6 +124,22 @@ def test_batches_grow_again_when_the_server_takes_them(
     grown = sizes(session)[8:]
     assert sum(grown) == 31
     assert grown[:4] in ([1, 2, 4, 8], [2, 4, 8, 16])
+
+
+def test_large_events_behind_small_ones_are_moved_in_smaller_batches(
+    platform: EventSQL, session: Connection, refuse: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_sizes, "MOST_BYTES", 100_000)
+    # Random bytes, which the server cannot compress.
+    values = [b"small"] * 5 + [random.Random(each).randbytes(40_000) for each in range(7)] + [b"small"] * 5
+    for value in values:
+        platform.publisher.publish(Publication("orders", value))
+    refuse(1_000)
+    platform.transfer.run_once()
+    assert [event.value for event in platform.reader.read("orders")] == values
+    moved = iter(values)
+    batches = [[len(next(moved)) for _ in range(size)] for size in sizes(session)]
+    assert all(sum(batch) <= 100_000 or len(batch) == 1 for batch in batches)
 
 
 def test_a_slow_server_does_not_make_a_batch_larger_that_was_made_small(

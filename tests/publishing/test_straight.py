@@ -18,11 +18,13 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from eventsql_orchestration.publishing import batches, log_writer, publisher
+from eventsql_orchestration.publishing import batch_sizes, batches, log_writer, publisher
 from eventsql_orchestration.storage import sequences
 from tests.forms import check_order, in_blocks, stored
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from tests.fixtures import Said, SaidBy, Sessions, UntilBlocked
 
 
@@ -246,8 +248,13 @@ def test_many_publishers_keep_each_batch_whole_and_each_key_in_order(platform: E
         assert own == expected
 
 
-def test_a_buffer_that_is_long_is_left_to_the_transfer(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_writer, "MOST_BUFFERED", 10)
+@pytest.mark.parametrize(
+    ("module", "limit", "most"), [(log_writer, "MOST_BUFFERED", 10), (batch_sizes, "MOST_BYTES", 50)]
+)
+def test_a_buffer_that_is_long_is_left_to_the_transfer(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, module: ModuleType, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(module, limit, most)
     platform.publisher.publish_all(batch("a", 11))
     platform.publisher.publish_all(batch("b"))
     assert values(platform) == []

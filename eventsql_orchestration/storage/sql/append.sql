@@ -28,14 +28,16 @@ first AS MATERIALIZED (
     FROM (SELECT (SELECT id FROM first) AS first, coalesce((SELECT id FROM rest), (SELECT id FROM first)) AS last) drawn
 )
 
--- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id and
--- number of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing is
--- buffered, it takes `events` ids of the log: the first one, and whether they are usable.
+-- append_state -- The state of a topic for a publisher that holds it: partitions and layout; the time; the last id,
+-- number and bytes of the events in at most `limit` rows of its buffer; the last id of the log, and its form. Where nothing
+-- is buffered, it takes `events` ids of the log: the first one, and whether they are usable.
 WITH state AS MATERIALIZED (
     SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
+           coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata) + coalesce(pg_column_size(eql_values), 0)), 0)
+               AS bytes,
            {last_id} AS last_id, {form} AS form
     FROM (
-        SELECT eql_id, eql_partition, eql_events FROM {schema}.event_buffer
+        SELECT eql_id, eql_partition, eql_events, eql_value, eql_metadata, eql_values FROM {schema}.event_buffer
         WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)
         ORDER BY eql_topic, eql_id
         LIMIT %(limit)s
@@ -46,7 +48,7 @@ WITH state AS MATERIALIZED (
     SELECT {ids}::regclass AS sequence
 ), {drawn}
 SELECT (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       statement_timestamp(), state.upto, state.buffered, state.last_id, state.form,
+       statement_timestamp(), state.upto, state.buffered, state.bytes, state.last_id, state.form,
        ids.before + 1, ids.usable
 FROM state CROSS JOIN ids;
 
@@ -63,14 +65,15 @@ SELECT count(*) FROM {schema}.{row_store} WHERE eql_id > %(after)s;
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- A batch of at most `limit` rows of the buffer: its last id, its size, the topic's partitions and layout,
--- whether there are blocks in it, the last id of the log, and its form.
+-- batch_end -- A batch of at most `limit` rows of the buffer: its last id, the number of rows, the bytes of its single
+-- events, the topic's partitions and layout, whether there are blocks in it, the last id of the log, and its form.
 -- Every read of the buffer compares (topic, id): otherwise the server might walk over all other topics, because the
 -- buffer fills and empties faster than its statistics change.
-SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+SELECT coalesce(max(eql_id), 0), count(*), coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata)), 0),
+       (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
 FROM (
-    SELECT eql_id, eql_partition FROM {schema}.event_buffer
+    SELECT eql_id, eql_partition, eql_value, eql_metadata FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
     ORDER BY eql_topic, eql_id
     LIMIT %(limit)s
