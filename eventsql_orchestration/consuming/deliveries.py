@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Delivery, HandOut, arrays, number_of_key
-from eventsql_orchestration.consuming.failures import backoff_after
+from eventsql_orchestration.consuming.failures import backoff_after, without_letter
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
@@ -326,22 +326,21 @@ class Deliveries:
         where = f"consumer {self._consumer!r} of topic {self._topic!r}"
         spent = counts and attempts >= delivery.max_attempts
         if spent and self._dead_letters.accepts(self._topic):
-            cause = DeadLetterCause.of(self._consumer, error, attempts)
             try:
-                buried = self._bury(delivery, cause)
-            except ClaimLostError:
-                raise
-            except Exception as problem:
-                logger.exception("%s cannot give event %d up", where, delivery.event.id)
-                failure = describe(RuntimeError(f"{failure[:900]} (its dead letter could not be made: {problem})"))
-            else:
-                if buried:
+                if self._bury(delivery, DeadLetterCause.of(self._consumer, error, attempts)):
                     logger.error(
                         "%s gave event %d up after %d attempts, as a dead letter: %s",
                         where, delivery.event.id, attempts, failure,
                     )  # fmt: skip
                     return 0.0
                 delay = NEVER
+            except ClaimLostError:
+                raise
+            except Exception as problem:
+                logger.exception("%s cannot give event %d up", where, delivery.event.id)
+                failure = without_letter(failure, problem)
+
+        self._note_failure(delivery, attempts=attempts, failure=failure, delay=delay, behind=behind)
         if spent:
             logger.error(
                 "%s keeps event %d back, which failed %s (%s); mend the handler and resume the consumer, or create "
@@ -353,6 +352,12 @@ class Deliveries:
                 "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
                 where, delivery.event.id, delay, attempts, delivery.max_attempts, failure,
             )  # fmt: skip
+        return delay
+
+    def _note_failure(
+        self, delivery: Delivery, *, attempts: int, failure: str, delay: float, behind: Collection[Delivery]
+    ) -> None:
+        """Let an event be due again after `delay` seconds, and give the events `behind` it back."""
         values = {
             "cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker, "attempts": attempts,
             "failure": failure, "delay": delay,
@@ -364,7 +369,6 @@ class Deliveries:
                 raise self._lost(delivery)
             if behind:
                 connection.execute(self._queries("give_back"), arrays(behind), prepare=False)
-        return delay
 
     def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
         """Publish an event's dead letter and acknowledge the event; gives whether one was made."""

@@ -41,6 +41,12 @@ def backoff_after(attempts: int) -> float:
     return min(FIRST_BACKOFF * 2.0 ** min(max(0, attempts - 1), 30), MAX_BACKOFF)
 
 
+def without_letter(failure: str, problem: BaseException) -> str:
+    """A failure of an event, and why no dead letter could be made of the event, as one storable line."""
+    noted = f"{failure[: MAX_MESSAGE_LENGTH // 2]} (its dead letter could not be made: {describe(problem)}"
+    return noted[: MAX_MESSAGE_LENGTH - 1] + ")"
+
+
 def transaction_lost(connection: Connection) -> bool:
     """Whether the transaction that locked the partition is over or broken."""
     return connection.info.transaction_status is not TransactionStatus.INTRANS
@@ -102,10 +108,11 @@ def _bury(
     except Exception as problem:
         if transaction_lost(connection):
             raise
-        said = f"its dead letter could not be made: {describe(problem)}"
-        logger.exception("%s is held up by event %d, which failed %s: %s", key, event.id, times, said)
-        noted = f"{failure.error[: MAX_MESSAGE_LENGTH // 2]} ({said}"
-        return replace(failure, error=noted[: MAX_MESSAGE_LENGTH - 1] + ")")
+        logger.exception(
+            "%s is held up by event %d, which failed %s: its dead letter could not be made: %s",
+            key, event.id, times, describe(problem),
+        )  # fmt: skip
+        return replace(failure, error=without_letter(failure.error, problem))
 
     if not buried:
         logger.error(

@@ -14,7 +14,6 @@ from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.errors import (
-    ClaimLostError,
     DatabaseBusyError,
     DatabaseFullError,
     DatabaseUnavailableError,
@@ -63,14 +62,12 @@ class HandlerOfOne:
         self._name = name
 
     def handle(self, delivery: Delivery) -> Outcome | None:
-        """Handle an event; None if it is acknowledged, or is another process's now."""
+        """Handle an event; None if it is acknowledged already, or if the consumption was stopped meanwhile."""
         try:
             if not self.in_transaction:
                 check_returned(self._handler(delivery.event))
                 return Outcome(delivery)
             self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
-        except ClaimLostError as error:
-            logger.warning("the effects of an event were rolled back: %s", error)
         except (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError) as error:
             return Outcome(delivery, error, counts=False)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread

@@ -635,6 +635,51 @@ def test_more_workers_than_connections_are_refused_where_each_needs_one(platform
         assert workers(platform) == 1
 
 
+def test_no_event_overtakes_one_of_its_key_that_another_process_took(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    """As after a pause of the machine: the server ended a lease that this process believes to hold."""
+    ids = fill(platform, "baa")
+    gate, handled = gates(), list[int]()
+    shard = platform.shards[0]
+    other = deliveries.Deliveries(
+        shard.database, shard.dead_letters, "payments", "mailer", by_key=True, lease=60, most=9
+    )  # fmt: skip
+
+    def handle(event: Event, _connection: Connection) -> None:
+        handled.append(event.id)
+        if event.id == ids[0]:
+            gate.wait()
+
+    with platform.consumers.start_queue("payments", "mailer", handle, workers=1, polling_delay=POLLING):
+        until(lambda: handled and kept(platform) == ids)
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = now() - interval '1 s'")
+        (taken,) = other.hand_out(other.register("another process"), -1, 1).deliveries
+        assert taken.event.id == ids[1]
+        gate.set()
+        until(lambda: kept(platform) == ids[1:])
+        more = fill(platform, "c")
+        until(lambda: handled == [ids[0], *more])
+        other.acknowledge([taken])
+        until(lambda: at_rest(platform))
+    assert handled == [ids[0], *more, ids[2]]
+
+
+def test_an_event_whose_handler_lost_a_claim_of_its_own_is_tried_again(platform: EventSQL, until: Until) -> None:
+    ids = fill(platform, "a")
+    failures = [ClaimLostError("of another consumer")]
+
+    def handle(_event: Event) -> None:
+        if failures:
+            raise failures.pop()
+
+    seen = Seen(handle)
+    with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert seen.ids == ids * 2
+
+
 def test_a_failure_whose_answer_was_lost_lets_no_later_event_of_its_key_go(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
