@@ -19,24 +19,24 @@ AHEAD_SECONDS: Final = 1.0
 class Backlog:
     """The events of a process that are not settled. Call its methods with the lock of the consumption.
 
-    While an event waits for a worker or a worker has it, later events of its key stand behind it.
+    While an event waits for a worker or a worker has it, later events of its key and partition stand behind it.
     """
 
     def __init__(self) -> None:
         self.ready: deque[Delivery] = deque()
         self._unsettled: dict[int, set[Delivery]] = {}
         """The deliveries of each partition."""
-        self._behind: dict[int, deque[Delivery]] = {}
+        self._behind: dict[tuple[int, int | None], deque[Delivery]] = {}
 
     def add(self, deliveries: Iterable[Delivery]) -> None:
         for each in deliveries:
             self._unsettled.setdefault(each.partition, set()).add(each)
             if each.key is None:
                 self.ready.append(each)
-            elif (behind := self._behind.get(each.key)) is not None:
+            elif (behind := self._behind.get(_line_of(each))) is not None:
                 behind.append(each)
             else:
-                self._behind[each.key] = deque()
+                self._behind[_line_of(each)] = deque()
                 self.ready.append(each)
 
     def settled(self, done: Delivery) -> None:
@@ -44,19 +44,19 @@ class Backlog:
         self._forget(done)
         if done.key is None:
             return
-        behind = self._behind[done.key]
+        behind = self._behind[_line_of(done)]
         if behind:
             self.ready.append(behind.popleft())
         else:
-            del self._behind[done.key]
+            del self._behind[_line_of(done)]
 
     def behind(self, delivery: Delivery) -> list[Delivery]:
-        return [] if delivery.key is None else list(self._behind[delivery.key])
+        return [] if delivery.key is None else list(self._behind[_line_of(delivery)])
 
     def drop_behind(self, delivery: Delivery) -> None:
         """Forget the events that stand behind `delivery`. The caller has to give them back."""
         if delivery.key is not None:
-            behind = self._behind[delivery.key]
+            behind = self._behind[_line_of(delivery)]
             for each in behind:
                 self._forget(each)
             behind.clear()
@@ -66,7 +66,7 @@ class Backlog:
         for each in self.ready:
             self._forget(each)
             if each.key is not None:
-                for later in self._behind.pop(each.key):
+                for later in self._behind.pop(_line_of(each)):
                     self._forget(later)
         self.ready.clear()
         for behind in self._behind.values():
@@ -87,6 +87,11 @@ class Backlog:
         unsettled.remove(gone)
         if not unsettled:
             del self._unsettled[gone.partition]
+
+
+def _line_of(delivery: Delivery) -> tuple[int, int | None]:
+    """The deliveries that go one after another. A key may have events in several partitions, which have no order."""
+    return delivery.partition, delivery.key
 
 
 class Ahead:

@@ -510,6 +510,24 @@ def test_a_seek_under_a_running_handler_stops_no_settling(
     assert not [record for record in caplog.records if record.exc_info], "an unexpected error"
 
 
+def test_a_seek_of_a_partition_leaves_no_event_of_another_partition_behind(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
+    platform.publisher.publish(Publication("orders", b"0", key="a", partition=0))
+    platform.announce(platform.transfer.run_once())
+    gate = gates()
+    seen = Seen(lambda event: gate.wait() if event.partition == 0 else None)
+    with platform.consumers.start_queue("orders", "mailer", seen, workers=3, polling_delay=POLLING):
+        until(lambda: seen.ids)
+        platform.publisher.publish(Publication("orders", b"1", key="a", partition=1))
+        platform.announce(platform.transfer.run_once())
+        # Beside the event of its key in the other partition.
+        until(lambda: len(seen.ids) == 2 and len(kept(platform)) == 1)
+        platform.seeker.execute("orders", "mailer", AtOffset(0), partition=0, force=True)
+        gate.set()
+        until(lambda: at_rest(platform, "orders"))
+
+
 def test_a_handler_from_before_a_seek_settles_nothing_after_it(platform: EventSQL) -> None:
     ids = fill(platform, "aa")
     shard = platform.shards[0]
