@@ -8,6 +8,13 @@ from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.database import Connection
 
 
+class MuteError(Exception):
+    """An error of a handler without a text."""
+
+    def __str__(self) -> str:
+        raise AttributeError("message")
+
+
 def make_table(platform: EventSQL | Shard) -> None:
     with platform.database.connection() as connection:
         connection.execute(

@@ -65,8 +65,12 @@ NEVER: Final = 100 * 365 * 86_400.0
 
 
 def describe(error: BaseException) -> str:
-    """A failure as one storable line: `Type: message`, without NUL characters and cut at 2,000 characters."""
-    text = f"{type(error).__name__}: {error}".replace("\x00", "�")
+    """A failure as storable text: `Type: message`, without NUL characters and cut at 2,000 characters."""
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - the class of an error may be the handler's
+        said = "this error has no text, because its __str__ fails"
+    text = f"{type(error).__name__}: {said}".replace("\x00", "�")
     return text.encode(errors="replace").decode()[:MAX_MESSAGE_LENGTH]
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final, TypeAlias
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
 from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, call_handler, matching
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
@@ -127,7 +128,7 @@ class RangeConsumer:
             if isinstance(error, FinalRunError) or not self.retries(error):
                 raise
             # A retry would find the range released, do nothing, and succeed.
-            raise RangeFailedError(f"{claim} failed and was released: {type(error).__name__}: {error}") from error
+            raise RangeFailedError(f"{claim} failed and was released: {describe(error)}") from error
         return BatchResult(claim.events, claim.range.upto, metadata=self._metadata(returned))
 
     def _metadata(self, returned: object) -> dict[str, Any]:

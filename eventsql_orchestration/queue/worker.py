@@ -6,12 +6,12 @@ import logging
 import random
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.batch import call_handler
+from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
@@ -39,7 +39,7 @@ LONGEST_PAUSE: Final = 300.0
 """Seconds that a message waits after its first failure, and at most."""
 
 _LONGEST_REASON: Final = 1_000
-"""Characters of an error in a message's history."""
+"""The most characters of an error in a message's history."""
 
 LONGEST_RETRY: Final = 5.0
 """The longest pause of a worker while the database is away, in seconds."""
@@ -73,9 +73,8 @@ def _note_held(message: Message, failure: EventSQLError) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """An error as a line of a message's history."""
-    reason = f"{type(error).__name__}: {error}".replace("\x00", "")
-    return reason.encode(errors="replace").decode()[:_LONGEST_REASON]
+    """An error as the reason in a message's history."""
+    return describe(error)[:_LONGEST_REASON]
 
 
 class QueueWorkers:
@@ -173,16 +172,17 @@ class QueueWorkers:
                 wake.wait(pause)
 
     def _work_off(self, messages: list[Message]) -> None:
-        waiting = deque(messages)
         self._held.hold(messages)
-        while waiting:
-            message = waiting.popleft()
-            try:
+        try:
+            for message in messages:
                 if self._stop.is_set():
                     self._give_back(message)
                 elif message in self._held:
                     self._handle(message)
-            finally:
+                self._held.let_go(message)
+        finally:
+            # After an unexpected error, heartbeats must not hold the rest.
+            for message in messages:
                 self._held.let_go(message)
 
     def _handle(self, message: Message) -> None:

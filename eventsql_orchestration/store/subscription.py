@@ -74,7 +74,7 @@ class _FailedError(Exception):
     """A change could not be handled: `before` others of its batch were handled before it, and rolled back with it."""
 
     def __init__(self, change: RecordedChange, before: int, cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__()
         self.change = change
         self.before = before
         self.cause = cause
@@ -84,7 +84,7 @@ class _CommitFailedError(Exception):
     """The transaction of `handled` changes could not be committed."""
 
     def __init__(self, changes: list[RecordedChange], cause: BaseException) -> None:
-        super().__init__(str(cause))
+        super().__init__()
         self.changes = changes
         self.cause = cause
 

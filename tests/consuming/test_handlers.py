@@ -16,6 +16,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import ValidationError
+from tests.effects import MuteError
 from tests.waiting import PATIENCE
 
 
@@ -144,11 +145,12 @@ def test_a_handler_whose_task_was_cancelled_has_failed(
 
 @pytest.mark.usefixtures("_one_event")
 @pytest.mark.parametrize("way", ["start", "start_batch", "start_leased", "start_queue"])
-def test_a_handler_that_exits_spends_an_attempt_of_its_event_alone(
-    platform: EventSQL, until: Callable[..., None], way: str
+@pytest.mark.parametrize("error", [SystemExit("no configuration"), MuteError()])
+def test_a_handler_that_exits_or_raises_an_error_without_text_spends_an_attempt_of_its_event_alone(
+    platform: EventSQL, until: Callable[..., None], way: str, error: BaseException
 ) -> None:
     def handle(_events: object, _connection: object) -> None:
-        sys.exit("no configuration")
+        raise error
 
     with getattr(platform.consumers, way)("orders", "mailer", handle):
         until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)

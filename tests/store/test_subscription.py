@@ -13,6 +13,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from tests.effects import MuteError
 from tests.fixtures import Sessions, Spawn, Until
 from tests.store.test_order import adopted, put, restored
 
@@ -260,17 +261,17 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
         until(lambda: effects(store) == [1])
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError()])
-def test_a_change_whose_handler_always_exits_becomes_a_dead_letter(
+@pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), MuteError()])
+def test_whatever_a_handler_always_raises_its_change_becomes_a_dead_letter(
     store: Store, until: Until, error: BaseException
 ) -> None:
-    def exits(change: RecordedChange, connection: Connection) -> None:
+    def fails(change: RecordedChange, connection: Connection) -> None:
         effect(change, connection)
         if change.data["n"] == 1:
             raise error
 
     put(store, "1", 1, 2)
-    with store.subscribe("mailer", exits, options=SubscriptionOptions(max_attempts=1)):
+    with store.subscribe("mailer", fails, options=SubscriptionOptions(max_attempts=1)):
         until(lambda: effects(store) == [2])
     assert [letter.version for letter in store.dead_letters("mailer")] == [1]
 
