@@ -47,6 +47,7 @@ from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
     EventSQLError,
+    ValidationError,
 )
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -247,11 +248,15 @@ class Claims:
 
         `connection` is of psycopg or SQLAlchemy. Effects in the same transaction happen exactly once. With `upto`, the
         offset moves to `upto`, and the returned claim still holds for the rest. `consumed` is the number of events; by
-        default, all events up to there. Raises `ClaimLostError`; the caller must then roll back. Otherwise as `check`.
+        default, all events up to there. Raises `ClaimLostError`; the caller must then roll back. Raises
+        `ValidationError` if `upto` is outside of the rest of the claim. Otherwise as `check`.
         """
+        reached = claim.range.upto if upto is None else upto
+        if not claim.position <= reached <= claim.range.upto:
+            raise ValidationError(f"{claim} cannot be committed up to {reached}: it holds {claim.remaining}")
+        rest = replace(claim.remaining, upto=reached)
         with self._database.callers(connection) as driver:
             locked = lock_claim(driver, self._queries, claim)
-            rest = claim.remaining if upto is None else replace(claim.remaining, upto=upto)
             events, first = self._log.extent(
                 driver, rest.topic, partition=rest.partition, after=rest.after, upto=rest.upto
             )
