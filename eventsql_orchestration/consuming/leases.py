@@ -22,7 +22,14 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import ClaimLostError, ConsumptionError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumptionError,
+    DatabaseFullError,
+    DatabaseUnavailableError,
+    EventSQLError,
+    ValidationError,
+)
 from eventsql_orchestration.model import Event
 
 logger = logging.getLogger(__name__)
@@ -126,7 +133,8 @@ class LeasedPolls:
     def _process(self, claim: Claim, lost: threading.Event, cancellation: Cancellation) -> BatchResult:
         """Hand the events of a claim over, and commit or release it.
 
-        If the handler fails without naming an event, the events are handed over again, one at a time.
+        If the handler fails without naming an event, the events are handed over again, one at a time. Raises the error
+        of a database that the handler cannot reach, or that is full.
         """
         left = self.claims.read(claim)
         total = BatchResult(0, claim.position)
@@ -141,6 +149,9 @@ class LeasedPolls:
             except OF_HANDLER as error:
                 if isinstance(error, ClaimLostError) or lost.is_set():
                     raise ClaimLostError(f"{claim} was lost while it was worked on") from error
+                if isinstance(error, DatabaseUnavailableError | DatabaseFullError) and not lease.committed:
+                    # The events are not at fault.
+                    raise
                 if lease.committed:
                     logger.warning("%s is committed, though its handler failed afterwards: %s", claim, describe(error))
                 elif (index := _failed(error, events)) is None:

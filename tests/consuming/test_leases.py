@@ -11,10 +11,11 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
-from eventsql_orchestration.consuming import failures
+from eventsql_orchestration.consuming import failures, worker_pool
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
 from tests.effects import effects, make_table, write
 from tests.forms import ids_in
@@ -291,6 +292,25 @@ def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(plat
     assert state(platform).consumed_events == 5
 
 
+def test_a_lost_connection_costs_an_event_no_attempt(
+    platform: EventSQL, until: Until, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    ids = fill(platform, 1)
+    losses = [True] * 4
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        with lease.transaction() as connection:
+            write(events, connection)
+            if losses:
+                losses.pop()
+                session.execute("SELECT pg_terminate_backend(%s, 60000)", [connection.info.backend_pid])
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1] or state(platform).attempts)
+    assert (effects(platform), losses) == (ids, [])
+
+
 def test_a_range_that_fails_is_handed_over_one_by_one_and_only_the_guilty_event_is_tried_again(
     platform: EventSQL, until: Until
 ) -> None:
@@ -505,6 +525,9 @@ def test_a_claim_may_be_committed_in_parts(platform: EventSQL) -> None:
     assert [event.id for event in platform.claims.read(rest)] == ids[2:]
     with platform.database.transaction() as connection, pytest.raises(ClaimLostError, match="moved the offset"):
         platform.claims.commit(connection, claim)
+    for outside in (ids[0], ids[-1] + 1):
+        with platform.database.transaction() as connection, pytest.raises(ValidationError):
+            platform.claims.commit(connection, rest, upto=outside)
     with platform.database.transaction() as connection:
         platform.claims.commit(connection, rest)
     assert (state(platform).consumed_events, unleased(platform)) == (5, True)
