@@ -25,7 +25,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
-from eventsql_orchestration.store.dead_letters import change_of, letters
+from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, shown
@@ -319,19 +319,30 @@ class Subscription:
         """
         done = 0
         for letter in letters(self._database, self.name):
-            values = {"letter": letter.id}
+            error: BaseException
             try:
-                with self._database.transaction() as connection:
-                    if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
-                        continue
-                    self._call(change_of(letter, connection, self._database.schema), 0, connection)
-                    connection.execute(self._queries("delete_letter"), values)
-                done += 1
+                done += self._redrive(letter)
+                continue
             except _FailedError as failed:
-                with self._database.connection() as connection:
-                    failure = describe(failed.cause)
-                    connection.execute(self._queries("fail_letter"), {**values, "failure": failure})
+                error = failed.cause
+            except (psycopg.Error, DatabaseError) as refused:
+                if not _rejects(refused):
+                    raise
+                error = refused
+            with self._database.connection() as connection:
+                values = {"letter": letter.id, "failure": describe(error)}
+                connection.execute(self._queries("fail_letter"), values)
         return done
+
+    def _redrive(self, letter: StoreDeadLetter) -> bool:
+        """Whether the change of a letter was handled now; False if another process has the letter."""
+        values = {"letter": letter.id}
+        with self._database.transaction() as connection:
+            if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
+                return False
+            self._call(change_of(letter, connection, self._database.schema), 0, connection)
+            connection.execute(self._queries("delete_letter"), values)
+        return True
 
 
 def _rejects(error: BaseException) -> bool:
