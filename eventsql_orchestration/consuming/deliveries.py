@@ -37,7 +37,8 @@ away: they would repeat the acknowledged events after the offset."""
 
 
 LOCK_SECONDS: Final = 3.0
-"""After the consumer was moved, seconds that handing out waits for handlers that still have earlier events."""
+"""Seconds that handing out waits for handlers that have events from before a move of the consumer, and that the last
+call of a process waits for a locked partition."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -125,7 +126,8 @@ class Deliveries:
     def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
         """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
 
-        Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
+        With 0, only the offset moves, also of a paused consumer, and the call waits for others who have the partition
+        locked. It is the last one of a process: a lease that is not needed any more would stay. Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
         """
         while True:
             try:
@@ -138,8 +140,10 @@ class Deliveries:
 
     def _hand_out(self, connection: Connection, worker: int, partition: int, limit: int) -> HandOut:
         key = ConsumerPartition(self._topic, self._consumer, partition)
-        locked = lock(connection, self._consumers, key, wait=False)
-        if locked is None or locked.state.paused or (locked.leased and locked.state.lease_owner != OWNER):
+        if not limit:
+            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+        locked = lock(connection, self._consumers, key, wait=not limit)
+        if locked is None or (locked.state.paused and limit) or (locked.leased and locked.state.lease_owner != OWNER):
             return HandOut((), taken=False)
         renewed = {"worker": worker, "lease": self._lease}
         if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final, TypeAlias
 
 from eventsql_orchestration.boundary import checked
@@ -279,8 +280,6 @@ class QueueConsumption(Running):
         while True:
             try:
                 settle(what)
-            except EventSQLError as error:
-                self._report(error)
             except Exception as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
                 self._report(error)
             else:
@@ -370,7 +369,8 @@ class QueueConsumption(Running):
         """Give back the remaining events, and note how far the consumer came."""
         try:
             for partition in list(self._due):
-                self._deliveries.hand_out(self._worker, partition, 0)
+                with suppress(DatabaseBusyError):
+                    self._deliveries.hand_out(self._worker, partition, 0)
         except EventSQLError as error:
             self._report(error)
         with self._working:

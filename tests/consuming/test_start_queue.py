@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming import deliveries, queue_consumption
 from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.deliveries import OWNER
+from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all
@@ -32,7 +33,7 @@ from eventsql_orchestration.topics.positions import AtOffset
 from tests.effects import effects, make_table, write
 
 if TYPE_CHECKING:
-    from tests.fixtures import Spawn, Until
+    from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
 
 POLLING = 0.02
 
@@ -280,6 +281,30 @@ def test_nobody_consumes_in_another_way_what_is_partly_acknowledged(
         until(lambda: at_rest(platform))
     ids += fill(platform, "a")
     assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 1
+
+
+@pytest.mark.parametrize("how", ["a paused consumer", "a locked partition"])
+def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
+    platform: EventSQL, until: Until, until_blocked: UntilBlocked, sessions: Sessions,
+    gates: Callable[[], threading.Event], how: str,
+) -> None:  # fmt: skip
+    ids = fill(platform, "a")
+    gate, other = gates(), sessions()
+    seen = Seen(lambda _event: gate.wait())
+    running = platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING)
+    until(lambda: seen.ids)
+    if how == "a paused consumer":
+        platform.registry.pause("payments", "mailer")
+    else:
+        other.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
+    gate.set()
+    until(lambda: not kept(platform))
+    running.stop(0.0)
+    if how == "a locked partition":
+        until_blocked()
+        other.rollback()
+    until(lambda: not leased(platform))
+    assert states(platform)[0].last_event_id == ids[-1]
 
 
 def test_an_offset_that_others_moved_is_taken_up(platform: EventSQL, until: Until) -> None:
@@ -669,17 +694,24 @@ def test_no_event_overtakes_one_of_its_key_that_another_process_took(
         if event.id == ids[0]:
             gate.wait()
 
+    taken: list[Delivery] = []
+
+    def take() -> bool:
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'epoch' WHERE eql_id <> %s", [worker])
+        taken.extend(other.hand_out(worker, -1, 1).deliveries)
+        return bool(taken)
+
     with platform.consumers.start_queue("payments", "mailer", handle, workers=1, polling_delay=POLLING):
         until(lambda: handled and kept(platform) == ids)
-        with platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = now() - interval '1 s'")
-        (taken,) = other.hand_out(other.register("another process"), -1, 1).deliveries
-        assert taken.event.id == ids[1]
+        worker = other.register("another process")
+        until(take)
+        assert taken[0].event.id == ids[1]
         gate.set()
         until(lambda: kept(platform) == ids[1:])
         more = fill(platform, "c")
         until(lambda: handled == [ids[0], *more])
-        other.acknowledge([taken])
+        other.acknowledge(taken)
         until(lambda: at_rest(platform))
     assert handled == [ids[0], *more, ids[2]]
 
