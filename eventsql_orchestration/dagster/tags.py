@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Final
+from typing import Any, Final
 
 import dagster as dg
 
@@ -60,6 +60,9 @@ BACKFILL_OF_TAG: Final = "eventsql/backfill_of"
 
 DAGSTER_PARTITION_TAG: Final = "dagster/partition"
 
+DAGSTER_REPOSITORY_TAG: Final = ".dagster/repository"
+"""The tag that Dagster gives every run of a code location."""
+
 TRANSFER_TAG: Final = "eventsql/transfer"
 """On every run of the transfer."""
 
@@ -108,6 +111,11 @@ UNFINISHED: Final = tuple(status for status in dg.DagsterRunStatus if status not
 def shard_tags(shard: str | None) -> dict[str, str]:
     """The tag that names the shard of a run; no tag if there is one database."""
     return {} if shard is None else {SHARD_TAG: shard}
+
+
+def location_tags(origin: Any, repository: str | None) -> dict[str, str]:
+    """The tag of the runs of a repository in the code location of this origin; no tag without an origin."""
+    return {} if origin is None else {DAGSTER_REPOSITORY_TAG: f"{repository}@{origin.location_name}"}
 
 
 def pool_tags(pool: str | None) -> dict[str, str]:

@@ -181,6 +181,28 @@ def test_a_run_gets_more_time_to_adopt_its_claim_after_each_run_that_came_too_la
     request_of(later(bench, 150.0))
 
 
+def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
+    bench: Workbench, shared_instance: dg.DagsterInstance
+) -> None:
+    bench.instance = shared_instance
+    pools = shared_instance.event_log_storage
+    pools.set_concurrency_slots("gpu", 1)
+    pools.claim_concurrency_slot("gpu", "another run", "train")
+    bench.publish("rides", 5)
+    run_id = bench.requested(eager, request_of(bench.tick(eager.sensors[0])), dg.DagsterRunStatus.STARTED)
+    pools.claim_concurrency_slot("gpu", run_id, "eager")
+    assert later(bench, 3600.0) == f"run {run_id} of claim 1 is waiting for a place in a pool"
+
+    # From its place in the pool on, it has the usual time to adopt its claim.
+    pools.free_concurrency_slot_for_step("another run", "train")
+    record = shared_instance.get_run_record_by_id(run_id)
+    assert record is not None
+    tick = Tick(bench.platform.shards[0], shared_instance, logging.getLogger(), Budget(math.inf, 1))
+    long_ago = record._replace(update_timestamp=datetime.now(UTC) - timedelta(hours=1))
+    assert tick.state(long_ago, patience=60.0).unchanged < 1800.0
+    request_of(later(bench, 90.0))
+
+
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
     bench.publish("rides", 5)
     request = request_of(bench.tick(eager.sensors[0]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Sequence
@@ -10,6 +11,7 @@ from typing import Any
 
 import dagster as dg
 import pytest
+from dagster._core.remote_origin import RegisteredCodeLocationOrigin, RemoteRepositoryOrigin
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
@@ -27,7 +29,9 @@ from eventsql_orchestration.dagster import (
     worker_asset,
 )
 from eventsql_orchestration.dagster.consumers.decision import RunState
-from eventsql_orchestration.dagster.queues.tick import RecentRuns, Waiting, why_not
+from eventsql_orchestration.dagster.consumers.tick import evaluate
+from eventsql_orchestration.dagster.queues.tick import QueueWatch, RecentRuns, Waiting, why_not
+from eventsql_orchestration.dagster.tags import location_tags
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
@@ -126,6 +130,25 @@ def test_no_second_run_is_requested_while_one_is_under_way(work: Work) -> None:
     assert run.run_id in work.tick()
     instance.report_run_canceled(run)
     assert len(work.tick()) == 1
+
+
+def test_runs_of_another_location_handle_another_databases_queue(work: Work) -> None:
+    """A location on a development database may have a queue of the same name, and Dagster may serve both."""
+    work.send(1)
+    (request,) = work.tick()
+    instance, definition = work.bench.instance, work.job(thumbnails)
+    ours, theirs = RegisteredCodeLocationOrigin("ours"), RegisteredCodeLocationOrigin("theirs")
+    job = RemoteRepositoryOrigin(theirs, "__repository__").get_job_origin(definition.name)
+    instance.create_run_for_job(definition, tags=dict(request.tags), status=STATUS.STARTED, remote_job_origin=job)
+
+    def requests(origin: RegisteredCodeLocationOrigin) -> int:
+        watch = QueueWatch("pictures", "thumbnails", LIMITS, "work_thumbnails")
+        log, own_runs = logging.getLogger(), location_tags(origin, "__repository__")
+        tick = evaluate(watch, work.bench.platform, instance, log, None, own_runs=own_runs)
+        return len(tick.run_requests or [])
+
+    assert requests(ours) == 1
+    assert requests(theirs) == 0
 
 
 def test_a_queue_that_is_not_registered_is_named_by_the_tick_and_by_the_run(bench: Workbench) -> None:
@@ -335,6 +358,7 @@ def _run(status: dg.DagsterRunStatus, unchanged: float = 0.0) -> RunState:
         (Waiting(1, 6.0), RecentRuns(), True),
         (Waiting(3, 0.0), RecentRuns(), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.QUEUED, 1e6)]), False),
+        (Waiting(3, 9.0), RecentRuns([replace(_run(STATUS.STARTED, 1e6), waits=True)]), False),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 299.0)]), False),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTING, 301.0)]), True),
         (Waiting(3, 9.0), RecentRuns([_run(STATUS.STARTED, 301.0)]), True),

@@ -20,13 +20,17 @@ from eventsql_orchestration.orchestration.owners import run_of_owner
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run at the time of a tick: seconds since its start (0 if it has not started), and since its status changed."""
+    """A run at the time of a tick: seconds since its start (0 if it has not started), and since its status changed.
+
+    With `waits`, the run has started, and its step waits for a place in a pool.
+    """
 
     run_id: str
     status: dg.DagsterRunStatus
     tags: Mapping[str, str] = field(default_factory=dict)
     age: float = 0.0
     unchanged: float = 0.0
+    waits: bool = False
 
     @property
     def finished(self) -> bool:
@@ -34,21 +38,22 @@ class RunState:
 
     @property
     def started(self) -> bool:
-        return self.status == dg.DagsterRunStatus.STARTED
+        return self.status == dg.DagsterRunStatus.STARTED and not self.waits
 
     @property
     def queued(self) -> bool:
-        return self.status == dg.DagsterRunStatus.QUEUED
+        """Whether the run waits for its turn, in Dagster's queue or for a place in a pool."""
+        return self.status == dg.DagsterRunStatus.QUEUED or self.waits
 
     @property
     def launched(self) -> bool:
-        """Whether the run may have a process."""
-        return self.status not in {dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.QUEUED}
+        """Whether the run's step may have begun."""
+        return self.status != dg.DagsterRunStatus.NOT_STARTED and not self.queued
 
     @property
     def label(self) -> str:
         """The status, for people."""
-        return self.status.value.lower().replace("_", " ")
+        return "waiting for a place in a pool" if self.waits else self.status.value.lower().replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)

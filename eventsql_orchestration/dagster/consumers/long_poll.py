@@ -21,6 +21,7 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.tick import Leased, NothingYet, Watch, evaluate
+from eventsql_orchestration.dagster.tags import location_tags
 
 MOST_SENSORS: Final = 30
 """Maximum number of sensors in a code location whose ticks linger. With more sensors, ticks wait for threads anyway."""
@@ -31,7 +32,8 @@ RESERVED: Final = 3
 
 def evaluate_and_linger(watch: Watch, platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
     """One tick, like `evaluate`. If it finds nothing, it looks again at each notification, for `linger` seconds."""
-    look = partial(evaluate, watch, platform, context.instance, context.log, context.cursor)
+    own_runs = location_tags(context.code_location_origin, context.repository_name)
+    look = partial(evaluate, watch, platform, context.instance, context.log, context.cursor, own_runs=own_runs)
     deadline = time.monotonic() + watch.options.linger
     result = look()
     if not isinstance(result.skip_reason, NothingYet):

@@ -116,22 +116,19 @@ class PartitionWatch(Watched):
     def _state(
         self, live: Claim | None, record: dg.RunRecord | None, last: LastClaim | None, tick: Tick
     ) -> PartitionState:
-        run = None if record is None else tick.state(record)
+        patience = min(self.options.adopt_timeout, self.limits.lease)
+        run = None if record is None else tick.state(record, patience=patience)
         drains = draining_run(live, run, last, self.limits, self.options)
-        state = PartitionState(live, run, drains)
         if drains is not None:
-            if live is None:
-                record = tick.instance.get_run_record_by_id(drains)
+            if live is None and (record := tick.instance.get_run_record_by_id(drains)) is not None:
+                run = tick.state(record)
             successor = successor_of(drains, tick.instance)
-            return replace(
-                state,
-                run=None if record is None else tick.state(record),
-                successor=None if successor is None else tick.state(successor),
-            )
+            return PartitionState(live, run, drains, None if successor is None else tick.state(successor))
 
+        state = PartitionState(live, run)
         if live is None or run is None:
             return state
-        tags = {**self._tags(tick.shard.name), AFTER_TAG: str(live.range.after)}
+        tags = {**self._tags(tick.shard.name), **tick.own_runs, AFTER_TAG: str(live.range.after)}
         if run.finished:
             failures, ended = _failures(tags, tick.instance)
             return replace(state, failures=failures, since_failure=tick.clock() - ended)

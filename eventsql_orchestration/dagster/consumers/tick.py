@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC
+from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import dagster as dg
@@ -34,24 +36,51 @@ class Budget:
 
 @dataclass(frozen=True)
 class Tick:
-    """One evaluation of a sensor on a shard: the shard, Dagster, and the clock, in seconds since 1970."""
+    """One evaluation of a sensor on a shard: the shard, Dagster, and the clock, in seconds since 1970.
+
+    `own_runs` are the tags by which Dagster finds the runs of this code location. Another location may have a consumer
+    or a queue of the same name in another database.
+    """
 
     shard: Shard
     instance: dg.DagsterInstance
     log: logging.Logger
     budget: Budget
     clock: Callable[[], float] = time.time
+    own_runs: Mapping[str, str] = field(default_factory=dict)
 
-    def state(self, run: dg.RunRecord) -> RunState:
-        now, updated = self.clock(), run.update_timestamp
-        changed = (updated if updated.tzinfo is not None else updated.replace(tzinfo=UTC)).timestamp()
-        return RunState(
-            run.dagster_run.run_id,
-            run.dagster_run.status,
-            run.dagster_run.tags,
+    def state(self, run: dg.RunRecord, *, patience: float = math.inf) -> RunState:
+        """The state of a run. After `patience` seconds without a change, a started run may be waiting for a pool."""
+        now, found = self.clock(), run.dagster_run
+        state = RunState(
+            found.run_id,
+            found.status,
+            found.tags,
             age=0.0 if run.start_time is None else now - run.start_time,
-            unchanged=now - changed,
+            unchanged=now - _seconds(run.update_timestamp),
         )
+        if not state.started or state.unchanged <= patience:
+            return state
+        places = _places(found.run_id, self.instance)
+        gotten = [now - _seconds(place) for place in places if place is not None]
+        return replace(state, waits=bool(places) and not gotten, unchanged=min([state.unchanged, *gotten]))
+
+
+def _places(run_id: str, instance: dg.DagsterInstance) -> list[datetime | None]:
+    """When each step of a run got its place in a pool; None for a step that waits for its place.
+
+    With `granularity: run`, Dagster's queue waits instead of the steps.
+    """
+    storage = instance.event_log_storage
+    if not storage.supports_global_concurrency_limits:
+        return []
+    pools = [storage.get_concurrency_info(pool) for pool in storage.get_concurrency_keys()]
+    return [step.assigned_timestamp for pool in pools for step in pool.pending_steps if step.run_id == run_id]
+
+
+def _seconds(moment: datetime) -> float:
+    """Seconds since 1970. Dagster's storages leave out the zone, which is UTC."""
+    return (moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)).timestamp()
 
 
 class NothingYet(dg.SkipReason):
@@ -100,7 +129,13 @@ class Watched:
 
 
 def evaluate(
-    watch: Watch, platform: EventSQL, instance: dg.DagsterInstance, log: logging.Logger, cursor: str | None
+    watch: Watch,
+    platform: EventSQL,
+    instance: dg.DagsterInstance,
+    log: logging.Logger,
+    cursor: str | None,
+    *,
+    own_runs: Mapping[str, str] = MappingProxyType({}),
 ) -> dg.SensorResult:
     """One tick, on the only database or on one shard after the other.
 
@@ -109,7 +144,7 @@ def evaluate(
     `ShardSetError` if the databases are not the shards of one set.
     """
     budget = Budget(time.monotonic() + watch.options.budget, watch.options.max_requests)
-    tick = Tick(platform.shards[0], instance, log, budget)
+    tick = Tick(platform.shards[0], instance, log, budget, own_runs=own_runs)
     if len(platform.shards) == 1:
         return watch.evaluate(tick, cursor)
     try:

@@ -120,7 +120,7 @@ class QueueWatch:
         return dg.SensorResult(run_requests=[request], cursor=cursor)
 
     def _runs(self, tick: Tick) -> RecentRuns:
-        tags = {QUEUE_TAG: self.queue, **shard_tags(tick.shard.name)}
+        tags = {QUEUE_TAG: self.queue, **shard_tags(tick.shard.name), **tick.own_runs}
         unfinished = tick.instance.get_run_records(dg.RunsFilter(tags=tags, statuses=list(UNFINISHED)))
         finished = tick.instance.get_run_records(dg.RunsFilter(tags=tags, statuses=list(FINISHED)), limit=LOOKED_BACK)
         failures = 0
@@ -132,4 +132,5 @@ class QueueWatch:
                 break
             failures += 1
         since = tick.state(finished[0]).unchanged if failures else 0.0
-        return RecentRuns([tick.state(record) for record in unfinished], failures, since)
+        states = [tick.state(record, patience=self.limits.lease) for record in unfinished]
+        return RecentRuns(states, failures, since)
