@@ -296,7 +296,7 @@ class EventSQLConsumeOperator(BaseOperator):
         function, more = self.python_callable, _wanted(self.python_callable, context=context, eventsql=hook)
         if self.gets == "claim":
             # A range that failed is claimed again after a pause: a retry would do nothing.
-            return RangeConsumer(shard, lambda claim: function(claim, **more), logger, lambda _: True)
+            return RangeConsumer(shard, lambda claim: function(claim, **more), logger)
         return BatchConsumer(shard, lambda events, on: function(events, on, **more), self.batch, self.limits.lease)
 
     def _report(self, hook: EventSQLHook, drained: Drained) -> None:

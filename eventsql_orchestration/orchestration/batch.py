@@ -104,16 +104,19 @@ class RangeConsumer:
     """Consumes a claim by one call of a function, which commits the claim itself and returns metadata or None.
 
     A range that fails is released, and tried again after a pause. If the function raises after its commit, nothing is
-    left to release. `retries(error)`: whether the orchestrator would run the function again after that error.
+    left to release.
     """
 
     shard: Shard
     function: Callable[[Claim], object]
     log: logging.Logger
-    retries: Callable[[BaseException], bool]
 
     def __call__(self, claim: Claim) -> BatchResult:
-        """Consume the rest of `claim`. Raises the function's error, and `NotCommittedError`."""
+        """Consume the rest of `claim`.
+
+        Raises `NotCommittedError`, and `RangeFailedError` from the function's error. Raises the error itself if the
+        range is committed, or is not at fault.
+        """
         try:
             with counting_exits():
                 returned = self.function(claim)
@@ -125,9 +128,9 @@ class RangeConsumer:
             if self._is_committed(claim):
                 raise
             self._release(claim, error)
-            if isinstance(error, FinalRunError) or not self.retries(error):
+            if isinstance(error, FinalRunError):
                 raise
-            # A retry would find the range released, do nothing, and succeed.
+            # A retry by the orchestrator would find its claim lost.
             raise RangeFailedError(f"{claim} failed and was released: {describe(error)}") from error
         return BatchResult(claim.events, claim.range.upto, metadata=self._metadata(returned))
 

@@ -105,19 +105,34 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
     assert sums(bench) == [b"3"]
 
 
-def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(bench: Workbench) -> None:
-    """A retry would find its claim gone, and succeed."""
+@pytest.mark.parametrize("policy", [RETRIES, None])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("out of memory"),
+        dg.Failure("out of memory", metadata={"free": 0}),
+        dg.RetryRequested(max_retries=1),
+    ],
+    ids=["an error", "Dagster's failure", "a request to retry"],
+)
+def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(
+    bench: Workbench, error: Exception, policy: dg.RetryPolicy | None
+) -> None:
+    """A retry would find its claim gone, and blame a process that stood still."""
 
     def stumble(claim: Claim) -> None:
-        raise RuntimeError("out of memory")
+        raise error
 
-    broken = define_range(stumble, options=AssetOptions(retry_policy=RETRIES))
+    broken = define_range(stumble, options=AssetOptions(retry_policy=policy))
     bench.publish("rides", 3)
     result = bench.run(broken, request(bench, broken))
     assert not result.success
     assert restarts(result) == 0
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data)
+    failure = event.step_failure_data.user_failure_data
+    assert failure is not None
+    assert type(error).__name__ in str(failure.description)
+    assert failure.metadata.keys() == (error.metadata.keys() if isinstance(error, dg.Failure) else set())
 
 
 def test_a_run_that_was_reported_as_dead_does_not_succeed_and_is_not_retried(

@@ -156,15 +156,12 @@ def range_asset(
         ticks, default_status, (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes),
     )  # fmt: skip
 
-    def retries(error: BaseException) -> bool:
-        return options.retry_policy is not None and not isinstance(error, dg.Failure)
-
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("claim",), optional=("context",))
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
-            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log, retries)
+            return RangeConsumer(shard, lambda claim: call(claim=claim), context.log)
 
         return declared.define(user, consume)
 

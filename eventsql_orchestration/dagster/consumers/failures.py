@@ -16,4 +16,6 @@ def without_retries() -> Iterator[None]:
     try:
         yield
     except FinalRunError as error:
-        raise dg.Failure(error.message, metadata=error.facts, allow_retries=False) from error.__cause__
+        cause = error.__cause__
+        facts = {**error.facts, **(cause.metadata if isinstance(cause, dg.Failure) else {})}
+        raise dg.Failure(error.message, metadata=facts, allow_retries=False) from cause
