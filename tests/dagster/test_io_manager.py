@@ -586,6 +586,11 @@ def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
     assert seen == [[b"monday", b"tuesday"]]
     with pytest.raises(ValidationError, match=r"partitions monday\.\.\.tuesday of topic/sums together"):
         materialize(source, one, partition_key="monday", selection=["daily"])
+    later = dg.StaticPartitionsDefinition(["tuesday", "wednesday"])
+    moved = asset(compute, metadata={}, name=None, key=topic_key("sums"), partitions_def=later)
+    latest = dg.asset(ins={"taken": given}, partitions_def=later)(daily)
+    with pytest.raises(ValidationError, match="only tuesday are loaded"):
+        materialize(moved, latest, partition_key="tuesday", selection=["daily"])
     materialize(source, partition_key="tuesday")
     with pytest.raises(ValidationError, match="only monday are loaded"):
         materialize(source, both, selection=["both"])

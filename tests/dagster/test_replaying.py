@@ -314,6 +314,18 @@ def test_a_range_that_was_not_committed_cannot_be_replayed(bench: Workbench) -> 
     assert bench.effects() == []
 
 
+def test_a_replay_without_a_claim_is_refused_and_consumes_no_waiting_events(bench: Workbench) -> None:
+    definition = define()
+    bench.publish("rides", 5)
+    found = bench.job(definition).execute_in_process(
+        instance=bench.instance,
+        run_config={"ops": {definition.asset.op.name: {"config": {"replay": True}}}},
+        raise_on_error=False,
+    )
+    assert not found.success
+    assert bench.effects() == []
+
+
 def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)

@@ -75,6 +75,10 @@ def _drain(context: dg.AssetExecutionContext, draining: RunDraining, config: Cla
     elif config.succeeds is not None and _replays(context, config):
         _replay_successor(context, draining, config)
     elif requested_for is None:
+        if config.replay:
+            raise ReplayError(
+                "there is nothing to replay: the config names no claim. `eventsql backfill` replays any range"
+            )
         _claim_and_drain(context, draining, config)
     elif _replays(context, config):
         context.log.info("this run replays a range of another consumer: it leaves this consumer's events to other runs")
