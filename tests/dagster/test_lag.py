@@ -12,7 +12,14 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
-from eventsql_orchestration.dagster import RunLimits, TopicSample, build_lag_sensor, consumer_asset, topic_key
+from eventsql_orchestration.dagster import (
+    RunLimits,
+    TopicSample,
+    build_lag_check,
+    build_lag_sensor,
+    consumer_asset,
+    topic_key,
+)
 from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
 from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
@@ -127,11 +134,24 @@ def test_the_end_of_a_lag_is_observed_at_once(bench: Workbench) -> None:
 def test_the_cursor_is_never_empty(bench: Workbench) -> None:
     nothing = observe_lag(bench.platform, [], cursor=None, now=0.0)
     assert nothing.cursor
-    assert json.loads(nothing.cursor)["observed"] == {}
+    assert json.loads(nothing.cursor)["idle"] == {}
 
 
-def test_a_cursor_of_another_release_is_ignored(bench: Workbench) -> None:
-    found = observe(bench, cursor=json.dumps({"ledger": [0, 1_000.0]}), now=1_001.0)
+@pytest.mark.parametrize(
+    "cursor",
+    [
+        '{"ledger": [0, 1000.0]}',
+        '{"idle": 1, "offsets": [], "checks": "", "arrivals": null}',
+        '["ledger"]',
+        "17",
+        "1/2",
+    ],
+)
+def test_the_cursor_of_another_release_or_of_another_sensor_is_ignored(bench: Workbench, cursor: str) -> None:
+    checks = [build_lag_check(ledger, max_events=1)]
+    found = observe_lag(
+        bench.platform, [ledger, eager], checks=checks, topics=[ledger.topic], cursor=cursor, now=1_001.0
+    )
     assert set(observed(found)) == {"ledger", "eager"}
 
 

@@ -16,6 +16,7 @@ import dagster as dg
 
 from eventsql_orchestration.consuming.batch import check_returned, check_runs
 from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, latest_evaluation
+from eventsql_orchestration.dagster.monitoring.reports import read_cursor
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import ValidationError
 
@@ -78,7 +79,7 @@ def build_alert_sensor(
         tags=INTERNAL_RUN,
     )
     def alert(context: dg.SensorEvaluationContext) -> dg.SensorResult:
-        known: dict[str, str] = json.loads(context.cursor) if context.cursor else {}
+        known: dict[str, str] = read_cursor(context.cursor)
         sent = _send(_changes(context.instance, keys, known), notify, known, context.log)
         return dg.SensorResult(
             skip_reason=f"{sent} alerts sent" if sent else "no check has changed", cursor=json.dumps(known)

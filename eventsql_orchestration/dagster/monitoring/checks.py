@@ -6,7 +6,7 @@ The lag sensor evaluates the checks and reports the results without a run. A per
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Generic, Self, TypeAlias, TypeVar
 
 import dagster as dg
 
@@ -41,13 +41,15 @@ Memory: TypeAlias = Mapping[str, Any]
 Reported: TypeAlias = Mapping[str, Any]
 """The `face` of a check's last verdict, the time of its report, and the check's memory, as JSON."""
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """The input of a check: a consumer's state at `now` (seconds since the epoch), and the check's memory."""
+class Look(Generic[T]):
+    """The input of a check: the state of an asset at `now` (seconds since the epoch), and the check's memory."""
 
     platform: EventSQL
-    lag: AssetLag
+    state: T
     now: float
     memory: Memory = field(default_factory=dict)
 
@@ -61,6 +63,19 @@ class Verdict:
     metadata: Mapping[str, Any]
     face: str
     memory: Memory = field(default_factory=dict)
+
+    @classmethod
+    def beyond(
+        cls, fault: str, metadata: Mapping[str, Any], look: Look[Any], grace: float, *, face: str, why: str = ""
+    ) -> Self:
+        """The result for a fault, which turns red after `grace` seconds without a break."""
+        since = float(look.memory.get(BEYOND_SINCE, look.now))
+        metadata = {**metadata, BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
+        memory = {BEYOND_SINCE: since}
+        left = grace - (look.now - since)
+        if left > 0:
+            fault, face = f"{fault}; red if this lasts {left:.0f} s more", "beyond for a while"
+        return cls(left > 0, f"{fault}. {why}" if why else fault, metadata, face, memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +119,7 @@ class ConsumerCheck(ReportedCheck):
     """A check of a consumer's asset."""
 
     consumer: ConsumerDefinition
-    judge: Callable[[Look], Verdict]
+    judge: Callable[[Look[AssetLag]], Verdict]
 
 
 def build_lag_check(
@@ -134,23 +149,38 @@ def define_check(
     name: str,
     description: str,
     severity: dg.AssetCheckSeverity,
-    judge: Callable[[Look], Verdict],
+    judge: Callable[[Look[AssetLag]], Verdict],
 ) -> ConsumerCheck:
     """A check of a consumer's asset by a rule."""
-    key = dg.AssetCheckKey(consumer.key, name)
 
-    @dg.asset_check(asset=consumer.key, name=name, description=description)
+    def read(platform: EventSQL) -> AssetLag:
+        return read_lags(platform, [consumer]).get(consumer.key, AssetLag(()))
+
+    key = dg.AssetCheckKey(consumer.key, name)
+    return ConsumerCheck(key, severity, executable(key, description, severity, read, judge), consumer, judge)
+
+
+def executable(
+    key: dg.AssetCheckKey,
+    description: str,
+    severity: dg.AssetCheckSeverity,
+    read: Callable[[EventSQL], T],
+    judge: Callable[[Look[T]], Verdict],
+) -> dg.AssetChecksDefinition:
+    """A check that a person can execute: it reads the state of its asset, and judges it."""
+
+    @dg.asset_check(asset=key.asset_key, name=key.name, description=description)
     def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        lag = read_lags(eventsql.platform, [consumer]).get(consumer.key, AssetLag(()))
-        verdict = judge(Look(eventsql.platform, lag, time.time(), remembered(context.instance, key)))
+        platform = eventsql.platform
+        verdict = judge(Look(platform, read(platform), time.time(), _remembered(context.instance, key)))
         return dg.AssetCheckResult(
             passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
         )
 
-    return ConsumerCheck(key, severity, check, consumer, judge)
+    return check
 
 
-def remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
+def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:
     """The memory for an execution by hand, read from the newest result: the sensor's memory is in its cursor."""
     latest = latest_evaluation(instance, key)
     since = None if latest is None else latest[0].metadata.get(BEYOND_SINCE)
@@ -180,8 +210,8 @@ class _LagRule:
             [*([] if events is None else [f"{events} events"]), *([] if seconds is None else [f"{seconds:g} s"])]
         )
 
-    def __call__(self, look: Look) -> Verdict:
-        lag = look.lag
+    def __call__(self, look: Look[AssetLag]) -> Verdict:
+        lag = look.state
         behind = f"{lag.events} events and {lag.seconds:.1f} s behind"
         if not lag.registered:
             return unregistered(self.consumer)
@@ -193,15 +223,9 @@ class _LagRule:
             fault = f"{behind}, as far as is known"
         else:
             return Verdict(True, f"{behind}: within {self.bounds}", lag.metadata(), "within")
-
-        since = float(look.memory.get(BEYOND_SINCE, look.now))
-        metadata = {**lag.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
-        memory = {BEYOND_SINCE: since}
-        left = self.limits.grace - (look.now - since)
-        if left > 0:
-            description = f"{fault}; red if this lasts {left:.0f} s more. {lag.cause()}"
-            return Verdict(True, description, metadata, "beyond for a while", memory)
-        return Verdict(False, f"{fault}. {lag.cause()}", metadata, f"beyond {lag.causes}", memory)
+        return Verdict.beyond(
+            fault, lag.metadata(), look, self.limits.grace, face=f"beyond {lag.causes}", why=lag.cause()
+        )
 
     def _is_far(self, lag: AssetLag) -> bool:
         events, seconds = self.limits.max_events, self.limits.max_seconds

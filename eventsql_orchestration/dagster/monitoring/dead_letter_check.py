@@ -13,6 +13,7 @@ from eventsql_orchestration import Shard
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
+from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.monitoring.checks import (
     ConsumerCheck,
@@ -71,8 +72,8 @@ class _Found:
 class _DeliveredRule:
     consumer: ConsumerDefinition
 
-    def __call__(self, look: Look) -> Verdict:
-        if not look.lag.registered:
+    def __call__(self, look: Look[AssetLag]) -> Verdict:
+        if not look.state.registered:
             return unregistered(self.consumer)
         shards = shards_of(look.platform)
         if len(shards) == 1:
@@ -82,7 +83,7 @@ class _DeliveredRule:
             name = shard.label
             before = look.memory.get(name, {})
             try:
-                here = None if shard.name is None or name in look.lag.unreachable else self._look(shard, before)
+                here = None if shard.name is None or name in look.state.unreachable else self._look(shard, before)
             except DatabaseUnavailableError:
                 here = None
             if here is None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import dagster as dg
 
@@ -18,7 +17,8 @@ from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, place_o
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.instigators import states_of
-from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, ConsumerCheck, Look, Reported
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
+from eventsql_orchestration.dagster.monitoring.reports import Reports
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
@@ -35,7 +35,11 @@ TOPIC_INTERVAL: Final = 60.0
 SHOWN_CONSUMERS: Final = 5
 """Maximum number of consumers that a tick names in its skip reason."""
 
-Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
+OFFSETS: Final = "offsets"
+"""In the state of a tick: the offset of each partition of each asset, by which the next tick sees that it has moved."""
+
+ARRIVALS: Final = "arrivals"
+"""In the state of a tick: the time `at` which topics were reported, and up to which offsets (`seen`)."""
 
 
 def build_lag_sensor(
@@ -108,32 +112,6 @@ def stopped_sensors(states: Iterable[Any], consumers: Iterable[ConsumerDefinitio
     return frozenset(sensor.name for each in consumers for sensor in each.sensors if is_off(sensor))
 
 
-@dataclass
-class _Cursor:
-    """The state that a tick leaves to the next one."""
-
-    observed: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """The last observed lag of each asset in events, and its time."""
-
-    offsets: dict[str, dict[str, int]] = field(default_factory=dict)
-    checks: dict[str, Reported] = field(default_factory=dict)
-
-    topics: dict[str, int] = field(default_factory=dict)
-    """The offset up to which each topic was reported."""
-
-    topics_at: float = 0.0
-
-    @classmethod
-    def parse(cls, text: str | None) -> _Cursor:
-        """Read a cursor. A cursor of another release is ignored."""
-        content = json.loads(text) if text else {}
-        return cls(**content) if content.keys() == {each.name for each in fields(cls)} else cls()
-
-    def text(self) -> str:
-        # Never empty: Dagster takes an empty text for no cursor.
-        return json.dumps(asdict(self))
-
-
 def observe_lag(
     platform: EventSQL,
     consumers: Sequence[ConsumerDefinition],
@@ -155,15 +133,19 @@ def observe_lag(
     except SchemaOutdatedError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
 
-    tick = _Tick(now, _Cursor.parse(cursor))
+    reports = Reports(cursor, now)
+    before = reports.left(OFFSETS)
     known = [consumer for consumer in consumers if consumer.key in found]
-    lags = {each.key: _compared(found[each.key], each, tick.before, stopped) for each in known}
-    events: list[Event] = [*tick.observations(lags), *tick.arrivals(platform, topics, sample)]
+    lags = {
+        each.key: _compared(found[each.key], each, before.get(each.key.to_user_string(), {}), stopped) for each in known
+    }
+    _observe(lags, reports)
+    _report_arrivals(platform, topics, sample, reports)
     for check in checks:
         key = check.consumer.key
         look = Look(platform, lags.get(key, AssetLag(())), now)
-        events += tick.evaluations(check, look, materialized.get(key, 0.0))
-    return dg.SensorResult(asset_events=events, skip_reason=_summary(consumers, lags), cursor=tick.after.text())
+        reports.evaluate(check, check.judge, look, materialized=materialized.get(key, 0.0))
+    return reports.result(_summary(consumers, lags))
 
 
 def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey, AssetLag]) -> str:
@@ -181,9 +163,10 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
     return "; ".join(said) or "no consumer is behind"
 
 
-def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stopped: Collection[str]) -> AssetLag:
+def _compared(
+    lag: AssetLag, consumer: ConsumerDefinition, offsets: Mapping[str, int], stopped: Collection[str]
+) -> AssetLag:
     """A lag with the partitions that have moved since the previous tick, and the sensors that are switched off."""
-    offsets = before.offsets.get(consumer.key.to_user_string(), {})
     # A consumer may have one sensor for all of its partitions.
     own = len(consumer.sensors) == len(consumer.partitions)
     sensors = consumer.sensors if own else consumer.sensors * len(consumer.partitions)
@@ -196,57 +179,38 @@ def _compared(lag: AssetLag, consumer: ConsumerDefinition, before: _Cursor, stop
     )
 
 
-@dataclass
-class _Tick:
-    """A tick at `now`: reads the state that the previous tick left, and writes the state for the next tick."""
-
-    now: float
-    before: _Cursor
-    after: _Cursor = field(default_factory=_Cursor)
-
-    def observations(self, lags: Mapping[dg.AssetKey, AssetLag]) -> Iterable[dg.AssetObservation]:
-        for key, lag in lags.items():
-            if not lag.partitions:
-                continue
-            asset = key.to_user_string()
+def _observe(lags: Mapping[dg.AssetKey, AssetLag], reports: Reports) -> None:
+    offsets = reports.after[OFFSETS] = {}
+    for key, lag in lags.items():
+        if lag.partitions:
             reached = (each for each in lag.partitions if each.shard not in lag.unreachable)
-            self.after.offsets[asset] = {place_of(each): each.last_event_id for each in reached}
-            events, at = self.before.observed.get(asset, (None, 0.0))
-            if not lag.events and not lag.unreachable and events == 0 and self.now - at < IDLE_INTERVAL:
-                self.after.observed[asset] = (events, at)
-                continue
-            self.after.observed[asset] = (lag.events, self.now)
-            yield dg.AssetObservation(asset_key=key, metadata=lag.metadata(), tags=INTERNAL_RUN)
+            offsets[key.to_user_string()] = {place_of(each): each.last_event_id for each in reached}
+            reports.observe(key, lag.metadata(), idle=not lag.events and not lag.unreachable)
 
-    def arrivals(
-        self, platform: EventSQL, topics: Sequence[Topic], sample: TopicSample
-    ) -> Iterable[dg.AssetMaterialization]:
-        self.after.topics, self.after.topics_at = self.before.topics, self.before.topics_at
-        if not topics or self.now - self.before.topics_at < TOPIC_INTERVAL:
-            return
-        news = topic_observations(platform, topics, seen=self.before.topics)
-        self.after.topics, self.after.topics_at = dict(news.seen), self.now
-        shards = {shard.name: shard for shard in shards_of(platform)} if news.materializations else {}
-        for arrival in news.materializations:
-            found: dict[str, Any] = {name: value.value for name, value in arrival.metadata.items()}
-            try:
-                page = topic_page(
-                    shards[found.get(keys.INPUT_SHARD)], found[keys.PUBLISHED_TOPIC], sample=sample,
-                    arrived=found.get(keys.PUBLISHED_EVENTS), seconds=self.now - self.before.topics_at,
-                    end=found[keys.PUBLISHED_LAST],
-                )  # fmt: skip
-            except EventSQLError as error:
-                # The tick reports lags and checks all the same.
-                logger.info("the page of %s is left out: %s", arrival.asset_key.to_user_string(), error)
-                page = {}
-            yield dg.AssetMaterialization(
+
+def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicSample, reports: Reports) -> None:
+    """Report the events that arrived in topics since they were reported last, once a minute."""
+    before = reports.left(ARRIVALS)
+    seconds = reports.now - before.get("at", 0.0)
+    if not topics or seconds < TOPIC_INTERVAL:
+        reports.after[ARRIVALS] = before
+        return
+    news = topic_observations(platform, topics, seen=before.get("seen", {}))
+    reports.after[ARRIVALS] = {"at": reports.now, "seen": news.seen}
+    shards = {shard.name: shard for shard in shards_of(platform)} if news.materializations else {}
+    for arrival in news.materializations:
+        found: dict[str, Any] = {name: value.value for name, value in arrival.metadata.items()}
+        try:
+            page = topic_page(
+                shards[found.get(keys.INPUT_SHARD)], found[keys.PUBLISHED_TOPIC], sample=sample,
+                arrived=found.get(keys.PUBLISHED_EVENTS), seconds=seconds, end=found[keys.PUBLISHED_LAST],
+            )  # fmt: skip
+        except EventSQLError as error:
+            # The tick reports lags and checks all the same.
+            logger.info("the page of %s is left out: %s", arrival.asset_key.to_user_string(), error)
+            page = {}
+        reports.events.append(
+            dg.AssetMaterialization(
                 arrival.asset_key, arrival.description, {**arrival.metadata, **page}, tags=INTERNAL_RUN
             )
-
-    def evaluations(self, check: ConsumerCheck, look: Look, materialized: float) -> Iterable[dg.AssetCheckEvaluation]:
-        name = check.key.to_user_string()
-        said = self.before.checks.get(name, {})
-        verdict = check.judge(replace(look, memory=said.get("memory", {})))
-        evaluation, self.after.checks[name] = check.due(verdict, said, now=self.now, materialized=materialized)
-        if evaluation is not None:
-            yield evaluation
+        )

@@ -1,25 +1,17 @@
 """The queue sensor: observes the depth and age of queues, and evaluates their checks, without any run."""
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.monitoring.checks import (
-    BEYOND_SINCE,
-    IDLE_INTERVAL,
-    LAG_CHECK,
-    Memory,
-    ReportedCheck,
-    Verdict,
-    remembered,
-)
+from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict, executable
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
+from eventsql_orchestration.dagster.monitoring.reports import Reports
 from eventsql_orchestration.dagster.queues.assets import QUEUE
 from eventsql_orchestration.dagster.register import queue_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
@@ -96,21 +88,12 @@ class QueueState:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class QueueLook:
-    """The input of a check: a queue's state at `now` (seconds since the epoch), and the check's memory."""
-
-    state: QueueState
-    now: float
-    memory: Memory = field(default_factory=dict)
-
-
 @dataclass(frozen=True, eq=False)
 class QueueCheck(ReportedCheck):
     """A check of a queue's asset."""
 
     queue: str
-    judge: Callable[[QueueLook], Verdict]
+    judge: Callable[[Look[QueueState]], Verdict]
 
 
 def build_queue_checks(
@@ -143,24 +126,19 @@ def _define(
     queue: str,
     description: str,
     severity: dg.AssetCheckSeverity,
-    judge: Callable[[QueueLook], Verdict],
+    judge: Callable[[Look[QueueState]], Verdict],
 ) -> QueueCheck:
-    @dg.asset_check(asset=key.asset_key, name=key.name, description=description)
-    def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        state = read_queues(eventsql.platform, [queue])[queue]
-        verdict = judge(QueueLook(state, time.time(), remembered(context.instance, key)))
-        return dg.AssetCheckResult(
-            passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
-        )
+    def read(platform: EventSQL) -> QueueState:
+        return read_queues(platform, [queue])[queue]
 
-    return QueueCheck(key, severity, check, queue, judge)
+    return QueueCheck(key, severity, executable(key, description, severity, read, judge), queue, judge)
 
 
 @dataclass(frozen=True, slots=True)
 class _LagRule:
     limits: QueueLimits
 
-    def __call__(self, look: QueueLook) -> Verdict:
+    def __call__(self, look: Look[QueueState]) -> Verdict:
         state, limits = look.state, self.limits
         if (unknown := _unknown(state)) is not None:
             return unknown
@@ -172,13 +150,8 @@ class _LagRule:
 
         bounds = [f"{limits.max_messages} messages"] if over_messages else []
         bounds += [f"{limits.max_seconds:g} s"] if over_seconds else []
-        since = float(look.memory.get(BEYOND_SINCE, look.now))
-        metadata = {**state.metadata(), BEYOND_SINCE: dg.MetadataValue.timestamp(since)}
-        memory = {BEYOND_SINCE: since}
-        beyond = f"{said}: beyond {' and '.join(bounds)}"
-        if (left := limits.grace - (look.now - since)) > 0:
-            return Verdict(True, f"{beyond}; red if this lasts {left:.0f} s more", metadata, "for a while", memory)
-        return Verdict(False, beyond, metadata, "beyond", memory)
+        fault = f"{said}: beyond {' and '.join(bounds)}"
+        return Verdict.beyond(fault, state.metadata(), look, limits.grace, face="beyond")
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +159,7 @@ class _DeliveredRule:
     queue: str
     most: int
 
-    def __call__(self, look: QueueLook) -> Verdict:
+    def __call__(self, look: Look[QueueState]) -> Verdict:
         state = look.state
         if (unknown := _unknown(state)) is not None:
             return unknown
@@ -285,35 +258,18 @@ def observe_queues(
     except SchemaOutdatedError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
 
-    before: dict[str, Any] = json.loads(cursor) if cursor else {}
-    idle: dict[str, float] = {}
-    reported: dict[str, Any] = {}
-    events: list[dg.AssetObservation | dg.AssetCheckEvaluation] = []
+    reports = Reports(cursor, now)
     said: list[str] = []
     for key, name in queues.items():
-        state, last = states[name], before.get("idle", {}).get(name, 0.0)
+        state = states[name]
         if not state.lags:
             gone = ", ".join(state.unreachable)
             said.append(f"{gone} cannot be reached" if gone else queue_missing(name))
             continue
-        if state.depth or state.unreachable:
+        idle = not state.depth and not state.unreachable
+        if not idle:
             said.append(f"{name} has {state.depth:,} messages, one waits for {state.seconds:.0f} s")
-        elif now - last < IDLE_INTERVAL:
-            idle[name] = last
-            continue
-        else:
-            idle[name] = now
-        events.append(dg.AssetObservation(asset_key=key, metadata=state.metadata(), tags=INTERNAL_RUN))
-
+        reports.observe(key, state.metadata(), idle=idle)
     for check in checks:
-        label = check.key.to_user_string()
-        last_report = before.get("checks", {}).get(label, {})
-        verdict = check.judge(QueueLook(states[check.queue], now, last_report.get("memory", {})))
-        # Nothing materializes a queue.
-        evaluation, reported[label] = check.due(verdict, last_report, now=now, materialized=0.0)
-        if evaluation is not None:
-            events.append(evaluation)
-    return dg.SensorResult(
-        asset_events=events, skip_reason="; ".join(said) or "no messages wait",
-        cursor=json.dumps({"idle": idle, "checks": reported}),
-    )  # fmt: skip
+        reports.evaluate(check, check.judge, Look(platform, states[check.queue], now))
+    return reports.result("; ".join(said) or "no messages wait")

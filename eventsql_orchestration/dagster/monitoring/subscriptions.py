@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -12,7 +11,7 @@ import dagster as dg
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.asset_lag import CAUSE, LAG_SECONDS
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
+from eventsql_orchestration.dagster.monitoring.reports import Reports
 from eventsql_orchestration.dagster.read_models import SUBSCRIPTION
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
@@ -69,9 +68,7 @@ def observe_subscriptions(
     except (RestoredStoreError, SchemaOutdatedError) as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
 
-    idle: dict[str, float] = json.loads(cursor) if cursor else {}
-    observed: dict[str, float] = {}
-    events: list[dg.AssetObservation] = []
+    reports = Reports(cursor, now)
     said: list[str] = []
     for key, name in names.items():
         lag = found.get(name)
@@ -81,15 +78,8 @@ def observe_subscriptions(
         behind = lag.waiting > 0 or lag.held_back > 0
         if behind:
             said.append(f"{name} is {lag.waiting + lag.held_back:,} changes behind ({lag.why or 'waiting'})")
-        elif now - idle.get(name, 0.0) < IDLE_INTERVAL:
-            observed[name] = idle[name]
-            continue
-        else:
-            observed[name] = now
-        events.append(dg.AssetObservation(asset_key=key, metadata=_metadata(lag), tags=INTERNAL_RUN))
-    return dg.SensorResult(
-        asset_events=events, skip_reason="; ".join(said) or "no subscription is behind", cursor=json.dumps(observed)
-    )
+        reports.observe(key, _metadata(lag), idle=not behind)
+    return reports.result("; ".join(said) or "no subscription is behind")
 
 
 def _metadata(lag: SubscriptionLag) -> dict[str, Any]:

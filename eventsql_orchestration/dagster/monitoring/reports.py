@@ -1,0 +1,73 @@
+"""The reports of one tick of a monitoring sensor, and the state that it leaves to the next tick."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Final, TypeAlias, TypeVar
+
+import dagster as dg
+
+from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck, Verdict
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN
+
+T = TypeVar("T")
+
+Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
+
+IDLE: Final = "idle"
+CHECKS: Final = "checks"
+
+
+def read_cursor(cursor: str | None) -> dict[str, Any]:
+    """The state in a cursor. Another text gives none: a sensor of this name may have been of another kind before."""
+    try:
+        content = json.loads(cursor or "{}")
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+class Reports:
+    """The events that a tick reports at `now` (seconds since the epoch), and its state `after` for the next tick."""
+
+    def __init__(self, cursor: str | None, now: float) -> None:
+        self.now = now
+        self._before = read_cursor(cursor)
+        self.after: dict[str, Any] = {IDLE: {}, CHECKS: {}}
+        self.events: list[Event] = []
+
+    def observe(self, key: dg.AssetKey, metadata: Mapping[str, Any], *, idle: bool) -> None:
+        """Observe an asset; one that stays idle only every `IDLE_INTERVAL` seconds."""
+        name = key.to_user_string()
+        if idle:
+            last = self.left(IDLE).get(name)
+            is_due = last is None or self.now - last >= IDLE_INTERVAL
+            self.after[IDLE][name] = self.now if is_due else last
+            if not is_due:
+                return
+        self.events.append(dg.AssetObservation(asset_key=key, metadata=metadata, tags=INTERNAL_RUN))
+
+    def evaluate(
+        self, check: ReportedCheck, judge: Callable[[Look[T]], Verdict], look: Look[T], *, materialized: float = 0.0
+    ) -> None:
+        """Evaluate a check by its rule, and report its result if that is due.
+
+        `materialized` is the time of the asset's last materialization, in seconds since the epoch.
+        """
+        name = check.key.to_user_string()
+        said = self.left(CHECKS).get(name, {})
+        verdict = judge(replace(look, memory=said.get("memory", {})))
+        evaluation, self.after[CHECKS][name] = check.due(verdict, said, now=self.now, materialized=materialized)
+        if evaluation is not None:
+            self.events.append(evaluation)
+
+    def left(self, part: str) -> dict[str, Any]:
+        """A part of the state that the previous tick left; empty if it has another form."""
+        found = self._before.get(part)
+        return found if isinstance(found, dict) else {}
+
+    def result(self, reason: str) -> dg.SensorResult:
+        """The result of the tick. The cursor is never empty: Dagster takes an empty text for no cursor."""
+        return dg.SensorResult(asset_events=self.events, skip_reason=reason, cursor=json.dumps(self.after))
