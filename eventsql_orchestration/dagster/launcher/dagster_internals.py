@@ -25,11 +25,10 @@ from dagster._core.launcher.base import (
 from dagster._core.origin import RepositoryPythonOrigin
 from dagster._core.remote_origin import GrpcServerCodeLocationOrigin
 from dagster._core.remote_representation.code_location import GrpcServerCodeLocation
-from dagster._core.run_coordinator import QueuedRunCoordinator
 from dagster._core.secrets.env_file import get_env_var_dict
 from dagster._core.storage.tags import GRPC_INFO_TAG
 from dagster._core.workspace.context import BaseWorkspaceRequestContext, IWorkspaceProcessContext
-from dagster._serdes import ConfigurableClass, ConfigurableClassData, deserialize_value, serialize_value
+from dagster._serdes import ConfigurableClass, ConfigurableClassData
 from dagster._utils import get_run_crash_explanation
 from dagster._utils.hosted_user_process import recon_repository_from_origin
 from dagster._utils.interrupts import capture_interrupts
@@ -52,8 +51,6 @@ __all__ = [
     "capture_interrupts",
     "code_server",
     "code_servers",
-    "default_launcher",
-    "deserialize_value",
     "execute_run",
     "get_instance_for_cli",
     "get_run_crash_explanation",
@@ -61,7 +58,6 @@ __all__ = [
     "launched_by_queue",
     "load_location",
     "resumes_runs",
-    "serialize_value",
     "working_directory",
 ]
 
@@ -85,11 +81,6 @@ def execute_run(instance: dg.DagsterInstance, run_id: str, *, resume: bool) -> N
     """Execute a run in this process, as `dagster api execute_run` and `dagster api resume_run` do."""
     body = _resume_run_command_body if resume else _execute_run_command_body
     body(run_id, instance, lambda _event: None, set_exit_code_on_failure=False)
-
-
-def default_launcher() -> RunLauncher[dg.DagsterInstance]:
-    """Dagster's own launcher, which asks the code server for a process."""
-    return dg.DefaultRunLauncher()
 
 
 def load_location(origin: RepositoryPythonOrigin) -> None:
@@ -161,7 +152,7 @@ def code_servers(workspace: IWorkspaceProcessContext[Any]) -> dict[str, str]:
 
 def launched_by_queue(instance: dg.DagsterInstance) -> bool:
     """Whether the daemon launches every run of an instance."""
-    return isinstance(instance.run_coordinator, QueuedRunCoordinator)
+    return isinstance(instance.run_coordinator, dg.QueuedRunCoordinator)
 
 
 def resumes_runs(instance: dg.DagsterInstance) -> bool:

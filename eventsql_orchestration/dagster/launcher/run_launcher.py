@@ -94,7 +94,7 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
         self._import_timeout = import_timeout_seconds
         self._same_code = same_code
         self._inst_data = inst_data
-        self._default = internals.default_launcher()
+        self._default: internals.RunLauncher[dg.DagsterInstance] = dg.DefaultRunLauncher()
         self._servers = _Servers()
         super().__init__()  # type: ignore[no-untyped-call]  # Dagster gives it no types
 

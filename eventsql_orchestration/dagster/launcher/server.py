@@ -284,8 +284,8 @@ def main() -> None:
         hello = channel.receive()
         location = Location(
             hello["location"],
-            internals.deserialize_value(hello["origin"], internals.RepositoryPythonOrigin),
-            internals.deserialize_value(hello["instance"], internals.InstanceRef),
+            dg.deserialize_value(hello["origin"], internals.RepositoryPythonOrigin),
+            dg.deserialize_value(hello["instance"], internals.InstanceRef),
         )
         files = LoadedFiles(int(hello["since"]))
         exits = ExitHandlers()

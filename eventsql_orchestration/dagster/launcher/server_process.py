@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import dagster as dg
+
 from eventsql_orchestration.dagster.launcher import dagster_internals as internals
 from eventsql_orchestration.dagster.launcher.channel import Channel, ChannelClosedError
 from eventsql_orchestration.threads import start_thread
@@ -82,8 +84,8 @@ class ServerProcess:
             theirs.close()
         try:
             self._channel.send(
-                location=location, origin=internals.serialize_value(origin),
-                instance=internals.serialize_value(instance), since=since, max_runs=max_runs,
+                location=location, origin=dg.serialize_value(origin),
+                instance=dg.serialize_value(instance), since=since, max_runs=max_runs,
             )  # fmt: skip
             answer = self._channel.receive(timeout=timeout)
         except TimeoutError:

@@ -63,10 +63,10 @@ def test_the_working_directory_is_the_one_of_the_pointer() -> None:
 
 def test_an_origin_and_an_instance_survive_their_way_to_the_server() -> None:
     place = origin(FileCodePointer("definitions.py", "defs", "/where"))
-    assert internals.deserialize_value(internals.serialize_value(place), internals.RepositoryPythonOrigin) == place
+    assert dg.deserialize_value(dg.serialize_value(place), internals.RepositoryPythonOrigin) == place
     with dg.instance_for_test() as instance:
         ref = instance.get_ref()
-        assert internals.deserialize_value(internals.serialize_value(ref), internals.InstanceRef) == ref
+        assert dg.deserialize_value(dg.serialize_value(ref), internals.InstanceRef) == ref
         internals.import_storage(ref)
 
 
