@@ -59,7 +59,7 @@ class AssetOptions(dg.Resolvable):
     - `automation_condition`: launches runs in addition to the runs of the consumer's sensors. Its runs claim the
       waiting events themselves.
     - `freshness`: the time without a materialization after which the asset is stale, or a policy; seconds in
-      `defs.yaml`. Runs materialize the asset only if there are events.
+      `defs.yaml`. The sensors request runs only if there are events.
     - `columns`: the columns that the consumer writes, with their types.
     - `translator`: changes the asset, and the assets of the topics that the consumer publishes to, after all other
       options.
@@ -111,7 +111,7 @@ class AssetOptions(dg.Resolvable):
         prefix = [self.key_prefix] if isinstance(self.key_prefix, str) else self.key_prefix
         return dg.AssetSpec(
             key=dg.AssetKey([*prefix, name]),
-            # A run that finds nothing to do materializes nothing.
+            # A shared run, or a worker's run, that finds nothing to do materializes nothing.
             skippable=True,
             deps=[*deps, *self.deps],
             description=self.description or docstring,
