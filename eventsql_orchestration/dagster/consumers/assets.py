@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 import dagster as dg
 
@@ -62,22 +62,22 @@ DEFAULT_RANGE_LIMITS: Final = RangeLimits()
 DEFAULT_OPTIONS: Final = AssetOptions()
 
 
-class ConsumerFields(TypedDict, total=False):
-    """The keywords of `consumer_asset` and `range_asset`; `_Declared` has their defaults."""
-
-    partitioned: bool
-    name: str | None
-    max_attempts: int | None
-    filter: DeclaredFilter
-    start: Start
-    limits: RunLimits
-    options: AssetOptions
-    sensor: SensorPer | None
-    ticks: TickOptions
-    default_status: dg.DefaultSensorStatus
-
-
-def consumer_asset(*, topic: Topic, consumer: str, batch: int = 1_000, **fields: Unpack[ConsumerFields]) -> Decorator:
+def consumer_asset(
+    *,
+    topic: Topic,
+    consumer: str,
+    partitioned: bool = False,
+    name: str | None = None,
+    batch: int = 1_000,
+    max_attempts: int | None = None,
+    filter: DeclaredFilter = None,  # noqa: A002 - the usual word
+    start: Start = "earliest",
+    limits: RunLimits = DEFAULT_LIMITS,
+    options: AssetOptions = DEFAULT_OPTIONS,
+    sensor: SensorPer | None = None,
+    ticks: TickOptions = DEFAULT_TICKS,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
+) -> Decorator:
     """Make a consumer from a function `f(events, connection)`. Each call gets at most `batch` events.
 
     Writes through `connection` commit together with the offset: exactly once. Other effects happen at least once. The
@@ -95,16 +95,19 @@ def consumer_asset(*, topic: Topic, consumer: str, batch: int = 1_000, **fields:
     each, and more partitions share one sensor (docs/dagster.md). Raises `ValidationError` or
     `DagsterInvalidDefinitionError` at definition.
     """
+    check_kind("topic", topic, Topic)
     check_whole("batch", batch, least=1)
-    declared = _Declared(topic, consumer, **fields)
+    declared = _Declared(
+        topic, Consumer(topic.name, consumer, partitioned), name, max_attempts, filter, start, limits, options, sensor,
+        ticks, default_status,
+    )  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("events", "connection"), optional=("context",))
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
-            lease = declared.limits.lease
-            return BatchConsumer(shard, lambda events, on: call(events=events, connection=on), batch, lease)
+            return BatchConsumer(shard, lambda events, on: call(events=events, connection=on), batch, limits.lease)
 
         return declared.define(user, consume)
 
@@ -116,7 +119,16 @@ def range_asset(
     topic: Topic,
     consumer: str,
     publishes: Topic | str | Sequence[Topic | str] = (),
-    **fields: Unpack[ConsumerFields],
+    partitioned: bool = False,
+    name: str | None = None,
+    max_attempts: int | None = None,
+    filter: DeclaredFilter = None,  # noqa: A002 - the usual word
+    start: Start = "earliest",
+    limits: RunLimits = DEFAULT_RANGE_LIMITS,
+    options: AssetOptions = DEFAULT_OPTIONS,
+    sensor: SensorPer | None = None,
+    ticks: TickOptions = DEFAULT_TICKS,
+    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING,
 ) -> Decorator:
     """Make a consumer from a function `f(context, claim)` over a whole range of offsets, for example a Spark job.
 
@@ -134,15 +146,15 @@ def range_asset(
     `Topic`. A topic that is given by its name has to exist. The other parameters are those of `consumer_asset`, with
     `RangeLimits`.
     """
-    fields.setdefault("limits", DEFAULT_RANGE_LIMITS)
-    options = fields.get("options", DEFAULT_OPTIONS)
+    check_kind("topic", topic, Topic)
     if options.kinds is None:
         options = replace(options, kinds=(SPARK_KIND,))
     if options.pool is None and SPARK_KIND in (options.kinds or ()):
         options = replace(options, pool=SPARK_POOL)
-    fields["options"] = options
-    topics = (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes)
-    declared = _Declared(topic, consumer, publishes=topics, **fields)
+    declared = _Declared(
+        topic, Consumer(topic.name, consumer, partitioned), name, max_attempts, filter, start, limits, options, sensor,
+        ticks, default_status, (publishes,) if isinstance(publishes, Topic | str) else tuple(publishes),
+    )  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
         user = UserFunction.of(function, required=("claim",), optional=("context",))
@@ -161,37 +173,28 @@ _MakeConsume: TypeAlias = Callable[[dg.AssetExecutionContext, Shard, Mapping[str
 
 @dataclass(frozen=True)
 class _Declared:
-    """The arguments of a consumer's decorator, with their defaults. Raises `ValidationError`."""
+    """The arguments of a consumer's decorator. Raises `ValidationError`."""
 
     topic: Topic
-    consumer_name: str
-    _: KW_ONLY
-    partitioned: bool = False
-    name: str | None = None
-    max_attempts: int | None = None
-    filter: DeclaredFilter = None
-    start: Start = "earliest"
-    limits: RunLimits = DEFAULT_LIMITS
-    options: AssetOptions = DEFAULT_OPTIONS
-    sensor: SensorPer | None = None
-    ticks: TickOptions = DEFAULT_TICKS
-    default_status: dg.DefaultSensorStatus = dg.DefaultSensorStatus.RUNNING
+    consumer: Consumer
+    name: str | None
+    max_attempts: int | None
+    filter: DeclaredFilter
+    start: Start
+    limits: RunLimits
+    options: AssetOptions
+    sensor: SensorPer | None
+    ticks: TickOptions
+    default_status: dg.DefaultSensorStatus
     publishes: tuple[Topic | str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_kind("topic", self.topic, Topic)
         if self.sensor is not None and self.sensor not in get_args(SensorPer):
             raise ValidationError(f"sensor is one of {', '.join(map(repr, get_args(SensorPer)))}, not {self.sensor!r}")
         if self.max_attempts is not None:
             check_whole("max_attempts", self.max_attempts, least=1)
         check_kind("filter", self.filter, DeclaredFilter)
         starting_at(self.start)
-        _ = self.consumer
-
-    @property
-    def consumer(self) -> Consumer:
-        """Raises `InvalidNameError`."""
-        return Consumer(self.topic.name, self.consumer_name, self.partitioned)
 
     def define(self, user: UserFunction, make_consume: _MakeConsume) -> ConsumerDefinition:
         """Make the consumer from its function."""
