@@ -26,7 +26,7 @@ from eventsql_orchestration.capture.values import (
     known_as,
     trigger_name,
 )
-from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.role_statements import owned_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.errors import (
@@ -75,7 +75,8 @@ class Captures:
         `key` are the columns of a unique key, by default the primary key. It tells rows apart and chooses their
         partition. `columns` are captured beside the key, by default all. With `snapshot`, the call publishes the rows
         that exist, and returns when it has read them all; `on_rows` gets their number after each page. Writers go on.
-        If the call ends early, the same call again goes on with the snapshot. A capture without a snapshot gets one. A
+        If the call ends early, the same call again goes on with the snapshot; it begins anew if the type of the key has
+        changed. A capture without a snapshot gets one. A
         capture that is `outdated` notes the table and its columns as they are now.
 
         Raises `TopicNotFoundError`; `CaptureError` for a table that cannot be captured; `ValidationError` for unknown
@@ -273,8 +274,7 @@ class Captures:
             try:
                 with self._database.transaction() as connection:
                     _limit(connection)
-                    values = {"capture": capture, "most": size, "waiting": size == 1}
-                    page = fetch_first(connection, self._queries("page"), values)
+                    page = self._page(connection, capture, size)
             except DatabaseBusyError as error:
                 if size == 1 and not retry.lasts():
                     raise DatabaseBusyError(
@@ -283,10 +283,25 @@ class Captures:
                     ) from error
                 size = max(1, size // 8)
                 continue
-            if page is None or page[0] is None:
+            if page is None:
                 return
-            rows, size, retry = rows + page[0], min(PAGE_ROWS, size * 2), Backoff(RETRY_SECONDS)
+            rows, size, retry = rows + page, min(PAGE_ROWS, size * 2), Backoff(RETRY_SECONDS)
             on_rows(rows)
+
+    def _page(self, connection: Connection, capture: int, size: int) -> int | None:
+        """Publish the next page of a first snapshot; gives the number of its rows, None after the last page."""
+        own = {"capture": capture, "schema": self._database.schema}
+        noted = fetch_first(connection, self._queries("page_types"), own)
+        page = fetch_one(connection, self._queries("page"), {**own, "most": size, "waiting": size == 1})[0]
+        if noted is None:
+            return None
+        # The page has locked the table, so no type changes any more.
+        if fetch_one(connection, self._queries("note_types"), {**own, "types": noted[0]}) == (True,):
+            logger.info(
+                "a snapshot begins anew: the type of its table's key has changed, and with it the order of rows"
+            )
+            return page or 0
+        return None if page is None else int(page)
 
     def _drop(self, table: str, topic: str) -> None:
         with self._database.core() as connection:

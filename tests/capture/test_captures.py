@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import threading
 
 import psycopg
@@ -288,6 +289,17 @@ def test_a_table_without_its_key_refuses_changes_and_says_what_to_do(
     session.execute(
         "INSERT INTO orders (status) VALUES ('new')" if "COLUMN" in change else "INSERT INTO orders VALUES (1)"
     )
+
+
+def test_the_command_for_such_a_table_can_be_pasted_into_a_shell(orders: EventSQL, session: Connection) -> None:
+    table = """public."It's $HOME\""""
+    session.execute(f"CREATE TABLE {table} (id int PRIMARY KEY)".encode())
+    orders.capture(table, "changes")
+    session.execute(f'ALTER TABLE {table} DROP CONSTRAINT "It\'s $HOME_pkey"'.encode())
+    with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState) as refused:
+        session.execute(f"INSERT INTO {table} VALUES (1)".encode())
+    command = (refused.value.diag.message_hint or "").removeprefix("Run: ")
+    assert shlex.split(command) == ["eventsql", "capture", "drop", table, "changes"]
 
 
 # Dropped

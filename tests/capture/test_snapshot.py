@@ -70,6 +70,31 @@ def test_the_same_call_goes_on_with_a_snapshot_that_ended_early(table: EventSQL,
     assert table.capture("orders", "changes").snapshot_rows == ROWS - 1
 
 
+@pytest.mark.parametrize("interrupted", [True, False])
+@pytest.mark.parametrize("before", ["integer", "text"])
+def test_a_snapshot_whose_key_changes_its_order_reads_every_row(
+    table: EventSQL, session: Connection, before: str, interrupted: bool
+) -> None:
+    session.execute(f"ALTER TABLE orders ALTER id TYPE {before}")
+
+    def change(rows: int) -> None:
+        if rows == 48:
+            session.execute('ALTER TABLE orders ALTER id TYPE text COLLATE "C"')
+            if interrupted:
+                raise KeyboardInterrupt
+
+    if interrupted:
+        with pytest.raises(KeyboardInterrupt):
+            table.captures.create("orders", "changes", on_rows=change)
+        capture = table.captures.create("orders", "changes")
+    else:
+        capture = table.captures.create("orders", "changes", on_rows=change)
+    assert (capture.snapshot, capture.snapshot_rows) == ("done", ROWS)
+    # With the page that found out.
+    assert len(events(session)) == 48 + 16 + ROWS
+    assert differences(session, "orders", "id::text") == []
+
+
 def test_a_row_that_another_transaction_holds_is_read_after_it(
     table: EventSQL, sessions: Sessions, session: Connection, until_blocked: UntilBlocked
 ) -> None:

@@ -74,6 +74,31 @@ coalesce(
     (SELECT g.tgrelid FROM {triggers} g WHERE g.arguments[1] = captured.eql_id::text LIMIT 1), captured.eql_relation
 )
 
+-- part key_types -- The types and collations of a capture's key. They order the pages of its snapshot.
+(SELECT coalesce(string_agg(format_type(a.atttypid, NULL) || ' ' || a.attcollation::text, ', ' ORDER BY known.place), '')
+ FROM unnest(captured.eql_key_names, captured.eql_key_numbers) WITH ORDINALITY AS known (name, number, place)
+ JOIN pg_attribute a ON a.attrelid = {relation} AND a.attnum > 0 AND NOT a.attisdropped AND CASE
+     WHEN a.attrelid = captured.eql_relation THEN a.attnum = known.number ELSE a.attname = known.name
+ END)
+
+-- page_types -- The types of the key when the last page of a first snapshot was read, if they are noted.
+SELECT eql_snapshot_after[cardinality(eql_key_names) + 1] FROM {schema}.capture WHERE eql_id = %(capture)s FOR UPDATE;
+
+-- note_types -- Note the types of the key beside the place of a page that was read. If they are others than before the
+-- page, the snapshot begins anew, and this gives true: the rows have another order now.
+UPDATE {schema}.capture c
+SET eql_snapshot = CASE WHEN now.others THEN 'running' ELSE c.eql_snapshot END,
+    eql_snapshot_after = CASE WHEN c.eql_snapshot = 'running' AND NOT now.others THEN c.eql_snapshot_after || now.types END,
+    eql_snapshot_rows = CASE WHEN now.others THEN 0 ELSE c.eql_snapshot_rows END
+FROM (
+    SELECT captured.eql_id, found.types, coalesce(found.types <> %(types)s, false) AS others
+    FROM {schema}.capture captured
+    CROSS JOIN LATERAL (SELECT {key_types} AS types) found
+    WHERE captured.eql_id = %(capture)s
+) now
+WHERE c.eql_id = now.eql_id
+RETURNING now.others;
+
 -- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
 -- and of the columns, and the names of dropped columns. Numbers of dropped columns are left out.
 SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_key_names, captured.eql_key_numbers,
