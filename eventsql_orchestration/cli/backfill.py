@@ -37,7 +37,7 @@ from eventsql_orchestration.cli.parameters import (
     option,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError, ShardSetError
+from eventsql_orchestration.errors import DatabaseBusyError, PartitionLeasedError, RegistryError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Launcher
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
@@ -50,7 +50,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
     new_id,
     resume_command,
 )
-from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.orchestration.shards import shard_named, shards_of
 from eventsql_orchestration.topics.positions import Latest, Place
 
 Orchestrator = Literal["dagster", "airflow"]
@@ -231,11 +231,7 @@ def _platform(context: CliContext) -> EventSQL:
 def _backfills(context: CliContext, platform: EventSQL) -> Backfills:
     """The backfills of all shards, or of the shard of --shard."""
     shards = shards_of(platform)
-    named = [shard for shard in shards if context.shard in {None, shard.name}]
-    if not named:
-        names = ", ".join(sorted(shard.name for shard in shards if shard.name is not None))
-        raise ShardSetError(f"there is no shard {context.shard!r}" + (f", but {names}" if names else ""))
-    return Backfills(named)
+    return Backfills(shards if context.shard is None else [shard_named(shards, context.shard)])
 
 
 def _launcher(context: CliContext, platform: EventSQL, options: _Options) -> Launcher[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from psycopg import sql
 
 from eventsql_orchestration.database.connections import Connection
-from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.queries import Queries, statement
 from eventsql_orchestration.database.rows import fetch_all
 
 
@@ -15,24 +15,29 @@ def lost(connection: Connection, live: tuple[str, str], new: tuple[str, str]) ->
     return [what for (what,) in fetch_all(connection, Queries("replaced_tables", live[0])("lost"), values)]
 
 
-def grant_as_on(connection: Connection, live: tuple[str, str], new: tuple[str, str], kind: str = "TABLE") -> None:
-    """Grant the rights on a live relation, and on its columns, on the new one too. `kind` is TABLE or SEQUENCE."""
-    for role, privilege, may_grant in _rights(connection, live):
+def grant_as_on(connection: Connection, live: sql.Identifier, new: sql.Identifier, kind: str = "TABLE") -> None:
+    """Grant the rights on a live relation, and on the columns that both have, on the new one too.
+
+    `kind` is TABLE, also for a view, or SEQUENCE.
+    """
+    for role, privilege, may_grant in _rights(connection, live, new):
         option = sql.SQL(" WITH GRANT OPTION" if may_grant else "")
         connection.execute(_changed("GRANT {} ON {} {} TO {}", privilege, kind, new, role) + option)
 
 
-def revoke_all(connection: Connection, new: tuple[str, str], kind: str = "TABLE") -> None:
+def revoke_all(connection: Connection, new: sql.Identifier, kind: str = "TABLE") -> None:
     """Revoke the rights of all roles but the owner, which default privileges may have given."""
-    for role, privilege, _ in _rights(connection, new):
+    for role, privilege, _ in _rights(connection, new, new):
         connection.execute(_changed("REVOKE {} ON {} {} FROM {}", privilege, kind, new, role))
 
 
-def _rights(connection: Connection, relation: tuple[str, str]) -> list[tuple[str | None, str, bool]]:
-    values = {"in_schema": relation[0], "table": relation[1]}
-    return fetch_all(connection, Queries("replaced_tables", relation[0])("grants"), values)
+def _rights(
+    connection: Connection, relation: sql.Identifier, other: sql.Identifier
+) -> list[tuple[str | None, str, bool]]:
+    values = {"relation": relation.as_string(connection), "other": other.as_string(connection)}
+    return fetch_all(connection, sql.SQL(statement("replaced_tables", "grants")), values)
 
 
-def _changed(template: str, privilege: str, kind: str, relation: tuple[str, str], role: str | None) -> sql.Composed:
+def _changed(template: str, privilege: str, kind: str, relation: sql.Identifier, role: str | None) -> sql.Composed:
     grantee = sql.SQL("PUBLIC") if role is None else sql.Identifier(role)
-    return sql.SQL(template).format(sql.SQL(privilege), sql.SQL(kind), sql.Identifier(*relation), grantee)
+    return sql.SQL(template).format(sql.SQL(privilege), sql.SQL(kind), relation, grantee)

@@ -23,7 +23,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables
 from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
@@ -352,7 +352,7 @@ class _Log:
             new, old = self._compactor.rewrite(connection, source, segment), segments.table(self._schema, segment)
             if not has_roles:
                 segments.pass_on_owner(connection, self._schema, old, new)
-            segments.pass_on_rights(connection, self._schema, old, new)
+            replaced_tables.grant_as_on(connection, old, new)
             exchange = partial(own.replace, new=new, bounds=bounds)
             if not attempt(connection, exchange, seconds=exchanging.EXCHANGE_SECONDS):
                 connection.execute(sql.SQL("DROP TABLE {}").format(new))

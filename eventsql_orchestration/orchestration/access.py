@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from eventsql_orchestration import EventSQL, OffsetRange, Shard
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.errors import ShardSetError, ShardUnavailableError
-from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.orchestration.shards import shard_named, shards_of
 from eventsql_orchestration.spark import FORMAT, range_options
 from eventsql_orchestration.spark.options import Source
 
@@ -42,20 +41,7 @@ class PlatformAccess:
         Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
         `ShardUnavailableError` if the shard cannot be found because shards are down.
         """
-        shards = self.shards
-        if len(shards) == 1 and name is None:
-            return shards[0]
-        for each in shards:
-            if name is not None and each.name == name:
-                return each
-        known = ", ".join(each.name for each in shards if each.name is not None)
-        if name is None:
-            raise ShardSetError(f"there are several shards ({known}): name the one to use")
-        if len(shards) == 1:
-            raise ShardSetError(f"there is no shard {name!r}: the URL names one database, {shards[0].database}")
-        if down := ", ".join(str(each.database) for each in shards if each.name is None):
-            raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
-        raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
+        return shard_named(self.shards, name)
 
     def read_range(
         self, spark: SparkSession, events: Claim | OffsetRange, *, columns: str | None = None, shard: str | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, Shard
 from eventsql_orchestration.database import Queries
 from eventsql_orchestration.database.rows import query_all
+from eventsql_orchestration.errors import ShardSetError, ShardUnavailableError
 
 
 def shards_of(platform: EventSQL) -> tuple[Shard, ...]:
@@ -20,6 +21,27 @@ def shards_of(platform: EventSQL) -> tuple[Shard, ...]:
     """
     # A single database is opened at its first use.
     return platform.shards if len(platform.shards) == 1 else platform.opened()
+
+
+def shard_named(shards: Sequence[Shard], name: str | None) -> Shard:
+    """One of all shards by its name. A single database has no name: pass None.
+
+    Raises `ShardSetError` if no shard has the name, and for None if there are several shards. Raises
+    `ShardUnavailableError` if the shard cannot be found because shards are down.
+    """
+    if len(shards) == 1 and name is None:
+        return shards[0]
+    for each in shards:
+        if name is not None and each.name == name:
+            return each
+    known = ", ".join(each.name for each in shards if each.name is not None)
+    if name is None:
+        raise ShardSetError(f"there are several shards ({known}): name the one to use")
+    if len(shards) == 1:
+        raise ShardSetError(f"there is no shard {name!r}: the URL names one database, {shards[0].database}")
+    if down := ", ".join(str(each.database) for each in shards if each.name is None):
+        raise ShardUnavailableError(f"shard {name!r} is none of {known}, and {down} cannot be reached", shard=name)
+    raise ShardSetError(f"there is no shard {name!r}: the shards are {known}")
 
 
 def rows_of(shard: Shard, file: str, name: str, values: Mapping[str, object]) -> list[tuple[Any, ...]]:

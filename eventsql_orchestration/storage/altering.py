@@ -9,7 +9,7 @@ from __future__ import annotations
 import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, driver_connection
+from eventsql_orchestration.database import Connection, driver_connection, replaced_tables
 from eventsql_orchestration.database.log_names import block_store, block_table, event_table, row_store
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.model import BLOCKS, Storage, Topic
@@ -59,7 +59,7 @@ def simplify(connection: Connection, schema: str, topic: str, partitions: int) -
     if segments.dependents(connection, schema, topic, view):
         return False
 
-    segments.pass_on_rights(connection, schema, view, store)
+    replaced_tables.grant_as_on(connection, view, store)
     forms = LogQueries("forms", schema)
     steps = ["create_view", "drop_view_of_blocks", "drop_rows"]
     if not blocks:
@@ -104,7 +104,7 @@ def _make_both(connection: sqlalchemy.Connection, schema: str, topic: Topic, for
         segments.pass_on_owner(driver, schema, source, target)
     # From now on, reads of the log go to the view of its blocks.
     for target in (stored,) if form.blocks else (stored, sql.Identifier(schema, block_table(name))):
-        segments.pass_on_rights(driver, schema, source, target)
+        replaced_tables.grant_as_on(driver, source, target)
 
 
 def _write_to(connection: Connection, schema: str, topic: str, sequence: sql.Identifier, *, blocks: bool) -> None:

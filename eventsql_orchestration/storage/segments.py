@@ -17,7 +17,7 @@ import psycopg
 import sqlalchemy
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Queries, driver_connection, role_statements
+from eventsql_orchestration.database import Connection, Queries, driver_connection, replaced_tables, role_statements
 from eventsql_orchestration.database.log_names import block_table, event_table, holds_blocks
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import RegistryError
@@ -239,18 +239,9 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
             legacy_writer_trigger.guard(connection, schema, topic, partitions)
         sequences.settle(connection, schema, event_table(topic))
         log, plain = identifier(schema, topic), sql.Identifier(schema, segment_name(topic, 0))
-        pass_on_rights(connection, schema, plain, log)
+        replaced_tables.grant_as_on(connection, plain, log)
         pass_on_owner(connection, schema, plain, log)
         ensure_ahead(connection, schema, topic)
-
-
-def pass_on_rights(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:
-    """Grant each role its rights on `source` on `target` too, also the rights on columns that both have."""
-    values = {"table": source.as_string(connection), "target": target.as_string(connection)}
-    for privilege, grantee, grantable in fetch_all(connection, LogQueries("segments", schema)("grants"), values):
-        to = sql.SQL("PUBLIC") if grantee is None else sql.Identifier(grantee)
-        option = sql.SQL(" WITH GRANT OPTION" if grantable else "")
-        connection.execute(sql.SQL("GRANT {} ON {} TO {}{}").format(sql.SQL(privilege), target, to, option))
 
 
 def pass_on_owner(connection: Connection, schema: str, source: sql.Identifier, target: sql.Identifier) -> None:

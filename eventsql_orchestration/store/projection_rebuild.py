@@ -164,7 +164,7 @@ class ProjectionRebuild:
                 f"the swap would lose {', '.join(lost)} of table {table!r} of projection {each.name!r}: let `create` "
                 "make them, too, give the rebuild up, and rebuild again"
             )
-        replaced_tables.grant_as_on(connection, live, new)
+        replaced_tables.grant_as_on(connection, sql.Identifier(*live), sql.Identifier(*new))
 
     def lock(self, connection: Connection, each: CheckedProjection) -> tuple[StoreCheckpoint, int]:
         start = self._store.order.home.place(connection, None)

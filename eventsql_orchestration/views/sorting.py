@@ -149,8 +149,8 @@ class LogSorting:
         live, made = (self._schema, partition), (self._schema, f"{partition}_new")
         if lost := replaced_tables.lost(connection, live, made):
             raise _InUseError(f"it would lose {', '.join(lost)}")
-        replaced_tables.revoke_all(connection, made)
-        replaced_tables.grant_as_on(connection, live, made)
+        replaced_tables.revoke_all(connection, new)
+        replaced_tables.grant_as_on(connection, sql.Identifier(*live), new)
         if not has_roles:
             segments.pass_on_owner(connection, self._schema, sql.Identifier(*live), new)
 

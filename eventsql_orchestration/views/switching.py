@@ -70,9 +70,9 @@ class Switch:
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
         """Give the new relation the rights on the live one, and no others."""
-        made = self._schema, new
+        made = self._table(new)
         replaced_tables.revoke_all(connection, made, kind)
-        replaced_tables.grant_as_on(connection, (self._schema, live), made, kind)
+        replaced_tables.grant_as_on(connection, self._table(live), made, kind)
 
     def _keep_comments(self, connection: Connection, live: str, new: str) -> None:
         values = {"table": self._table(live).as_string(connection)}

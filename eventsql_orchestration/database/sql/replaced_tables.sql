@@ -1,18 +1,20 @@
--- grants -- The rights on a table and its columns of roles that do not own it: role, privilege with its column, whether
--- with the right to grant it.
+-- grants -- The rights of roles that do not own a relation, on it and on its columns that another one has, too: role (NULL
+-- for PUBLIC), privilege with its column, whether with the right to grant it.
 SELECT CASE WHEN granted.grantee = '0'::oid THEN NULL ELSE pg_get_userbyid(granted.grantee)::text END,
        granted.privilege_type || held.of_column, granted.is_grantable
 FROM pg_class c
-JOIN pg_namespace n ON n.oid = c.relnamespace
 CROSS JOIN LATERAL (
     SELECT c.relacl AS acl, '' AS of_column
     UNION ALL
     SELECT a.attacl, format(' (%%I)', a.attname)
     FROM pg_attribute a
-    WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL AND NOT a.attisdropped
+    WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL AND NOT a.attisdropped AND EXISTS (
+        SELECT FROM pg_attribute other
+        WHERE other.attrelid = %(other)s::regclass AND other.attname = a.attname AND NOT other.attisdropped
+    )
 ) held
 CROSS JOIN aclexplode(held.acl) granted
-WHERE n.nspname = %(in_schema)s AND c.relname = %(table)s AND granted.grantee <> c.relowner;
+WHERE c.oid = %(relation)s::regclass AND granted.grantee <> c.relowner;
 
 -- lost -- The row security, policies, triggers, rules and publications of a table that its replacement lacks, each by its
 -- name.

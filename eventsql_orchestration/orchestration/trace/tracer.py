@@ -32,7 +32,7 @@ from eventsql_orchestration.orchestration.provenance import (
     claim_of,
     shard_of,
 )
-from eventsql_orchestration.orchestration.shards import rows_of, shards_of
+from eventsql_orchestration.orchestration.shards import rows_of, shard_named, shards_of
 from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.storage.ranges import LogRanges
 
@@ -113,13 +113,10 @@ class Tracer:
         Raises `TopicNotFoundError`, `ValidationError` if there is no such event, and `ShardSetError` if several shards
         have such an offset and none is named, or one that does not exist.
         """
-        if shard not in self._shards:
+        if shard is None and None not in self._shards:
             known = ", ".join(sorted(name for name in self._shards if name is not None))
-            raise ShardSetError(
-                f"an offset means another event on each shard: name one of {known} (--shard NAME)"
-                if shard is None
-                else f"there is no shard {shard!r}" + (f", but {known}" if known else "")
-            )
+            raise ShardSetError(f"an offset means another event on each shard: name one of {known} (--shard NAME)")
+        shard_named(list(self._shards.values()), shard)
         event = self._event(topic, offset, shard)
         if event is None:
             raise ValidationError(

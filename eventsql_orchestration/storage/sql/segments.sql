@@ -99,23 +99,6 @@ SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 -- ensure_segments -- The same as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- grants -- The rights on a table, and on the columns that another table has, too: right as in GRANT, role (NULL
--- for PUBLIC), and whether the role may pass it on.
-SELECT acl.privilege_type || coalesce(' (' || quote_ident(found.name) || ')', ''),
-       CASE WHEN acl.grantee <> 0 THEN pg_get_userbyid(acl.grantee) END, acl.is_grantable
-FROM pg_class c
-CROSS JOIN LATERAL (
-    SELECT NULL::text AS name, c.relacl AS rights
-    UNION ALL
-    SELECT a.attname::text, a.attacl FROM pg_attribute a
-    WHERE a.attrelid = c.oid AND a.attacl IS NOT NULL AND EXISTS (
-        SELECT FROM pg_attribute other
-        WHERE other.attrelid = %(target)s::regclass AND other.attname = a.attname AND NOT other.attisdropped
-    )
-) found
-CROSS JOIN LATERAL aclexplode(found.rights) acl
-WHERE c.oid = %(table)s::regclass AND acl.grantee <> c.relowner;
-
 -- owner -- The owner of a table.
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
