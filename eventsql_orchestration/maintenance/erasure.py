@@ -212,6 +212,9 @@ class _Run:
 
     def erase(self, connection: Connection) -> None:
         """Erase everywhere, until a round finds no event that was copied meanwhile."""
+        for name in self.names:
+            # Retention may also attach such a segment again. A segment that is there can be visited.
+            self._check_leaving(connection, name)
         for _ in range(MOST_ROUNDS):
             before = self._counts.total()
             for name in self.names:
@@ -343,13 +346,13 @@ class _Run:
                 )
 
     def _check_leaving(self, connection: Connection, name: str) -> None:
-        """Wait until retention has dropped what it has taken out of the log. Raises `DatabaseBusyError`."""
+        """Wait until retention has ended with what it has taken out of the log. Raises `DatabaseBusyError`."""
         retry = Backoff(RETRY_SECONDS)
         while leaving := self._erasers[name].leaving(connection):
             if not retry.lasts():
                 raise DatabaseBusyError(
-                    f"{', '.join(leaving)} left the log of topic {name!r} and may have events of these keys: drop it "
-                    f"with `eventsql topic retain {name}`, and erase again"
+                    f"{', '.join(leaving)} left the log of topic {name!r} and may have events of these keys: let "
+                    f"`eventsql topic retain {name}` end that, and erase again"
                 )
 
     def vacuum(self, connection: Connection) -> bool:

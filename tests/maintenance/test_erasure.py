@@ -17,6 +17,7 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.maintenance import erasure
 from eventsql_orchestration.maintenance.erasure import Erasure, digest_of
@@ -612,6 +613,30 @@ def test_a_segment_that_retention_has_detached_is_waited_for(
         platform.eraser.execute("orders", ["ann"])
     (record,) = platform.eraser.records()
     assert record.finished_at is None
+
+
+def test_a_segment_that_comes_back_meanwhile_is_erased_from(
+    platform: EventSQL, session: Connection, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    segment, leaving = (segments.segments(session, "eventsql", "orders") or [])[0], LogEraser.leaving
+    session.execute(f"COMMENT ON TABLE eventsql.{segment.table} IS '{DROPPED}'".encode())
+    session.execute(f"ALTER TABLE eventsql.{segment.log} DETACH PARTITION eventsql.{segment.table}".encode())
+
+    def attach_after_the_look(self: LogEraser, connection: Connection) -> list[str]:
+        found = leaving(self, connection)
+        if found == [segment.table]:
+            session.execute(f"COMMENT ON TABLE eventsql.{segment.table} IS NULL".encode())
+            session.execute(
+                f"ALTER TABLE eventsql.{segment.log} ATTACH PARTITION eventsql.{segment.table} "
+                f"FOR VALUES FROM ({segment.start}) TO ({segment.end})".encode()
+            )
+        return found
+
+    monkeypatch.setattr(LogEraser, "leaving", attach_after_the_look)
+    assert platform.eraser.execute("orders", ["ann"]).events == 1
+    assert tables_with(platform) == set()
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(platform: EventSQL) -> None:
