@@ -26,7 +26,7 @@ from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Retention, Topic
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.storage import altering, log_form, segments
 from eventsql_orchestration.storage.erasing import try_change
-from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, drop_tables, is_of, try_retain
+from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, drop_leftovers, is_of, try_retain
 from eventsql_orchestration.storage.segments import Segment
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -120,7 +120,9 @@ class Retainer:
             self._leftovers.clear()
             with self._database.transaction() as connection:
                 connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
-                drop_tables(connection, self._database.schema, detached)
+                if detached:
+                    lock_registry(connection)
+                    drop_leftovers(connection, self._database.schema, detached)
                 StagedBlocks(self._database.schema).sweep(connection)
                 prune_records(connection, self._database.schema)
         except PermissionDeniedError as error:

@@ -223,9 +223,12 @@ def is_of(table: str, topic: str) -> bool:
     return table.startswith(_prefix(topic))
 
 
-def drop_tables(connection: Connection, schema: str, names: Iterable[str]) -> None:
-    """Drop the segments of these names, in the caller's transaction."""
-    for name in names:
+def drop_leftovers(connection: Connection, schema: str, names: Iterable[str]) -> None:
+    """Drop the segments of deleted topics, in the caller's transaction, which holds the registry.
+
+    A topic that was registered again meanwhile may have a segment with the name of a former one: that has no mark.
+    """
+    for name in set(names).intersection(begun(connection, schema)):
         connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, name)))
 
 

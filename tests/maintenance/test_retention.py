@@ -398,6 +398,26 @@ def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
     assert consume(platform, "all") == 3
 
 
+def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segments(
+    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    former = segments.segment_name("orders", 0)
+    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
+    platform.registry.unregister_topic("orders", force=True)
+    clear = Leftovers.clear
+
+    def make_anew(self: Leftovers) -> int:
+        platform.registry.register_topic(Topic("orders", 2))
+        fill(platform, 5)
+        return clear(self)
+
+    monkeypatch.setattr(Leftovers, "clear", make_anew)
+    platform.retention.run_once()
+    assert platform.reader.count("orders") == 5
+
+
 def test_a_segment_that_cannot_be_attached_again_is_told_and_attached_by_the_next_run(
     platform: EventSQL,
     sessions: Sessions,
