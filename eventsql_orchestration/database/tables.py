@@ -24,7 +24,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 DROPPED: Final = "eventsql: dropped by retention"
-"""The comment that a segment gets before it is detached. A detached table with this comment may be dropped.
+"""The comment that a segment gets before it is detached. Retention ends what it began with such a table.
 
 The function `make_segments` in the database knows it too.
 """
