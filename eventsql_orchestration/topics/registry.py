@@ -33,7 +33,7 @@ from eventsql_orchestration.model import (
     Storage,
     Topic,
 )
-from eventsql_orchestration.storage import compressing, log_form, log_table, segments
+from eventsql_orchestration.storage import compressing, log_form, log_table, segment_drops, segments
 from eventsql_orchestration.storage.log_table import check_readable
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import (
@@ -247,6 +247,7 @@ class Registry:
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             log_table.drop_log(connection, self._database.schema, name, if_exists=True)
+            segment_drops.drop_detached(driver_connection(connection), self._database.schema, name)
         self.forget(name)
 
     # Consumers

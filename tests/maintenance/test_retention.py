@@ -398,14 +398,26 @@ def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
     assert consume(platform, "all") == 3
 
 
+def test_a_topic_is_deleted_with_the_segments_that_retention_has_taken_out(
+    platform: EventSQL, session: Connection
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    segment = segments.segment_name("orders", 0)
+    session.execute(f"COMMENT ON TABLE eventsql.{segment} IS '{DROPPED}'")
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment}")
+    platform.registry.unregister_topic("orders", force=True)
+    assert session.execute(f"SELECT to_regclass('eventsql.{segment}')").fetchone() == (None,)
+
+
 def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segments(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     former = segments.segment_name("orders", 0)
-    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
     session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
     platform.registry.unregister_topic("orders", force=True)
+    # As of a topic that another program deleted.
+    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
     clear = Leftovers.clear
 
     def make_anew(self: Leftovers) -> int:
