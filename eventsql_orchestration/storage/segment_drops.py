@@ -224,7 +224,7 @@ def is_of(table: str, topic: str) -> bool:
 
 
 def drop_detached(connection: Connection, schema: str, topic: str) -> None:
-    """Drop the segments that retention has taken out of the log of a topic, in the transaction that deletes the topic."""
+    """Drop the segments that retention has taken out of a log, in the transaction that deletes the topic."""
     drop_leftovers(connection, schema, detached(connection, schema, topic))
 
 
