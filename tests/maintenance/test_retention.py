@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.cli.doctor_consumers import leftover_findings
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.retention import Dropped
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
-from eventsql_orchestration.storage import segment_drops, segments
-from eventsql_orchestration.storage.segment_drops import SegmentDrops
+from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
-from eventsql_orchestration.topics.leftovers import Leftovers
-from tests.forms import in_blocks, stored
+from tests.forms import stored
 from tests.plain import REPLACE_ORDERS
 
 if TYPE_CHECKING:
@@ -199,41 +194,6 @@ def test_readers_and_publishers_go_on_while_a_segment_waits_for_a_transaction_th
     assert first(platform) == last + 1
 
 
-def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(
-    platform: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
-    last = last_before(platform, 20)
-    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
-    reading = sessions()
-    reading.execute("SELECT count(*) FROM eventsql.orders_event")
-    with pytest.raises(DatabaseBusyError, match="next run"):
-        platform.retention.run_once()
-    reading.commit()
-    assert (segments.segments(session, SCHEMA, "orders") or [])[0].detaching
-    platform.retention.run_once()
-    assert first(platform) == last + 1
-    tables = session.execute("SELECT count(*) FROM pg_class WHERE relname LIKE 'orders%segment%' AND relkind = 'r'")
-    assert tables.fetchone() == (len(segments.segments(session, SCHEMA, "orders") or ()),)
-
-
-def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_run(
-    platform: EventSQL, session: Connection
-) -> None:
-    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
-    fill(platform, 50)
-    ours, theirs = segments.segment_name("orders", 0), segments.segment_name("orders", 10)
-    session.execute(f"COMMENT ON TABLE eventsql.{ours} IS '{DROPPED}'")
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{ours} CONCURRENTLY")
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{theirs} CONCURRENTLY")
-    platform.retention.run_once()
-    left = session.execute(
-        "SELECT to_regclass(%s) IS NULL, to_regclass(%s) IS NULL", [f"eventsql.{ours}", f"eventsql.{theirs}"]
-    )
-    assert left.fetchone() == (True, False), "somebody detached the second one to keep it"
-
-
 def test_a_seek_back_waits_for_a_drop_and_a_drop_for_a_seek(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
@@ -300,182 +260,3 @@ def test_two_that_retain_at_once_do_not_disturb_each_other(
         assert other.retention.run_once() == [], "the other one is at it"
         reading.commit()
         assert retaining.result()[0].segments == 2
-
-
-def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: EventSQL, session: Connection) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
-    fill(platform, 50)
-    kept = segments.segment_name("orders", 0)
-    held = session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone()
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{kept} CONCURRENTLY")
-    platform.registry.unregister_topic("orders", force=True)
-    assert session.execute(f"SELECT count(*) FROM eventsql.{kept}").fetchone() == held
-    assert held != (0,)
-
-
-@pytest.fixture
-def written_to_late(
-    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[Callable[[], object]], None]:
-    """Makes a consumed segment that is due, to which a writer comes before retention detaches it.
-
-    A sequence that was set back leads the writer there. The given function is called after the write.
-    """
-
-    def prepare(then: Callable[[], object]) -> None:
-        platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
-        platform.registry.register_consumer(Consumer("orders", "all"))
-        fill(platform, 5)
-        assert consume(platform, "all") == 5
-        age(session, 7200, upto=5)
-        detach = SegmentDrops._detach
-
-        def write(*given: Any) -> None:
-            monkeypatch.setattr(SegmentDrops, "_detach", detach)
-            session.execute(f"SELECT setval('eventsql.{stored('orders')}_eql_id_seq', 5)")
-            platform.publisher.publish_all(Publication("orders", b"late") for _ in range(3))
-            platform.transfer.run_once()
-            then()
-            detach(*given)
-
-        monkeypatch.setattr(SegmentDrops, "_detach", write)
-
-    return prepare
-
-
-def test_a_closed_segment_into_which_a_sequence_that_was_set_back_led_a_writer_is_kept(
-    platform: EventSQL, session: Connection, written_to_late: Callable[[Callable[[], object]], None]
-) -> None:
-    written_to_late(lambda: None)
-    (kept,) = platform.retention.run_once()
-    assert kept.segments == 0
-    assert [event.value for event in platform.reader.read("orders", after=5)] == [b"late"] * 3
-    assert consume(platform, "all") == 3
-    age(session, 7200, upto=8)
-    (dropped,) = platform.retention.run_once()
-    assert (dropped.segments, platform.reader.read("orders")) == (1, [])
-    fill(platform, 5)
-    assert consume(platform, "all") == 5
-
-
-def test_a_closed_segment_that_was_written_to_is_kept_also_if_its_drop_was_cut_off(
-    platform: EventSQL,
-    sessions: Sessions,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
-) -> None:
-    monkeypatch.setattr(retention, "WAIT_SECONDS", 0.2)
-    reading = sessions()
-    written_to_late(lambda: reading.execute("SELECT count(*) FROM eventsql.orders_event"))
-    with pytest.raises(DatabaseBusyError):
-        platform.retention.run_once()
-    reading.commit()
-    platform.retention.run_once()
-    assert consume(platform, "all") == 3
-
-
-@pytest.mark.parametrize("kept", [True, False], ids=["retained", "without a retention"])
-def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
-    platform: EventSQL,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
-    kept: bool,
-) -> None:
-    newest = SegmentDrops.newest
-
-    def die(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    written_to_late(lambda: monkeypatch.setattr(SegmentDrops, "newest", die))
-    with pytest.raises(KeyboardInterrupt):
-        platform.retention.run_once()
-    monkeypatch.setattr(SegmentDrops, "newest", newest)
-    if not kept:
-        platform.registry.set_retention("orders", None)
-    assert Leftovers(platform.shards[0].database).begun_drops() == [segments.segment_name("orders", 0)]
-    platform.retention.run_once()
-    assert Leftovers(platform.shards[0].database).begun_drops() == []
-    assert consume(platform, "all") == 3
-
-
-def test_a_topic_is_deleted_with_the_segments_that_retention_has_taken_out(
-    platform: EventSQL, session: Connection
-) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
-    segment = segments.segment_name("orders", 0)
-    session.execute(f"COMMENT ON TABLE eventsql.{segment} IS '{DROPPED}'")
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment}")
-    platform.registry.unregister_topic("orders", force=True)
-    assert session.execute(f"SELECT to_regclass('eventsql.{segment}')").fetchone() == (None,)
-
-
-def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segments(
-    platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    platform.registry.register_topic(Topic("orders", 2))
-    former = segments.segment_name("orders", 0)
-    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
-    platform.registry.unregister_topic("orders", force=True)
-    # As of a topic that another program deleted.
-    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
-    clear = Leftovers.clear
-
-    def make_anew(self: Leftovers) -> int:
-        platform.registry.register_topic(Topic("orders", 2))
-        fill(platform, 5)
-        return clear(self)
-
-    monkeypatch.setattr(Leftovers, "clear", make_anew)
-    platform.retention.run_once()
-    assert platform.reader.count("orders") == 5
-
-
-def test_a_segment_that_cannot_be_attached_again_is_told_and_attached_by_the_next_run(
-    platform: EventSQL,
-    sessions: Sessions,
-    monkeypatch: pytest.MonkeyPatch,
-    written_to_late: Callable[[Callable[[], object]], None],
-) -> None:
-    segment, reading, newest = segments.segment_name("orders", 0), sessions(), SegmentDrops.newest
-    monkeypatch.setattr(segment_drops, "LOCK_SECONDS", 0.1)
-
-    def read_directly(*given: Any) -> Any:
-        reading.execute(f"SELECT count(*) FROM eventsql.{segment}")
-        return newest(*given)
-
-    written_to_late(lambda: monkeypatch.setattr(SegmentDrops, "newest", read_directly))
-    with pytest.raises(DatabaseBusyError):
-        platform.retention.run_once()
-    (finding,) = leftover_findings(platform.shards[0])
-    assert segment in finding.message
-    reading.commit()
-    monkeypatch.setattr(SegmentDrops, "newest", newest)
-    platform.retention.run_once()
-    assert list(leftover_findings(platform.shards[0])) == []
-    assert consume(platform, "all") == 3
-
-
-def test_a_segment_whose_events_are_not_committed_yet_is_kept(
-    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked
-) -> None:
-    """Ids of an open transaction are given out already; its events are there when it ends."""
-    platform.registry.register_topic(Topic("orders", retention=Retention(seconds=3600)))
-    platform.registry.register_consumer(Consumer("orders", "all"))
-    fill(platform, 5)
-    writing = sessions()
-    writing.execute("SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = 'orders' FOR UPDATE")
-    writing.execute(
-        "INSERT INTO eventsql.orders_block "
-        "(eql_id, eql_partition, eql_events, eql_buffered_at, eql_created_at, eql_values) "
-        "SELECT max(id), -1, 20, now(), now(), array_agg('x'::bytea) "
-        "FROM (SELECT nextval('eventsql.orders_block_eql_id_seq') AS id FROM generate_series(1, 20)) drawn"
-        if in_blocks()
-        else "INSERT INTO eventsql.orders_event (eql_partition, eql_value, eql_buffered_at, eql_metadata) "
-        "SELECT -1, 'x', now(), '{}' FROM generate_series(1, 20)"
-    )
-    with ThreadPoolExecutor() as executor:
-        retaining = executor.submit(platform.retention.run_once)
-        until_blocked()
-        writing.commit()
-        assert retaining.result()[0].segments == 0
-    assert consume(platform, "all") == 25
