@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from typing import Final, TypeAlias, cast
 
 import psycopg
@@ -27,7 +28,6 @@ from eventsql_orchestration.errors import StuckEventError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.publishing import batch_sizes, copy_format
-from eventsql_orchestration.publishing.batch_sizes import BatchSizes
 from eventsql_orchestration.publishing.block_format import EncodedBlock
 from eventsql_orchestration.publishing.buffer_mover import BufferMover
 from eventsql_orchestration.publishing.log_room import LogRoom
@@ -83,7 +83,7 @@ class LogWriter:
         `lock_timeout` is how many seconds `append` waits for a topic.
         """
         self._database = database
-        self._sizes = BatchSizes(batch)
+        self._sizes = batch_sizes.BatchSizes(batch)
         # The number of rows of the buffer in the current batch, and the id of its last row if that is known.
         self._tried: tuple[int, int | None] | None = None
         self._lock_timeout = lock_timeout
@@ -234,11 +234,9 @@ class LogWriter:
 
             self._tried = limit, None
             mark = self._low_water.marks.get(topic, 0)
-            batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
-            while batch.bytes > batch_sizes.MOST_BYTES and batch.rows > 1:
-                limit = min(batch.rows // 2, max(1, batch.rows * batch_sizes.MOST_BYTES // batch.bytes))
-                batch = self._log.batch(connection, topic, low_water=mark, newest=newest, limit=limit)
-
+            batch = self._log.batch(
+                connection, topic, low_water=mark, newest=newest, limit=limit, size=batch_sizes.MOST_BYTES
+            )
             self._tried = None
             if not batch.rows:
                 self._low_water.moved(topic, newest)
@@ -255,9 +253,9 @@ class LogWriter:
                 self._room.check(connection, topic)
 
         if moved.whole:
-            self._low_water.moved(topic, newest if batch.rows < limit else batch.upto)
-            if batch.rows == limit:
-                self._sizes.fit(topic, limit, time.monotonic() - started)
+            self._low_water.moved(topic, batch.upto if batch.full else newest)
+            if batch.full:
+                self._sizes.fit(topic, batch.rows, time.monotonic() - started)
         return moved.events
 
     def _shrink(self, topic: str, error: psycopg.Error) -> None:
@@ -342,11 +340,7 @@ class LogWriter:
             # The server has to convert the times.
             return None
 
-        now = state.now
-        if state.buffered:
-            self._move_before(connection, topic.name, state)
-            # The moved events entered the log after `state.now`, and times grow with ids.
-            now = self._log.now(connection)
+        now = self._move_before(connection, topic.name, state) if state.buffered else state.now
         time = copy_format.microseconds(now)
         if blocks:
             # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
@@ -380,8 +374,8 @@ class LogWriter:
             copy.write(copy_format.TRAILER)
         return appended
 
-    def _move_before(self, connection: Connection, topic: str, state: TopicState) -> None:
-        """Move the buffered rows, before a publisher's own events.
+    def _move_before(self, connection: Connection, topic: str, state: TopicState) -> datetime:
+        """Move the buffered rows, before a publisher's own events. Gives the time after that: times grow with ids.
 
         They are moved in runs, whatever the state says: a block that was committed since may lie before events.
         """
@@ -400,3 +394,4 @@ class LogWriter:
             raise _BufferStuckError(describe(error)) from error
         self._room.drew(topic, moved.events)
         self._sizes.double(topic, found)
+        return self._log.now(connection)

@@ -41,17 +41,17 @@ class TopicState(NamedTuple):
 class BufferedBatch(NamedTuple):
     """The next rows of a topic in the buffer: the last buffer id, 0 without rows, and the number.
 
-    A row is an event, holds a block, or refers to a staged block. `bytes` is the size of the events, as it is stored.
-    `mixed`: some rows are not events. The other fields are as in `TopicState`.
+    A row is an event, holds a block, or refers to a staged block. `mixed`: some rows are not events. `full`: more rows
+    may follow. The other fields are as in `TopicState`.
     """
 
     upto: int
     rows: int
-    bytes: int
     definition: list[int]
     mixed: bool
     last_id: int | None
     blocks: bool
+    full: bool
 
 
 class MovedBlocks(NamedTuple):
@@ -89,12 +89,20 @@ class LogAppender:
         blocks = log_form.learn(connection, self._schema, topic, form).writes_blocks
         return TopicState._make((*row, blocks, drawn if usable else None))
 
-    def batch(self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int) -> BufferedBatch:
-        """The next rows of a topic in the buffer, at most `limit`, with `low_water < buffer id <= newest`."""
-        values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
-        row = fetch_one(connection, self._queries("batch_end", topic=topic), values)
-        blocks = log_form.learn(connection, self._schema, topic, row[-1]).writes_blocks
-        return BufferedBatch._make((*row[:-1], blocks))
+    def batch(
+        self, connection: Connection, topic: str, *, low_water: int, newest: int, limit: int, size: int
+    ) -> BufferedBatch:
+        """The next rows of a topic in the buffer, with `low_water < buffer id <= newest`.
+
+        They are at most `limit`, and have at most `size` bytes of events, unless a single event has more.
+        """
+        while True:
+            values = {"topic": topic, "low_water": low_water, "newest": newest, "limit": limit}
+            *row, held, form = fetch_one(connection, self._queries("batch_end", topic=topic), values)
+            blocks, rows = log_form.learn(connection, self._schema, topic, form).writes_blocks, row[1]
+            if held <= size or rows == 1:
+                return BufferedBatch._make((*row, blocks, rows == limit))
+            limit = min(rows // 2, max(1, rows * size // held))
 
     def first_row(self, connection: Connection, topic: str, *, low_water: int, upto: int) -> tuple[int, int] | None:
         """The id and partition of the first row with `low_water < buffer id <= upto`; None without one.

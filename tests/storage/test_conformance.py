@@ -140,7 +140,7 @@ def test_buffered_events_are_moved_in_their_order_behind_the_log(log: Log) -> No
     for number in range(4):
         log.platform.publisher.publish(Publication(TOPIC, b"b%d" % number, partition=number % 2))
     with log.session.transaction():
-        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
+        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3, size=MAX_OFFSET)
         assert (batch.rows, batch.definition, batch.mixed, batch.last_id) == (3, [3, 1], False, 1)
         moved = appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=3, layout=1, after=0)
         state = appender.state(log.session, TOPIC, low_water=batch.upto, limit=10, events=5)
@@ -177,13 +177,13 @@ def test_ids_between_which_another_program_took_some_are_not_used(log: Log) -> N
 def test_a_moved_event_of_a_lost_partition_gets_one_that_the_topic_has(log: Log) -> None:
     log.platform.publisher.publish(Publication(TOPIC, b"v", partition=2))
     with log.session.transaction():
-        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=1)
+        batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=1, size=MAX_OFFSET)
         appender.move(log.session, TOPIC, low_water=0, upto=batch.upto, partitions=1, layout=2, after=0)
     assert [event.partition for event in reader.read(log.session, TOPIC)] == [0]
 
 
 def test_a_topic_without_events_in_the_buffer_has_an_empty_batch(log: Log) -> None:
-    batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3)
+    batch = appender.batch(log.session, TOPIC, low_water=0, newest=MAX_OFFSET, limit=3, size=MAX_OFFSET)
     assert (batch.upto, batch.rows, batch.mixed) == (0, 0, False)
 
 

@@ -65,13 +65,13 @@ SELECT count(*) FROM {schema}.{row_store} WHERE eql_id > %(after)s;
 COPY {schema}.{row_store} (eql_buffered_at, eql_created_at, eql_key, eql_value, eql_metadata, eql_partition)
 FROM STDIN (FORMAT binary);
 
--- batch_end -- A batch of at most `limit` rows of the buffer: its last id, the number of rows, the bytes of its single
--- events, the topic's partitions and layout, whether there are blocks in it, the last id of the log, and its form.
+-- batch_end -- A batch of at most `limit` rows of the buffer: its last id, the number of rows, the topic's partitions and
+-- layout, whether there are blocks in it, the last id of the log, the bytes of single events, and the log's form.
 -- Every read of the buffer compares (topic, id): otherwise the server might walk over all other topics, because the
 -- buffer fills and empties faster than its statistics change.
-SELECT coalesce(max(eql_id), 0), count(*), coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata)), 0),
-       (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
-       coalesce(bool_or(eql_partition < -1), false), {last_id}, {form}
+SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
+       coalesce(bool_or(eql_partition < -1), false), {last_id},
+       coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata)), 0), {form}
 FROM (
     SELECT eql_id, eql_partition, eql_value, eql_metadata FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
