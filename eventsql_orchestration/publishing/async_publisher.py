@@ -9,6 +9,7 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication
 from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.buffer_limits import BufferLimits
@@ -28,8 +29,13 @@ class AsyncCollector:
     def __init__(self, publisher: BatchPublisher, registry: Registry, limits: BufferLimits) -> None:
         self._registry = registry
         self._lanes: Lanes[asyncio.Future[Placement]] = Lanes(publisher, limits, self._settle)
-        self._loop: asyncio.AbstractEventLoop | None = None
         self._closing = False
+        self._after_fork()
+        after_fork(self, AsyncCollector._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. The event loop is the parent's, and so are the tasks that wait."""
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._given = 0
         # The number of tasks that wait to give their event. Tasks that come later wait behind them.
         self._queued = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -233,6 +234,30 @@ def waiting_events(dsn: str) -> None:
     assert not acknowledged.done()
     publisher.flush(timeout=PATIENCE)
     acknowledged.result(PATIENCE)
+    platform.close()
+
+
+def waiting_tasks(dsn: str) -> None:
+    """Tasks wait to give their events to an asyncio publisher when the process forks."""
+    platform = EventSQL(dsn, transfer=False)
+    publisher = platform.async_publisher(max_pending_events=1)
+
+    def work() -> None:
+        asyncio.run(publish_one("child 0"))
+        platform.close()
+
+    async def publish_one(value: str) -> None:
+        await publisher.publish(Publication("orders", value.encode()))
+
+    async def main() -> None:
+        await publish_one("before 0")
+        tasks = [asyncio.create_task(publish_one(f"parent {number}")) for number in range(3)]
+        # Each task comes to its first wait.
+        await asyncio.sleep(0)
+        await_success(child(work))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(main())
     platform.close()
 
 

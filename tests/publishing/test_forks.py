@@ -88,6 +88,11 @@ def test_events_that_wait_in_a_buffered_publisher_are_published_by_one_process(d
     assert published(platform) == {"before": ["0"], "child": ["0"], "parent": ["0"]}
 
 
+def test_tasks_that_wait_in_an_asyncio_publisher_are_of_one_process(dsn: str, platform: EventSQL) -> None:
+    run("waiting_tasks", dsn)
+    assert published(platform) == {"before": ["0"], "child": ["0"], "parent": ["0", "1", "2"]}
+
+
 def test_a_child_that_closes_its_platform_leaves_consumers_of_its_parent_alone(dsn: str, platform: EventSQL) -> None:
     run("consumers", dsn)
     assert published(platform) == {"before": ["0"], "after": ["0"]}
