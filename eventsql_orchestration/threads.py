@@ -6,11 +6,45 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import ParamSpec
 
 Arguments = ParamSpec("Arguments")
 
 logger = logging.getLogger(__name__)
+
+
+class Wake(threading.Event):
+    """An event for one waiting thread. Ctrl-C in the middle of `set` leaves no lock behind.
+
+    `threading.Event` is written in Python: after an interrupt between taking its lock and the block that releases it,
+    each later `set` would wait for ever.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens: SimpleQueue[None] = SimpleQueue()
+
+    def is_set(self) -> bool:
+        return not self._tokens.empty()
+
+    def set(self) -> None:
+        if self._tokens.empty():
+            self._tokens.put(None)
+
+    def clear(self) -> None:
+        with suppress(Empty):
+            while True:
+                self._tokens.get_nowait()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        try:
+            self._tokens.get(timeout=timeout)
+        except Empty:
+            return False
+        self.set()
+        return True
 
 
 def start_thread(

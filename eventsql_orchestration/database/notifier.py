@@ -18,7 +18,7 @@ from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.forks import after_fork
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -51,14 +51,14 @@ class Notifier:
         self._lock = threading.Lock()
         self._look_at = self._quiet_until = 0.0
         self._pending: dict[str, None] = {}
-        self._wake = threading.Event()
+        self._wake = Wake()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         after_fork(self, Notifier._after_fork)
 
     def _after_fork(self) -> None:
         """See `forks`."""
-        self._lock, self._wake, self._stop = threading.Lock(), threading.Event(), threading.Event()
+        self._lock, self._wake, self._stop = threading.Lock(), Wake(), threading.Event()
         self._pending, self._thread = {}, None
 
     @checks_itself

@@ -26,7 +26,7 @@ from eventsql_orchestration.publishing.publisher import Publisher
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved, Transfer
 from eventsql_orchestration.sharding import pending
 from eventsql_orchestration.shards.shard_state import ShardStore
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import Wake, start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
@@ -81,13 +81,13 @@ class Shard:
         self._background_lock = threading.Lock()
         self._unsubscribe: Callable[[], None] = lambda: None
         self._stop = threading.Event()
-        self._wake = threading.Event()
+        self._wake = Wake()
         after_fork(self, Shard._after_fork)
 
     def _after_fork(self) -> None:
         """See `forks`. This process finds out by itself whether the shard is down."""
         self.down, self._background, self._unsubscribe = None, None, lambda: None
-        self._background_lock, self._stop, self._wake = threading.Lock(), threading.Event(), threading.Event()
+        self._background_lock, self._stop, self._wake = threading.Lock(), threading.Event(), Wake()
 
     def __repr__(self) -> str:
         name = "" if self.name is None else f", name={self.name!r}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -21,11 +23,15 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.publishing.batches import STRAIGHT_MOST
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics import catalog
 from tests.publishing.conftest import published
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.fixtures import SaidBy, Sessions, UntilBlocked
+    from types import FrameType
+
+    from tests.fixtures import SaidBy, Sessions, Until, UntilBlocked
 
 
 @pytest.fixture
@@ -353,3 +359,34 @@ def test_a_transaction_of_a_higher_isolation_publishes(platform: EventSQL, sessi
     platform.publisher.publish_all([order(b"two")], connection=mine)
     mine.commit()
     assert published(platform) == [b"one", b"two"]
+
+
+@pytest.mark.parametrize("transfer", [True, False])
+def test_an_interrupt_right_after_a_lock_was_taken_stops_no_later_publication(
+    dsn: str, until: Until, *, transfer: bool
+) -> None:
+    """Ctrl-C may come before the block has begun that releases the lock."""
+
+    def interrupt(frame: FrameType, event: str, _argument: object) -> Any:
+        if frame.f_code is not threading.Condition.__enter__.__code__:
+            return None
+        if event == "return":
+            raise KeyboardInterrupt
+        return interrupt
+
+    def is_asleep() -> bool:
+        shard = opened.shards[0]
+        return not (shard._wake.is_set() or shard.notifier._wake.is_set() or shard.notifier._pending)
+
+    with EventSQL(dsn, transfer=transfer) as opened:
+        # It opens connections and starts threads.
+        opened.publisher.publish(order(b"first"))
+        until(is_asleep)
+        traced = sys.gettrace()
+        sys.settrace(interrupt)
+        with suppress(KeyboardInterrupt):
+            opened.publisher.publish(order(b"interrupted"))
+        sys.settrace(traced)
+        publishing = start_thread("publishing", opened.publisher.publish, order(b"later"))
+        publishing.join(PATIENCE)
+        assert not publishing.is_alive()
