@@ -124,6 +124,18 @@ def broken_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) 
     return [BrokenBlock(*row) for row in fetch_all(connection, query, {"topic": topic}, prepare=False)]
 
 
+def hold_log(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
+    """Keep readers away from a topic's log until the end of the caller's transaction, which holds the topic.
+
+    Call it before the buffer is locked, if the log may be dropped: a transaction that reads the log may publish too,
+    and the publishers of other topics must not wait for it.
+    """
+    if exists(connection, schema, topic):
+        log_form.form_now(connection, schema, topic)
+        names = [sql.Identifier(schema, table) for table in log_form.tables(connection, schema, topic)]
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.SQL(", ").join(names)))
+
+
 def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_exists: bool = False) -> None:
     """Drop a topic's log with its segments, in the caller's transaction."""
     driver = driver_connection(connection)

@@ -138,6 +138,7 @@ class Registry:
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
         reason = f"{consumers} consumer(s), whose offsets are per partition" if consumers else None
         if reason is None:
+            log_table.hold_log(driver_connection(connection), schema_of(connection), topic.name)
             lock_buffer(connection)
             reason = "events, whose keys would change their partition" if has_events(connection, topic.name) else None
         if reason is not None:
@@ -236,6 +237,7 @@ class Registry:
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
                 raise _kept(name, f"consumers ({', '.join(consumers)}), which would lose their offsets")
+            log_table.hold_log(driver_connection(connection), self._database.schema, name)
             lock_buffer(connection)
             if not force and has_events(connection, name):
                 raise _kept(name, "events, which would be lost")

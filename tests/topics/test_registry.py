@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -234,6 +234,29 @@ def test_deleting_a_topic_waits_for_its_transfer_and_its_consumption(
             deleted.result()
         platform.registry.register_topic(Topic("orders"))
         platform.registry.register_consumer(Consumer("orders", "mailer"))
+
+
+@pytest.mark.both_forms
+@pytest.mark.parametrize("step", ["delete", "redefine"])
+def test_publishers_do_not_wait_while_a_topic_that_is_read_waits_to_be_dropped(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, step: str
+) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+    reader, payment = sessions(), Publication("payments", b"")
+    reader.execute("SELECT FROM eventsql.orders_event")
+    with ThreadPoolExecutor(1) as executor:
+        if step == "delete":
+            dropped: Future[object] = executor.submit(platform.registry.unregister_topic, "orders")
+        else:
+            dropped = executor.submit(platform.registry.register_topic, Topic("orders", 3))
+        until_blocked()
+        platform.publisher.publish(payment)
+        # As a handler does that publishes what it has read.
+        platform.publisher.publish(payment, connection=reader)
+        assert not dropped.done()
+        reader.commit()
+        dropped.result()
+    assert platform.transfer.run_once() == {"payments": 2}
 
 
 def test_deleting_a_topic_does_not_wait_for_other_topics(platform: EventSQL, sessions: Sessions) -> None:
