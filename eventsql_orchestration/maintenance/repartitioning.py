@@ -41,7 +41,8 @@ Step: TypeAlias = Callable[[], object]
 """A step that is called before each attempt."""
 
 MOST_BUFFERED: Final = 20_000
-"""The most events that are moved while publishers wait. More events are moved before."""
+MOST_BYTES: Final = 64 * 1024 * 1024
+"""The most events, and bytes of them, that are moved while publishers wait. More events are moved before."""
 
 PART_BYTES: Final = 8 * 1024 * 1024
 """The bytes of values that one statement moves: large events must not exceed a `statement_timeout`."""
@@ -169,8 +170,8 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     refuse_open_parts(connection, schema)
     for topic, partitions, layout, blocks, zoned in logs:
         counted = {"topic": topic, "limit": MOST_BUFFERED + 1}
-        (buffered,) = fetch_one(connection, layout_queries("count_buffered"), counted)
-        if buffered > MOST_BUFFERED:
+        buffered, size = fetch_one(connection, layout_queries("count_buffered"), counted)
+        if buffered > MOST_BUFFERED or size > MOST_BYTES:
             raise TooManyBufferedError
         if not buffered:
             continue
@@ -199,7 +200,10 @@ def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:
     why = "transactions of consumers or publishers did not end in time: try again later"
     if isinstance(error, TooManyBufferedError):
-        why = f"more than {MOST_BUFFERED:,} events came while the buffer was emptied: try again with less traffic"
+        why = (
+            f"more than {MOST_BUFFERED:,} events, or {MOST_BYTES >> 20} MiB, came while the buffer was emptied: try "
+            "again with less traffic"
+        )
     elif isinstance(error, OpenPartsError):
         why = str(error)
     elif isinstance(error, IdsChangedError):

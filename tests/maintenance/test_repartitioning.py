@@ -744,3 +744,21 @@ def test_running_consumers_and_publishers_go_through_changes(dsn: str, orders: O
                 handled[key].append(number)
     assert handled == {key: list(range(count)) for key, count in published.items()}
     assert sum(published.values()) > 100
+
+
+@pytest.mark.parametrize("limit", ["MOST_BUFFERED", "MOST_BYTES"])
+def test_events_that_come_meanwhile_and_are_too_many_are_moved_before_publishers_wait(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, limit: str
+) -> None:
+    monkeypatch.setattr(repartitioning, limit, 10)
+    orders, repartitioner, moved = Orders(platform), platform.shards[0].repartitioner, []
+
+    class Transfer:
+        def run_once(self, topics: Sequence[str]) -> None:
+            moved.append(platform.transfer.run_once(topics))
+            if len(moved) == 1:
+                orders.publish(20, transfer=False)
+
+    monkeypatch.setattr(repartitioner, "_transfer", Transfer())
+    assert repartitioner.repartition("orders", 5) is not None
+    assert moved == [{}, {"orders": 20}]
