@@ -35,19 +35,29 @@ class AsyncQueue:
     ) -> list[Message]:
         """As `Queue.receive`. Messages of a receive that was cancelled come back after their timeout."""
         deadline = time.monotonic() + check_seconds("wait", wait, zero=True)
+
+        async def take() -> list[Message]:
+            return await asyncio.to_thread(
+                self.queue.receive, max_messages=max_messages, visibility_timeout=visibility_timeout
+            )
+
+        found = await take()
+        if found or not wait:
+            return found
+
         wake, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify() -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(wake.set)
 
-        unsubscribe = await asyncio.to_thread(self.queue.subscribe, notify) if wait else lambda: None
+        # The queue's databases are open by now, so this does not wait. A thread would leave the subscription behind if
+        # the task was cancelled at that moment.
+        unsubscribe = self.queue.subscribe(notify)
         try:
             while True:
                 wake.clear()
-                found = await asyncio.to_thread(
-                    self.queue.receive, max_messages=max_messages, visibility_timeout=visibility_timeout
-                )
+                found = await take()
                 left = deadline - time.monotonic()
                 if found or left <= 0:
                     return found

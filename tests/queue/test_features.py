@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -268,6 +269,28 @@ def test_a_task_receives_and_acknowledges(platform: EventSQL) -> None:
         return [message.body for message in messages]
 
     assert asyncio.run(work()) == [b"1"]
+
+
+def test_a_receive_that_is_cancelled_leaves_no_subscription(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = Queue(platform, "commands")
+    subscribe = own.subscribe
+
+    async def receive_and_cancel() -> None:
+        waiting = asyncio.create_task(AsyncQueue(own).receive(wait=60))
+        loop = asyncio.get_running_loop()
+
+        def subscribe_and_cancel(callback: Callable[[], None]) -> Callable[[], None]:
+            loop.call_soon_threadsafe(waiting.cancel)
+            return subscribe(callback)
+
+        monkeypatch.setattr(own, "subscribe", subscribe_and_cancel)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+    asyncio.run(receive_and_cancel())
+    assert platform.shards[0].listener._callbacks == {}
 
 
 def test_options_are_kept_in_the_database_and_can_be_changed(database: Database) -> None:
