@@ -15,7 +15,6 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection, Connection
 from eventsql_orchestration.errors import (
     DatabaseError,
-    DatabaseUnavailableError,
     MessageNotFoundError,
     PartlySentError,
     QueueNotFoundError,
@@ -215,18 +214,18 @@ class MessageQueue:
         if len(tables) > 1:
             random.shuffle(tables)
         found: list[Message] = []
+        failure: DatabaseError | None = None
         for table in tables:
             room = most - len(found)
-            if table.known().ordered:
-                room = min(room, MAX_IN_ORDER)
             if not room:
                 break
             try:
-                found += table.take(room, seconds)
-            except DatabaseUnavailableError:
-                # Messages that another shard has given must reach their receiver.
-                if not found:
-                    raise
+                found += table.take(min(room, MAX_IN_ORDER) if table.known().ordered else room, seconds)
+            except DatabaseError as error:
+                # Messages that another shard gives must reach their receiver.
+                failure = error
+        if failure is not None and not found:
+            raise failure
         return found
 
     # Settling
