@@ -7,7 +7,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -16,8 +16,9 @@ from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS
 from eventsql_orchestration.consuming.queue_handler import QueueHandler
+from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
-from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching, Running, stop_all
+from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
     DatabaseError,
     DatabaseUnavailableError,
@@ -85,7 +86,10 @@ class ClusterConsumption(Running):
         for each in list(self._on.values()):
             each.stop_soon()
 
-    def await_end(self, deadline: float) -> bool:
+    def threads(self) -> Collection[threading.Thread]:
+        return [thread for each in list(self._on.values()) for thread in each.threads()]
+
+    def _end(self, deadline: float) -> bool:
         # A shard on which the consumer is just beginning is in `_on` only after that.
         complete = self._taking.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if complete:

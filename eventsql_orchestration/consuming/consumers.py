@@ -28,6 +28,7 @@ from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueConsumption
 from eventsql_orchestration.consuming.queue_handler import QueueHandler, takes_connection
+from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import (
     MAX_WORKERS,
@@ -36,8 +37,6 @@ from eventsql_orchestration.consuming.worker_pool import (
     Poll,
     PollOptions,
     PollOutcome,
-    Running,
-    stop_all,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener

@@ -127,7 +127,9 @@ class Deliveries:
         """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
 
         With 0, only the offset moves, also of a paused consumer, and the call waits for others who have the partition
-        locked. It is the last one of a process: a lease that is not needed any more would stay. Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
+        locked. It is the last one of a process: a lease that is not needed any more would stay.
+
+        Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
         """
         while True:
             try:

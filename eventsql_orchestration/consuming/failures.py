@@ -109,9 +109,8 @@ def _bury(
         if transaction_lost(connection):
             raise
         logger.exception(
-            "%s is held up by event %d, which failed %s: its dead letter could not be made: %s",
-            key, event.id, times, describe(problem),
-        )  # fmt: skip
+            "%s is held up by event %d, which failed %s: its dead letter could not be made", key, event.id, times
+        )
         return replace(failure, error=without_letter(failure.error, problem))
 
     if not buried:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from typing import Final, TypeAlias
 
@@ -17,7 +17,8 @@ from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.leases import owner_name
 from eventsql_orchestration.consuming.queue_backlog import Ahead, Backlog
 from eventsql_orchestration.consuming.queue_handler import HandlerOfOne, Outcome, QueueHandler
-from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING, Running
+from eventsql_orchestration.consuming.running import Running
+from eventsql_orchestration.consuming.worker_pool import FAULT_DELAY, IDLE_POLLING
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import (
     ClaimLostError,
@@ -101,10 +102,10 @@ class QueueConsumption(Running):
         if self._unsubscribe is not None:
             self._unsubscribe()
 
-    def await_end(self, deadline: float) -> bool:
-        current = threading.current_thread()
-        if current in self._threads:
-            return not any(thread.is_alive() for thread in self._threads if thread is not current)
+    def threads(self) -> Collection[threading.Thread]:
+        return self._threads
+
+    def _end(self, deadline: float) -> bool:
         join_all(self._threads, deadline)
         ended = not any(thread.is_alive() for thread in self._threads)
         if not ended:
@@ -309,8 +310,7 @@ class QueueConsumption(Running):
         with self._exchange:
             with self._working:
                 behind = self._backlog.behind(delivery)
-            delay = 0.0
-            lost = False
+            delay, lost = 0.0, False
             try:
                 delay = self._deliveries.fail(delivery, outcome.error, counts=outcome.counts, behind=behind)
             except ClaimLostError as error:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Self, TypeAlias, TypedDict
+from typing import Final, TypeAlias, TypedDict
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.partition import ConsumerPartition
+from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
@@ -116,45 +116,6 @@ class _Slot:
 
 
 @checked
-class Running(ABC):
-    """A running consumer of this process. It ends with `stop`, or with its `with` block."""
-
-    def stop(self, timeout: float = 10.0) -> bool:
-        """Finish the current batches and end.
-
-        False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
-        handlers fail. Their partitions are given up, so that other processes may consume them.
-
-        A handler may call this. The call then returns at once, and says whether the other batches have ended. The
-        handler's own batch is finished, and no other batch begins.
-        """
-        return stop_all([self], time.monotonic() + timeout)
-
-    @abstractmethod
-    def stop_soon(self) -> None:
-        """Begin no more batches; returns at once."""
-
-    @abstractmethod
-    def await_end(self, deadline: float) -> bool:
-        """The rest of `stop`, until a time of `time.monotonic`."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def stop_all(running: Collection[Running], deadline: float) -> bool:
-    """Stop consumers together; gives whether all of them ended until `deadline`, a time of `time.monotonic`."""
-    for each in running:
-        each.stop_soon()
-    # Wait for each, without stopping at the first False: the last batches must be rolled back too.
-    ended = [each.await_end(deadline) for each in running]
-    return all(ended)
-
-
-@checked
 class Consumption(Running):
     """A consumer that runs on one database.
 
@@ -218,10 +179,10 @@ class Consumption(Running):
         if self._unsubscribe is not None:
             self._unsubscribe()
 
-    def await_end(self, deadline: float) -> bool:
-        if threading.current_thread() in self._threads:
-            # Two handlers that stop their consumption would wait for each other, and roll each other back.
-            return not any(thread.is_alive() for thread in self._threads if thread is not threading.current_thread())
+    def threads(self) -> Collection[threading.Thread]:
+        return self._threads
+
+    def _end(self, deadline: float) -> bool:
         join_all(self._threads, deadline)
         if not any(thread.is_alive() for thread in self._threads):
             return True

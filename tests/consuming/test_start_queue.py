@@ -286,7 +286,7 @@ def test_nobody_consumes_in_another_way_what_is_partly_acknowledged(
 @pytest.mark.parametrize("how", ["a paused consumer", "a locked partition"])
 def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     platform: EventSQL, until: Until, until_blocked: UntilBlocked, sessions: Sessions,
-    gates: Callable[[], threading.Event], how: str,
+    gates: Callable[[], threading.Event], *, how: str,
 ) -> None:  # fmt: skip
     ids = fill(platform, "a")
     gate, other = gates(), sessions()
@@ -698,7 +698,9 @@ def test_no_event_overtakes_one_of_its_key_that_another_process_took(
 
     def take() -> bool:
         with platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = 'epoch' WHERE eql_id <> %s", [worker])
+            connection.execute(
+                "UPDATE eventsql.consumer_worker SET eql_expires_at = 'epoch' WHERE eql_id <> %s", [worker]
+            )
         taken.extend(other.hand_out(worker, -1, 1).deliveries)
         return bool(taken)
 

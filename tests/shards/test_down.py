@@ -10,11 +10,13 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.client.consumers import ClusterConsumption
 from eventsql_orchestration.consuming.lag import LagCause
-from eventsql_orchestration.consuming.worker_pool import Running
+from eventsql_orchestration.consuming.running import Running
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import own_server
+from tests.effects import effects, make_table, write
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE
@@ -32,7 +34,10 @@ class Begun(Running):
     def stop_soon(self) -> None:
         self.stopped.set()
 
-    def await_end(self, deadline: float) -> bool:
+    def threads(self) -> list[threading.Thread]:
+        return []
+
+    def _end(self, deadline: float) -> bool:
         return self.stopped.is_set()
 
 
@@ -80,6 +85,34 @@ def test_a_stop_does_not_wait_for_a_shard_on_which_the_consumer_is_just_beginnin
     go_on.set()
     until(begun[slow].stopped.is_set)
     assert consumption.stop(PATIENCE)
+
+
+@pytest.mark.parametrize("way", ["start", "start_queue"])
+def test_handlers_on_two_shards_that_stop_their_consumption_at_once_do_not_wait_for_each_other(
+    databases: Databases, opened: Open, way: str
+) -> None:
+    platform = opened(*databases(2)).open()
+    platform.registry.register_topic(Topic("orders")).register_consumer(Consumer("orders", "mailer"))
+    platform.publisher.publish_all(publication(key) for key in (LOST[0], LEFT[0]))
+    platform.transfer.run_once()
+    for shard in platform.shards:
+        make_table(shard)
+    started, together, stopped = threading.Event(), threading.Barrier(3), list[bool]()
+
+    def handle(event: Event, connection: Connection) -> None:
+        assert started.wait(PATIENCE)
+        together.wait(PATIENCE)
+        stopped.append(consumption.stop(timeout=3_600))
+        write([event], connection)
+        together.wait(PATIENCE)
+
+    consumption = getattr(platform.consumers, way)("orders", "mailer", handle, workers=1)
+    started.set()
+    together.wait(PATIENCE)
+    together.wait(PATIENCE)
+    assert consumption.stop(timeout=PATIENCE)
+    assert stopped == [False] * 2
+    assert [len(effects(shard)) for shard in platform.shards] == [1, 1]
 
 
 def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(

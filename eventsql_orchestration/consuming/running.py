@@ -1,0 +1,62 @@
+"""Running consumers of a process, and how they end."""
+
+from __future__ import annotations
+
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import Self
+
+from eventsql_orchestration.boundary import checked
+
+
+@checked
+class Running(ABC):
+    """A running consumer of this process. It ends with `stop`, or with its `with` block."""
+
+    def stop(self, timeout: float = 10.0) -> bool:
+        """Finish the current batches and end.
+
+        False if some batches still run after `timeout` seconds. They are then rolled back, and later writes by their
+        handlers fail. Their partitions are given up, so that other processes may consume them.
+
+        A handler may call this. The call then returns at once, and says whether the other batches have ended. The
+        handler's own batch is finished, and no other batch begins.
+        """
+        return stop_all([self], time.monotonic() + timeout)
+
+    @abstractmethod
+    def stop_soon(self) -> None:
+        """Begin no more batches; returns at once."""
+
+    def await_end(self, deadline: float) -> bool:
+        """The rest of `stop`, until a time of `time.monotonic`."""
+        current, threads = threading.current_thread(), self.threads()
+        if current in threads:
+            # Two handlers that stop their consumption would wait for each other, and roll each other back.
+            return not any(thread.is_alive() for thread in threads if thread is not current)
+        return self._end(deadline)
+
+    @abstractmethod
+    def threads(self) -> Collection[threading.Thread]:
+        """The threads that call the handler."""
+
+    @abstractmethod
+    def _end(self, deadline: float) -> bool:
+        """As `await_end`, called by another thread."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+def stop_all(running: Collection[Running], deadline: float) -> bool:
+    """Stop consumers together; gives whether all of them ended until `deadline`, a time of `time.monotonic`."""
+    for each in running:
+        each.stop_soon()
+    # Wait for each, without stopping at the first False: the last batches must be rolled back too.
+    ended = [each.await_end(deadline) for each in running]
+    return all(ended)
