@@ -147,18 +147,16 @@ class LeasedPolls:
                 if events:
                     check_returned(self.handler(events, lease))
             except OF_HANDLER as error:
-                if isinstance(error, ClaimLostError) or lost.is_set():
+                if lost.is_set():
                     raise ClaimLostError(f"{claim} was lost while it was worked on") from error
-                if isinstance(error, DatabaseUnavailableError | DatabaseFullError) and not lease.committed:
-                    # The events are not at fault.
-                    raise
                 if lease.committed:
                     logger.warning("%s is committed, though its handler failed afterwards: %s", claim, describe(error))
-                elif (index := _failed(error, events)) is None:
-                    logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
-                    each = True
-                    continue
                 else:
+                    self._raise_for_others(error, claim)
+                    if (index := _failed(error, events)) is None:
+                        logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
+                        each = True
+                        continue
                     claim, result = self.claims.settle(claim, events[index], error, done=events[:index])
                     total += result
                     if result.failure is not None:
@@ -174,6 +172,15 @@ class LeasedPolls:
                 self.claims.release(claim)
                 break
         return total
+
+    def _raise_for_others(self, error: BaseException, claim: Claim) -> None:
+        """Raise a handler's error for which no event is at fault."""
+        if isinstance(error, DatabaseUnavailableError | DatabaseFullError):
+            raise error
+        if isinstance(error, ClaimLostError):
+            # Of this claim, or of another one that the handler works with.
+            with self.database.transaction() as connection:
+                self.claims.check(connection, claim)
 
 
 def _failed(error: BaseException, events: Sequence[Event]) -> int | None:

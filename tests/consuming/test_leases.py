@@ -311,6 +311,22 @@ def test_a_lost_connection_costs_an_event_no_attempt(
     assert (effects(platform), losses) == (ids, [])
 
 
+def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_event(
+    platform: EventSQL, until: Until
+) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    ids = fill(platform, 2)
+
+    def handle(events: Sequence[Event], _lease: Lease) -> None:
+        if events[0].id == ids[0]:
+            raise ClaimLostError("of another consumer")
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    platform.transfer.run_once()
+    assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[0]}"]
+
+
 def test_a_range_that_fails_is_handed_over_one_by_one_and_only_the_guilty_event_is_tried_again(
     platform: EventSQL, until: Until
 ) -> None:
