@@ -48,7 +48,7 @@ from eventsql_orchestration.views.comparison import comparison
 from eventsql_orchestration.views.rebuilding import Rebuilding
 from eventsql_orchestration.views.sketches import sketch_distinct, sketch_quantiles
 from eventsql_orchestration.views.switching import Shadow
-from tests.fixtures import Sessions, UntilBlocked
+from tests.fixtures import Sessions, Until, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SKETCHES
 from tests.waiting import PATIENCE
 
@@ -515,6 +515,30 @@ def test_a_rebuild_that_would_lose_something_is_refused(world: World, database: 
         world.views.rebuild(Counts())
     assert world.views.rebuild(Counts(), partial=True) == 1
     assert world.leftovers() == []
+
+
+def test_a_view_that_is_consumed_as_a_queue_is_not_rebuilt_while_events_behind_its_offset_are_handled(
+    world: World, until: Until
+) -> None:
+    failing = threading.Event()
+    failing.set()
+
+    def handle(event: Event, connection: Connection) -> None:
+        if event.value == b"0" and failing.is_set():
+            raise ValueError("not yet")
+        world.write([event], connection)
+
+    world.publish(*range(8))
+    with world.platform.consumers.start_queue(TOPIC, CONSUMER, handle, polling_delay=0.02):
+        until(lambda: len(world.rows("lines")) == 6)
+        for rebuild in (world.views.rebuild, world.views.compare):
+            with pytest.raises(ViewConflictError):
+                rebuild(Lines())
+        failing.clear()
+        until(lambda: len(world.rows("lines")) == 8)
+    until(lambda: not any(lag.events for lag in world.platform.lag(TOPIC)))
+    assert world.views.rebuild(Lines()) == 8
+    assert len(world.rows("lines")) == 8
 
 
 def test_a_topic_that_retention_has_shortened_is_refused_also_if_the_retention_has_ended(

@@ -103,7 +103,7 @@ WHERE l.locktype = 'relation'
 SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
     SELECT FROM {schema}.consumer_cursor k
     WHERE k.eql_topic = c.eql_topic AND k.eql_consumer = c.eql_name AND k.eql_partition = c.eql_partition
-      AND k.eql_offset > coalesce(c.eql_last_event_id, 0)
+      AND k.eql_offset = coalesce(c.eql_last_event_id, 0) AND k.eql_claimed_upto > k.eql_offset
 ), t.eql_layout
 FROM {schema}.consumer c
 JOIN {schema}.topic t ON t.eql_name = c.eql_topic
