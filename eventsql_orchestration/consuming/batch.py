@@ -251,9 +251,12 @@ class BatchRunner:
             return outcome
 
     def fail(self, connection: Connection, batch: Batch, error: BaseException) -> BatchResult | None:
-        """Record in the caller's transaction that the first matching event failed; None if no event matches."""
-        events = batch.matching()
-        return self._conclude(connection, batch, events, _FailedEvent(0, events[0].id, error)) if events else None
+        """Record in the caller's transaction that the event at the end of a batch failed. Those before it are skipped.
+
+        None if the consumer does not get the event any more.
+        """
+        failed = [event for event in batch.matching() if event.id == batch.upto]
+        return self._conclude(connection, batch, failed, _FailedEvent(0, failed[0].id, error)) if failed else None
 
     def _try(
         self, attempt: _Attempt, source: BatchSource, handler: BatchHandler,

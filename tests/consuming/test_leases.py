@@ -241,6 +241,22 @@ def test_an_event_between_others_that_do_not_match_fails_its_attempts(platform: 
     assert seen.batches == [[ids[0], ids[3], ids[5]], [ids[0]], [ids[3]], [ids[3]], [ids[3]], [ids[5]]]
 
 
+def test_a_filter_that_changes_while_an_event_is_handled_blames_no_other_event(platform: EventSQL, until: Until) -> None:
+    mailer = Consumer("payments", "mailer")
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(mailer, max_attempts=1, filter=EventFilter(keys=["1"]))
+    ids = fill(platform, 2)
+
+    def handle(_events: Sequence[Event], _lease: Lease) -> None:
+        platform.registry.register_consumer(mailer, filter=EventFilter(keys=["0", "1"]))
+        raise ValueError("never")
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    platform.transfer.run_once()
+    assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[1]}"]
+
+
 def test_fewer_than_the_least_number_wait_for_more(platform: EventSQL, until: Until) -> None:
     seen = Seen()
     with platform.consumers.start_leased(
