@@ -125,14 +125,18 @@ class QueueWorkers:
     def stop(self, timeout: float = 30.0) -> bool:
         """Let each worker finish its message and give back the others. Gives False if a handler takes longer.
 
-        A handler that goes on after `timeout` seconds keeps its message, with heartbeats, until it ends.
+        A handler that goes on after `timeout` seconds keeps its message, with heartbeats, until it ends. If a handler
+        calls this, the call returns at once, and says whether the other workers have ended.
         """
         self._stop.set()
+        self._subscriptions.close()
         for wake in self._wakes:
             wake.set()
+        current = threading.current_thread()
+        if current in self._threads:
+            return not any(thread.is_alive() for thread in self._threads if thread is not current)
         deadline = time.monotonic() + timeout
         join_all(self._threads, deadline)
-        self._subscriptions.close()
         if self.running:
             return False
         if self._heart is not None:

@@ -137,6 +137,26 @@ def test_heartbeats_hold_messages_while_handlers_have_every_connection(
     assert effects(platform) == [b"1"]
 
 
+def test_handlers_may_stop_their_workers(platform: EventSQL, queue: Queue, until: Until) -> None:
+    queue.send_all([b"%d" % number for number in range(5)])
+    ready, together = threading.Event(), threading.Barrier(2)
+    stopped: list[bool] = []
+
+    def handle(message: Message, connection: Connection) -> None:
+        write(message, connection)
+        assert ready.wait(60)
+        together.wait(60)
+        stopped.append(workers.stop())
+        together.wait(60)
+
+    workers = queue.work(handle, workers=2, max_messages=2)
+    ready.set()
+    until(lambda: not workers.running)
+    assert workers.stop()
+    assert (stopped, workers.handled, len(effects(platform))) == ([False, False], 2, 2)
+    assert queue.statistics().visible == 3
+
+
 def test_a_stop_finishes_the_message_at_hand_and_gives_back_the_others(platform: EventSQL, queue: Queue) -> None:
     begun, go_on = threading.Event(), threading.Event()
 
