@@ -245,7 +245,8 @@ class Subscription:
 
     def start(self) -> Self:
         """Run in a thread until `stop`."""
-        if not self.running:
+        # A thread that was stopped may still be in its last transaction.
+        if self._stop.is_set() or not self.running:
             self._stop = threading.Event()
             self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
         return self

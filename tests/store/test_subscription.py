@@ -325,6 +325,26 @@ def test_a_running_subscription_is_woken_by_an_append(platform: EventSQL, until:
             seen.wait(1.0)
 
 
+def test_a_subscription_that_is_started_again_while_it_stops_goes_on(store: Store, until: Until) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(change: RecordedChange, connection: Connection) -> None:
+        begun.set()
+        assert go_on.wait(60)
+        effect(change, connection)
+
+    put(store, "1", 1)
+    with store.subscribe("mailer", slow) as subscription:
+        assert begun.wait(60)
+        first = subscription._thread
+        assert not subscription.stop(0.0)
+        subscription.start()
+        go_on.set()
+        until(lambda: first is not None and not first.is_alive())
+        put(store, "1", 2)
+        until(lambda: effects(store) == [1, 2])
+
+
 def test_a_platform_that_is_closed_stops_its_subscriptions(platform: EventSQL, until: Until) -> None:
     handling, go_on = threading.Event(), threading.Event()
 
