@@ -13,7 +13,8 @@ from eventsql_orchestration.bench.figure import Figure, percentile
 from eventsql_orchestration.bench.session import Session
 
 if TYPE_CHECKING:
-    from eventsql_orchestration.bench.dagster_daemon import Daemon, RunRate
+    from eventsql_orchestration.bench.dagster_daemon import Daemon
+    from eventsql_orchestration.bench.dagster_measurements import RunRate
 
     Start = Callable[..., AbstractContextManager[Daemon]]
 
@@ -50,14 +51,14 @@ class Dagster(Benchmark):
     def measure(self, session: Session) -> list[Figure]:
         """Raises `BenchmarkError` for a daemon that makes no progress, `ModuleNotFoundError` without Dagster."""
         # Only the figures need Dagster.
-        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
+        from eventsql_orchestration.bench import dagster_daemon  # noqa: PLC0415
 
-        daemon = partial(dagster.daemon, session, launcher=self.launcher)
+        daemon = partial(dagster_daemon.daemon, session, launcher=self.launcher)
         parts = self.only or PARTS
         return [*self._latencies(daemon, parts), *self._rates(daemon, parts)]
 
     def _latencies(self, daemon: Start, parts: Container[str]) -> Iterator[Figure]:
-        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
+        from eventsql_orchestration.bench import dagster_measurements as dagster  # noqa: PLC0415
 
         if "cold" in parts:
             with daemon("cold") as running:
@@ -87,7 +88,8 @@ class Dagster(Benchmark):
             yield _delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs)
 
     def _rates(self, daemon: Start, parts: Container[str]) -> Iterator[Figure]:
-        from eventsql_orchestration.bench import dagster_daemon as dagster  # noqa: PLC0415
+        from eventsql_orchestration.bench import dagster_measurements as dagster  # noqa: PLC0415
+        from eventsql_orchestration.bench.dagster_daemon import DEFAULT, PREFORK  # noqa: PLC0415
 
         for sensors in self.sensors if "ticks" in parts else ():
             with daemon("ticks", partitions=sensors) as running:
@@ -106,11 +108,11 @@ class Dagster(Benchmark):
 
         if "launchers" in parts:
             rates = {}
-            for launcher in (dagster.DEFAULT, dagster.PREFORK):
+            for launcher in (DEFAULT, PREFORK):
                 with daemon(launcher, partitions=self.runs, sensor="consumer", launcher=launcher) as running:
                     dagster.runs_at_once(running, 1)
                     rates[launcher] = dagster.runs_at_once(running, self.runs)
-            yield from _compared(rates[dagster.PREFORK], rates[dagster.DEFAULT])
+            yield from _compared(rates[PREFORK], rates[DEFAULT])
 
 
 def _compared(prefork: RunRate, default: RunRate) -> list[Figure]:

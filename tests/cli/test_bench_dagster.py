@@ -13,8 +13,9 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.bench import dagster_daemon
-from eventsql_orchestration.bench.dagster_daemon import Handled, RunRate, Traffic, TransferHistory, steady_traffic
+from eventsql_orchestration.bench import dagster_daemon, dagster_measurements
+from eventsql_orchestration.bench.dagster_daemon import Handled
+from eventsql_orchestration.bench.dagster_measurements import RunRate, Traffic, TransferHistory, steady_traffic
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
 
@@ -32,12 +33,12 @@ def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
         Session(platform, raw_events=1, report=report) as session,
         dagster_daemon.daemon(session, "tiny", partitions=2, sensor="consumer", drain=2.0) as running,
     ):
-        (first, second) = dagster_daemon.drained(running, 2, 0.1)
-        (cold,) = dagster_daemon.cold_starts(running, 1, within=0.0)
-        looks = dagster_daemon.ticks_per_minute(running, 1.0)
+        (first, second) = dagster_measurements.drained(running, 2, 0.1)
+        (cold,) = dagster_measurements.cold_starts(running, 1, within=0.0)
+        looks = dagster_measurements.ticks_per_minute(running, 1.0)
         # The run that drains would take one of these.
         running.await_quiet()
-        rate = dagster_daemon.runs_at_once(running, 2)
+        rate = dagster_measurements.runs_at_once(running, 2)
     assert rate.per_second > 0
     assert rate.processor_seconds is None or rate.processor_seconds > 0
     assert 0 < min(first, second) < cold
@@ -107,13 +108,13 @@ def test_every_part_is_measured_or_the_chosen_one(
 ) -> None:
     """The figures and their order; only a daemon tells real values."""
     for name, value in (("cold_starts", [1.0, 3.0]), ("drained", [0.02]), ("ticks_per_minute", 60.0)):
-        monkeypatch.setattr(dagster_daemon, name, lambda *_, value=value: value)
-    monkeypatch.setattr(dagster_daemon, "runs_at_once", lambda *_: RunRate(0.5, 1.0))
-    monkeypatch.setattr(dagster_daemon, "transfer_at_rest", lambda *_: TransferHistory(0.0, 720.0))
-    monkeypatch.setattr(dagster_daemon, "transfer_delays", lambda *_: [0.2])
+        monkeypatch.setattr(dagster_measurements, name, lambda *_, value=value: value)
+    monkeypatch.setattr(dagster_measurements, "runs_at_once", lambda *_: RunRate(0.5, 1.0))
+    monkeypatch.setattr(dagster_measurements, "transfer_at_rest", lambda *_: TransferHistory(0.0, 720.0))
+    monkeypatch.setattr(dagster_measurements, "transfer_delays", lambda *_: [0.2])
     monkeypatch.setattr(dagster_daemon, "daemon", lambda *_, **__: contextlib.nullcontext())
     runs = Traffic([Handled(float(n), n + 0.05, process=n // 2) for n in range(4)])
-    monkeypatch.setattr(dagster_daemon, "steady_traffic", lambda *_: runs)
+    monkeypatch.setattr(dagster_measurements, "steady_traffic", lambda *_: runs)
     result = run("bench", "dagster", "--quick", "--json")
     assert result.exit_code == 0, result.stderr
     *figures, _ = json.loads(result.stdout)
