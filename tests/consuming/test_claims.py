@@ -15,6 +15,7 @@ from psycopg.rows import dict_row
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.consuming import claim_processing
 from eventsql_orchestration.consuming import claims as claims_module
+from eventsql_orchestration.consuming.claim_processing import finish_claim
 from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.database import Connection, Queries
@@ -25,7 +26,7 @@ from tests.forms import ids_in, reading, stored
 from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
-    from tests.fixtures import SaidBy, Sessions, Spawn, Until
+    from tests.fixtures import SaidBy, Sessions, Spawn, Until, UntilBlocked
 
 
 def prepare(platform: EventSQL) -> None:
@@ -675,6 +676,29 @@ def test_a_heartbeat_ends_though_its_own_transaction_holds_the_partition(platfor
             lost.wait(0.1)
         platform.claims.commit(connection, claimed)
     assert platform.claims.get(claimed.id)[1] == "committed"
+
+
+@pytest.mark.parametrize("end", ["commit", "release"])
+def test_a_renewal_that_waited_for_the_end_of_its_claim_leaves_no_lease(
+    platform: EventSQL, until_blocked: UntilBlocked, end: str
+) -> None:
+    """The events after the claim would wait until the lease is over, and nobody would consume them."""
+    fill(platform, 4)
+    claimed = claim(platform, max_events=2)
+    with ThreadPoolExecutor(1) as executor:
+        with platform.database.transaction() as connection:
+            platform.claims.check(connection, claimed)
+            renewal = executor.submit(platform.claims.renew, claimed)
+            until_blocked()
+            if end == "commit":
+                platform.claims.commit(connection, claimed)
+            else:
+                finish_claim(connection, Queries("log", "eventsql"), claimed, "released")
+        with pytest.raises(ClaimLostError):
+            renewal.result()
+    (state,) = platform.registry.consumer("orders", "whole")
+    assert (state.lease_owner, state.lease_expires_at) == (None, None)
+    claim(platform, owner="another")
 
 
 def test_a_block_waits_for_its_heartbeat_no_longer_than_the_lease(

@@ -193,12 +193,12 @@ SET eql_epoch = %(epoch)s,
     eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s;
 
--- renew_lease -- Prolong a lease while its epoch is still the partition's and its claim is live.
+-- renew_lease -- Prolong a lease while its owner and its epoch are still the partition's and its claim is live. A renewal
+-- that waited for the end of the claim sees the partition as the end left it, and the claim as it was before.
 UPDATE {schema}.consumer
-SET eql_lease_owner = %(owner)s,
-    eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
+SET eql_lease_expires_at = clock_timestamp() + make_interval(secs => %(lease)s)
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
-  AND eql_epoch = %(epoch)s
+  AND eql_epoch = %(epoch)s AND eql_lease_owner = %(owner)s
   AND EXISTS (SELECT FROM {schema}.consumer_claim WHERE eql_id = %(claim)s AND eql_state = 'claimed');
 
 -- end_lease -- Give a partition back while the epoch is still the partition's.
