@@ -224,7 +224,7 @@ def _instance(home: Path, url: str, storage: str, launcher: str) -> Iterator[dg.
 @contextmanager
 def _process(home: Path, environment: Mapping[str, str]) -> Iterator[int]:
     """A daemon of the instance in a directory; gives its process number."""
-    command = [Path(sys.executable).with_name("dagster-daemon"), "run", "-m", recording_consumer.__module__]
+    command = [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", recording_consumer.__module__]
     with (home / "daemon.log").open("wb") as log:
         process = subprocess.Popen(
             command, cwd=home, env={**os.environ, "DAGSTER_HOME": str(home), **environment}, stdin=subprocess.DEVNULL,

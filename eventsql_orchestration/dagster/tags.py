@@ -70,10 +70,6 @@ SPARK_POOL: Final = "eventsql/spark"
 """The Dagster pool of assets that start a Spark session. The run queue limits all runs of these assets by the pool,
 wherever the runs are launched."""
 
-POOL_TAG: Final = "eventsql/pool"
-"""On the steps of this package's assets that are in a pool; its value is the pool's name. Dagster limits either
-the runs or the steps of a pool. An executor with several processes limits the steps of one run by their tags."""
-
 HOUSEKEEPING_TAG: Final = f"{HIDDEN}housekeeping"
 """The kind of a run, for housekeeping: `consumer`, `internal` or `backfill`."""
 
@@ -116,11 +112,6 @@ def shard_tags(shard: str | None) -> dict[str, str]:
 def location_tags(origin: Any, repository: str | None) -> dict[str, str]:
     """The tag of the runs of a repository in the code location of this origin; no tag without an origin."""
     return {} if origin is None else {DAGSTER_REPOSITORY_TAG: f"{repository}@{origin.location_name}"}
-
-
-def pool_tags(pool: str | None) -> dict[str, str]:
-    """The tags of a step whose asset is in a pool."""
-    return {} if pool is None else {POOL_TAG: pool}
 
 
 def partition_tags(topic: str, consumer: str, partition: int, shard: str | None = None) -> Mapping[str, str]:

@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.consumers.reporting import results
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
+from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
     BACKFILL_RUN,
@@ -25,7 +26,6 @@ from eventsql_orchestration.dagster.tags import (
     PRIORITY_TAG,
     SHARED_TAG,
     TOPIC_TAG,
-    pool_tags,
     shard_tags,
 )
 from eventsql_orchestration.dagster.topics import KINDS, topic_key
@@ -118,15 +118,13 @@ def build_backfill(consumer: ConsumerDefinition) -> BackfillDefinition:
     def compute(context: dg.AssetExecutionContext, config: ReplayConfig, resources: Mapping[str, Any]) -> Any:
         yield from _replay(context, config, consumer, spec.key, resources)
 
-    pool = consumer.asset.op.pool
-    asset = dg.multi_asset(name=name, specs=[spec], pool=pool, op_tags=pool_tags(pool))(
-        consumer.computation.user.as_compute(ReplayConfig, compute)
+    asset = step_of_assets(
+        name, [spec], consumer.computation.user.as_compute(ReplayConfig, compute), pool=consumer.asset.op.pool
     )
-    job = dg.define_asset_job(
+    job = job_of_assets(
         f"backfill_{consumer.asset.op.name}",
-        selection=dg.AssetSelection.assets(spec.key).without_checks(),
+        asset.keys,
         description=f"Replays a window of topic {consumer.topic.name} through {consumer.consumer.name}.",
-        executor_def=dg.in_process_executor,
         tags={
             **{name: value for name, value in (consumer.job.tags or {}).items() if name not in _OF_LIVE_RUNS},
             # Live runs go first in the queue.

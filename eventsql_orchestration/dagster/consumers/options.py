@@ -157,10 +157,11 @@ class TickOptions:
       10 a second, and begins no further tick of this sensor meanwhile.
     - `start_timeout`: time within which a created or starting run has to start. Otherwise it loses its claim. Dagster's
       own monitoring, if it is on, gives the run up after 180 s. A queued run may wait in its queue for any time.
-    - `adopt_timeout`: time within which a started run has to adopt its claim. Otherwise it loses the claim. Adoption is
-      the first thing that a run does, so the process of a late run has probably died; Dagster's default launcher does
-      not notice. The time doubles with each run from the same offset that came too late, up to `max_doublings` times
-      (16 minutes). Otherwise a run with resources that take long to set up would always be too late.
+    - `adopt_timeout`: time within which a started run has to adopt its claim, counted from its place in a pool if its
+      step waits for one. Otherwise it loses the claim. Adoption is the first thing that a run does, so the process of a
+      late run has probably died; Dagster's default launcher does not notice. The time doubles with each run from the
+      same offset that came too late, up to `max_doublings` times (16 minutes). Otherwise a run with resources that take
+      long to set up would always be too late.
     - `first_backoff`, `max_backoff`: the first and the longest pause between runs that fail at the same offset for
       reasons outside of events. Without pauses, a run would fail every 5 s.
     - `lead`: time before the end of a run's window at which a tick requests a successor. Dagster looks at the sensor

@@ -11,6 +11,7 @@ from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
+from eventsql_orchestration.dagster.steps import job_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, TOPIC_TAG
 from eventsql_orchestration.errors import ValidationError
 
@@ -39,11 +40,10 @@ def share_runs(
         raise ValidationError("runs are shared by at least two consumers")
     materialized = _materialized(name, consumers)
     own = {tag: value for consumer in consumers for tag, value in (consumer.job.tags or {}).items()}
-    job = dg.define_asset_job(
+    job = job_of_assets(
         name,
-        selection=dg.AssetSelection.assets(*materialized).without_checks(),
+        materialized,
         description=f"Consumes the waiting events of {', '.join(each.consumer.name for each in consumers)}, in turn.",
-        executor_def=dg.in_process_executor,
         tags={**{tag: value for tag, value in own.items() if tag not in _OF_ONE}, **CONSUMER_RUN, SHARED_TAG: "true"},
     )
     members = [

@@ -27,7 +27,8 @@ from eventsql_orchestration.dagster.metadata_keys import (
 from eventsql_orchestration.dagster.queues.tick import QueueWatch
 from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
-from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG, pool_tags
+from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
+from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
@@ -165,15 +166,14 @@ def worker_asset(
             topic_asset(topic, deps=[spec.key], translator=options.translator).replace_attributes(skippable=True)
             for topic in topics
         ]
-        asset = dg.multi_asset(
-            name=asset_name, specs=[spec, *published], retry_policy=options.retry_policy, pool=options.pool,
-            op_tags=pool_tags(options.pool),
-        )(user.as_compute(WorkConfig, step))  # fmt: skip
-        job = dg.define_asset_job(
+        asset = step_of_assets(
+            asset_name, [spec, *published], user.as_compute(WorkConfig, step), pool=options.pool,
+            retry_policy=options.retry_policy,
+        )  # fmt: skip
+        job = job_of_assets(
             f"work_{asset_name}",
-            selection=dg.AssetSelection.assets(*asset.keys).without_checks(),
+            asset.keys,
             description=f"Handles the messages of queue {queue}, a batch at a time.",
-            executor_def=dg.in_process_executor,
             tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
         )
         watch = QueueWatch(queue, asset_name, limits, job.name, ticks)
