@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import typing
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
@@ -129,7 +129,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
     def load_input(self, context: dg.InputContext) -> Any:
         """Load the events that an input asks for, as the type of its annotation."""
-        form = _form(context.dagster_type.typing_type)
+        load = self._loader(context.dagster_type.typing_type)
         upstream = {} if context.upstream_output is None else context.upstream_output.definition_metadata
         topic = self._topic(context, {**upstream, **context.definition_metadata}, f"input {context.name!r}")
         require_topic(self.eventsql.platform, topic)
@@ -142,7 +142,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         else:
             # Dagster can record an observation for one partition of an input at most.
             context.log.info("input %s is loaded from %s of topic %s", context.name, ranges, topic)
-        return getattr(self, f"_load_{form}")(selections)
+        return load(selections)
 
     def _topic(self, context: dg.OutputContext | dg.InputContext, metadata: Mapping[str, Any], what: str) -> str:
         if TOPIC in metadata:
@@ -210,6 +210,26 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             # Retention dropped all of it: loading it raises `DataLossError`.
             after = 0
         return Selection(OffsetRange(topic, partition, after, upto), shard=shard.name)
+
+    def _loader(self, annotation: Any) -> Callable[[Sequence[Selection]], Any]:
+        """The method that loads events as an annotation. Raises `ConfigurationError` for another annotation."""
+        from eventsql_orchestration.orchestration.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
+
+        if annotation is Any or annotation is type(None) or is_spark_frame(annotation):
+            return self._load_spark
+        if is_pandas_frame(annotation):
+            return self._load_pandas
+        if (typing.get_origin(annotation) or annotation) in (list, Sequence):
+            if typing.get_args(annotation) in ((), (Event,), (Any,)):
+                return self._load_events
+        elif getattr(annotation, "__module__", "").partition(".")[0] == "pyarrow":
+            loaders = {"Table": self._load_arrow, "RecordBatchReader": self._load_arrow_reader}
+            if (found := loaders.get(annotation.__name__)) is not None:
+                return found
+        raise ConfigurationError(
+            f"a topic cannot be loaded as {annotation}: annotate the input as a DataFrame of Spark or pandas, "
+            "pyarrow.Table, pyarrow.RecordBatchReader or list[Event]"
+        )
 
     def _load_spark(self, selections: Sequence[Selection]) -> Any:
         # Imported here so that Java starts only for an input that needs it.
@@ -304,27 +324,6 @@ def _partitions_of(context: dg.InputContext, together: str) -> set[str]:
 
 def _plain(value: Any) -> Any:
     return value.value if isinstance(value, dg.MetadataValue) else value
-
-
-def _form(annotation: Any) -> str:
-    """The suffix of the `_load_…` method for an annotation. Raises `ConfigurationError` for any other annotation."""
-    from eventsql_orchestration.orchestration.frames import is_pandas_frame, is_spark_frame  # noqa: PLC0415 - pyarrow
-
-    if annotation is Any or annotation is type(None) or is_spark_frame(annotation):
-        return "spark"
-    if is_pandas_frame(annotation):
-        return "pandas"
-    plain = typing.get_origin(annotation) or annotation
-    of = typing.get_args(annotation)
-    if plain in (list, Sequence) and of in ((), (Event,), (Any,)):
-        return "events"
-    module, name = getattr(annotation, "__module__", ""), getattr(annotation, "__name__", "")
-    if module.partition(".")[0] == "pyarrow" and name in ("Table", "RecordBatchReader"):
-        return "arrow" if name == "Table" else "arrow_reader"
-    raise ConfigurationError(
-        f"a topic cannot be loaded as {annotation}: annotate the input as a DataFrame of Spark or pandas, "
-        "pyarrow.Table, pyarrow.RecordBatchReader or list[Event]"
-    )
 
 
 def _materialized(context: dg.InputContext, topic: str, partition: str | None) -> list[Selection]:
