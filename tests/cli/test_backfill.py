@@ -21,6 +21,7 @@ from eventsql_orchestration.cli.backfill_output import conclude
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
+from eventsql_orchestration.dagster.local import webserver
 from eventsql_orchestration.dagster.local.code_location import CodeLocation
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster, running_url
 from eventsql_orchestration.dagster.local.instance import write_instance
@@ -561,6 +562,24 @@ def test_a_url_without_a_webserver_is_refused(closed_port: int) -> None:
         RemoteDagster("ftp://127.0.0.1")
     with pytest.raises(LocalDagsterError, match="no Dagster answers"):
         RemoteDagster(f"http://127.0.0.1:{closed_port}").require_running(DAGSTER_JOB)
+
+
+def test_one_of_several_code_locations_with_the_consumer_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def location(name: str) -> dict[str, Any]:
+        tags = [{"key": "eventsql/backfill_of", "value": "orders/ledger"}]
+        node = {"jobNames": ["b"], "partitionDefinition": {"name": "ledger_backfill"}, "metadataEntries": []}
+        return {
+            "name": "__repository__", "location": {"name": name}, "jobs": [{"name": "b", "tags": tags}],
+            "assetNodes": [node],
+        }  # fmt: skip
+
+    locations = [location("live")]
+    monkeypatch.setattr(webserver.Webserver, "repositories", lambda _: locations)
+    dagster = RemoteDagster("http://127.0.0.1:3000")
+    assert dagster.job("orders", "ledger").location == "live"
+    locations.append(location("staging"))
+    with pytest.raises(ValidationError):
+        dagster.job("orders", "ledger")
 
 
 def test_the_password_of_a_url_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from eventsql_orchestration.dagster.backfills.assets import ASSETS_METADATA, backfill_of
@@ -64,17 +64,22 @@ class RemoteDagster:
 
     def job(self, topic: str, consumer: str) -> DagsterJob:
         of = backfill_of(topic, consumer)
-        for repository in self._webserver.repositories():
-            for job in repository["jobs"]:
-                if {"key": BACKFILL_OF_TAG, "value": of} in job["tags"]:
-                    (node,) = [node for node in repository["assetNodes"] if job["name"] in node["jobNames"]]
-                    entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
-                    return DagsterJob(
-                        job["name"], tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")),
-                        node["partitionDefinition"]["name"], of,
-                        repository["location"]["name"], repository["name"],
-                    )  # fmt: skip
-        raise ValidationError(f"{self.url} has no job for backfills of {topic}/{consumer}: {DEFINE_IT}")
+        found = [
+            _job(repository, job["name"], of)
+            for repository in self._webserver.repositories()
+            for job in repository["jobs"]
+            if {"key": BACKFILL_OF_TAG, "value": of} in job["tags"]
+        ]
+        if not found:
+            raise ValidationError(f"{self.url} has no job for backfills of {of}: {DEFINE_IT}")
+        if len(found) > 1:
+            # Each of them may be of another database.
+            places = ", ".join(f"{job.repository}@{job.location}" for job in found)
+            raise ValidationError(
+                f"{self.url} has {len(found)} jobs for backfills of {of}, in {places}: name the definitions of one of "
+                "them with -f or -m"
+            )
+        return found[0]
 
     def require_running(self, job: DagsterJob) -> None:  # noqa: ARG002 - as of any launcher
         if not self._webserver.starts_runs():
@@ -131,3 +136,12 @@ class RemoteDagster:
         if "results" not in answer:
             raise LocalDagsterError(f"{self.url} could not list its runs: {answer.get('message')}")
         return list(answer["results"])
+
+
+def _job(repository: Mapping[str, Any], name: str, of: str) -> DagsterJob:
+    (node,) = [node for node in repository["assetNodes"] if name in node["jobNames"]]
+    entries = {each["label"]: each.get("jsonString") for each in node["metadataEntries"]}
+    return DagsterJob(
+        name, tuple(json.loads(entries.get(ASSETS_METADATA) or "[]")), node["partitionDefinition"]["name"], of,
+        repository["location"]["name"], repository["name"],
+    )  # fmt: skip
