@@ -179,15 +179,12 @@ class BackgroundTransfer:
         try:
             with self._platform as platform:
                 moving = self._moving = _Moving(shards_of(platform), self._polling_delay, self._count)
-                try:
-                    moving.begin()
+                with moving:
                     while not self._over() and not moving.ended.is_set():
                         _let_consumers_go(logger, platform)
                         self._stop.wait(self._look_around)
-                finally:
-                    moving.end()
-                    for fault in moving.faults:
-                        logger.error("the transfer in the background ends, and the next tick begins another: %s", fault)
+                for fault in moving.faults:
+                    logger.error("the transfer in the background ends, and the next tick begins another: %s", fault)
         except EventSQLError as error:
             # The next tick finds the same error, and says so.
             logger.warning("the transfer in the background ends: %s", error)
@@ -250,12 +247,9 @@ def move_for(
     moving = _Moving(shards_of(platform), polling_delay, moved.update)
     moving.check()
     deadline = time.monotonic() + seconds
-    moving.begin()
-    try:
+    with moving:
         while (left := deadline - time.monotonic()) > 0 and not moving.ended.wait(min(look_around, left)):
             _let_consumers_go(log, platform)
-    finally:
-        moving.end()
     if moving.faults:
         raise moving.faults[0]
     log.info("%s", _said(moved))
@@ -263,20 +257,16 @@ def move_for(
 
 
 class _Moving:
-    """The transfer of each shard, or of the only database, each in its own thread."""
+    """The transfer of each shard, or of the only database, each in its own thread while the block runs."""
 
     def __init__(self, shards: Sequence[Shard], polling_delay: float, on_moved: OnMoved) -> None:
         # With the platform's own transfer, the teardown would wait for a loop that does not end.
         self._transfers = [Transfer(shard.database, announce=shard.announce) for shard in shards]
-        self._threads = [
-            threading.Thread(
-                target=self._loop, args=(each, polling_delay), name="eventsql-transfer-moving", daemon=True
-            )
-            for each in self._transfers
-        ]
+        self._threads: list[threading.Thread] = []
         self._stop = threading.Event()
         self._counting = threading.Lock()
-        self._left = len(self._threads)
+        self._left = len(self._transfers)
+        self._polling_delay = polling_delay
         self._on_moved = on_moved
         self.faults: list[BaseException] = []
         """The fault of a shard, or the error that ended its thread. The others go on."""
@@ -294,11 +284,10 @@ class _Moving:
         if len(wrong) == len(self._transfers):
             raise (self.faults or wrong)[0]
 
-    def begin(self) -> None:
-        for thread in self._threads:
-            thread.start()
+    def __enter__(self) -> None:
+        self._threads = [start_thread("transfer-moving", self._loop, each) for each in self._transfers]
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         deadline = time.monotonic() + STOP_TIMEOUT
         for transfer, thread in zip(self._transfers, self._threads, strict=True):
@@ -306,9 +295,9 @@ class _Moving:
             if not thread.is_alive():
                 transfer.close()
 
-    def _loop(self, transfer: Transfer, polling_delay: float) -> None:
+    def _loop(self, transfer: Transfer) -> None:
         try:
-            transfer.run(self._stop, polling_delay=polling_delay, on_moved=self._count)
+            transfer.run(self._stop, polling_delay=self._polling_delay, on_moved=self._count)
         except BaseException as error:  # noqa: BLE001 - raised in the main thread
             self.faults.append(error)
         finally:
