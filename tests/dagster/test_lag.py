@@ -13,11 +13,16 @@ import pytest
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import (
+    EventSQLResource,
     RunLimits,
     TopicSample,
     build_lag_check,
     build_lag_sensor,
+    build_queue_sensor,
+    build_subscription_sensor,
     consumer_asset,
+    queue_asset,
+    subscription_asset,
     topic_key,
 )
 from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
@@ -153,6 +158,25 @@ def test_the_cursor_of_another_release_or_of_another_sensor_is_ignored(bench: Wo
         bench.platform, [ledger, eager], checks=checks, topics=[ledger.topic], cursor=cursor, now=1_001.0
     )
     assert set(observed(found)) == {"ledger", "eager"}
+
+
+@pytest.mark.parametrize(
+    "sensor",
+    [
+        build_lag_sensor([eager]),
+        build_queue_sensor([queue_asset("pictures")]),
+        build_subscription_sensor([subscription_asset("mailer")]),
+    ],
+    ids=lambda sensor: sensor.name,
+)
+def test_a_monitoring_sensor_skips_while_the_schema_is_missing_and_keeps_its_cursor(
+    sensor: dg.SensorDefinition, instance: dg.DagsterInstance, dsn: str
+) -> None:
+    resources = {"eventsql": EventSQLResource(dsn=dsn, db_schema="nowhere")}
+    with dg.build_sensor_context(instance=instance, cursor='{"idle": {}}', resources=resources) as context:
+        tick = sensor.evaluate_tick(context)
+    assert tick.skip_message
+    assert (tick.asset_events, tick.cursor) == ([], '{"idle": {}}')
 
 
 def test_an_unregistered_consumer_does_not_stop_the_observation_of_others(bench: Workbench) -> None:

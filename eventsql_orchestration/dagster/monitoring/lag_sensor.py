@@ -15,16 +15,14 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag, place_of, read_lags
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
-from eventsql_orchestration.dagster.monitoring.reports import Reports
+from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
-from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.errors import EventSQLError, SchemaOutdatedError, ValidationError
+from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
 
 logger = logging.getLogger(__name__)
@@ -69,25 +67,17 @@ def build_lag_sensor(
     if strangers:
         raise ValidationError(f"these checks are of consumers that the sensor does not watch: {strangers}")
 
-    @dg.sensor(
-        name=name,
-        minimum_interval_seconds=interval_seconds,
-        default_status=default_status,
-        description="Observes how far every consumer is behind, and evaluates the checks of consumers.",
-        tags=INTERNAL_RUN,
-    )
-    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
-            return observe_lag(
-                platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor,
-                now=time.time(),
-                stopped=stopped_sensors(
-                    states_of(context.instance, context.code_location_origin, context.repository_name), consumers
-                ),
-                materialized=materialized_at(context.instance, consumers),
-            )  # fmt: skip
+    def observe(platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        states = states_of(context.instance, context.code_location_origin, context.repository_name)
+        return observe_lag(
+            platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
+            stopped=stopped_sensors(states, consumers), materialized=materialized_at(context.instance, consumers),
+        )  # fmt: skip
 
-    return observe
+    return monitoring_sensor(
+        observe, name=name, interval_seconds=interval_seconds, default_status=default_status,
+        description="Observes how far every consumer is behind, and evaluates the checks of consumers.",
+    )  # fmt: skip
 
 
 def materialized_at(
@@ -128,12 +118,8 @@ def observe_lag(
 
     `stopped` are the names of sensors that are switched off, `materialized` is the result of `materialized_at`.
     """
-    try:
-        found = read_lags(platform, consumers)
-    except SchemaOutdatedError as error:
-        return dg.SensorResult(skip_reason=error.message, cursor=cursor)
-
     reports = Reports(cursor, now)
+    found = read_lags(platform, consumers)
     before = reports.left(OFFSETS)
     known = [consumer for consumer in consumers if consumer.key in found]
     lags = {

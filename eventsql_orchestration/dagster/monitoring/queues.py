@@ -8,15 +8,12 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict, executable
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
-from eventsql_orchestration.dagster.monitoring.reports import Reports
+from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.queues.assets import QUEUE
 from eventsql_orchestration.dagster.register import queue_missing
-from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.tags import INTERNAL_RUN
-from eventsql_orchestration.errors import DatabaseUnavailableError, SchemaOutdatedError, ValidationError
+from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
@@ -204,15 +201,13 @@ def build_queue_sensor(
     if strangers:
         raise ValidationError(f"these checks belong to queues that the sensor does not watch: {strangers}")
 
-    @dg.sensor(
-        name=name, minimum_interval_seconds=interval_seconds, default_status=default_status, tags=INTERNAL_RUN,
+    def observe(platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        return observe_queues(platform, queues, checks=checks, cursor=context.cursor, now=time.time())
+
+    return monitoring_sensor(
+        observe, name=name, interval_seconds=interval_seconds, default_status=default_status,
         description="Observes how many messages of queues wait, and evaluates the checks of queues.",
     )  # fmt: skip
-    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
-            return observe_queues(platform, queues, checks=checks, cursor=context.cursor, now=time.time())
-
-    return observe
 
 
 def _queue_of(spec: dg.AssetSpec) -> str:
@@ -253,11 +248,7 @@ def observe_queues(
     now: float,
 ) -> dg.SensorResult:
     """One tick: the observations and results that are due. `now` is in seconds since the epoch."""
-    try:
-        states = read_queues(platform, list(queues.values()))
-    except SchemaOutdatedError as error:
-        return dg.SensorResult(skip_reason=error.message, cursor=cursor)
-
+    states = read_queues(platform, list(queues.values()))
     reports = Reports(cursor, now)
     said: list[str] = []
     for key, name in queues.items():

@@ -1,4 +1,4 @@
-"""The reports of one tick of a monitoring sensor, and the state that it leaves to the next tick."""
+"""Monitoring sensors: the reports of one tick, and the state that it leaves to the next tick."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from typing import Any, Final, TypeAlias, TypeVar
 
 import dagster as dg
 
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck, Verdict
+from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
+from eventsql_orchestration.errors import SchemaOutdatedError
 
 T = TypeVar("T")
 
@@ -71,3 +75,27 @@ class Reports:
     def result(self, reason: str) -> dg.SensorResult:
         """The result of the tick. The cursor is never empty: Dagster takes an empty text for no cursor."""
         return dg.SensorResult(asset_events=self.events, skip_reason=reason, cursor=json.dumps(self.after))
+
+
+def monitoring_sensor(
+    observe: Callable[[EventSQL, dg.SensorEvaluationContext], dg.SensorResult],
+    *,
+    name: str,
+    description: str,
+    interval_seconds: int,
+    default_status: dg.DefaultSensorStatus,
+) -> dg.SensorDefinition:
+    """A sensor whose ticks observe the platform, with bounded statements. It skips if the schema is outdated."""
+
+    @dg.sensor(
+        name=name, description=description, minimum_interval_seconds=interval_seconds, default_status=default_status,
+        tags=INTERNAL_RUN,
+    )  # fmt: skip
+    def tick(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
+        try:
+            with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
+                return observe(platform, context)
+        except SchemaOutdatedError as error:
+            return dg.SensorResult(skip_reason=error.message, cursor=context.cursor)
+
+    return tick

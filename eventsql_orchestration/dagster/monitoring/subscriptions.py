@@ -10,12 +10,9 @@ import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.asset_lag import CAUSE, LAG_SECONDS
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.monitoring.reports import Reports
+from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.read_models import SUBSCRIPTION
-from eventsql_orchestration.dagster.resources import EventSQLResource
-from eventsql_orchestration.dagster.tags import INTERNAL_RUN
-from eventsql_orchestration.errors import RestoredStoreError, SchemaOutdatedError, ValidationError
+from eventsql_orchestration.errors import RestoredStoreError, ValidationError
 from eventsql_orchestration.store import SubscriptionLag
 
 LAG_CHANGES: Final = "Lag changes"
@@ -38,15 +35,13 @@ def build_subscription_sensor(
     """
     names = {spec.key: _subscription_of(spec) for spec in assets}
 
-    @dg.sensor(
-        name=name, minimum_interval_seconds=interval_seconds, default_status=default_status, tags=INTERNAL_RUN,
+    def observe(platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
+        return observe_subscriptions(platform, names, cursor=context.cursor, now=time.time())
+
+    return monitoring_sensor(
+        observe, name=name, interval_seconds=interval_seconds, default_status=default_status,
         description="Observes how far subscriptions of the event store are behind.",
     )  # fmt: skip
-    def observe(context: dg.SensorEvaluationContext, eventsql: EventSQLResource) -> dg.SensorResult:
-        with eventsql.bounded(DEFAULT_TICKS.statement_timeout) as platform:
-            return observe_subscriptions(platform, names, cursor=context.cursor, now=time.time())
-
-    return observe
 
 
 def _subscription_of(spec: dg.AssetSpec) -> str:
@@ -65,7 +60,7 @@ def observe_subscriptions(
     """One tick: the observations that are due. `now` is in seconds since the epoch."""
     try:
         found = {lag.name: lag for lag in platform.store.subscriptions()}
-    except (RestoredStoreError, SchemaOutdatedError) as error:
+    except RestoredStoreError as error:
         return dg.SensorResult(skip_reason=error.message, cursor=cursor)
 
     reports = Reports(cursor, now)
