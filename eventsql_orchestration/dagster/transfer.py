@@ -285,12 +285,18 @@ class _Moving:
             raise (self.faults or wrong)[0]
 
     def __enter__(self) -> None:
-        self._threads = [start_thread("transfer-moving", self._loop, each) for each in self._transfers]
+        try:
+            for each in self._transfers:
+                self._threads.append(start_thread("transfer-moving", self._loop, each))
+        except BaseException:
+            # A process without room for a thread: those that run would never end.
+            self.__exit__()
+            raise
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         deadline = time.monotonic() + STOP_TIMEOUT
-        for transfer, thread in zip(self._transfers, self._threads, strict=True):
+        for transfer, thread in zip(self._transfers, self._threads, strict=False):
             thread.join(max(0.0, deadline - time.monotonic()))
             if not thread.is_alive():
                 transfer.close()
