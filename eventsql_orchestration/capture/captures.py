@@ -296,7 +296,7 @@ class Captures:
         if noted is None:
             return None
         # The page has locked the table, so no type changes any more.
-        if fetch_one(connection, self._queries("note_types"), {**own, "types": noted[0]}) == (True,):
+        if fetch_first(connection, self._queries("note_types"), {**own, "types": noted[0]}) == (True,):
             logger.info(
                 "a snapshot begins anew: the type of its table's key has changed, and with it the order of rows"
             )

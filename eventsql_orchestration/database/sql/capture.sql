@@ -88,7 +88,7 @@ SELECT eql_snapshot_after[cardinality(eql_key_names) + 1] FROM {schema}.capture 
 -- page, the snapshot begins anew, and this gives true: the rows have another order now.
 UPDATE {schema}.capture c
 SET eql_snapshot = CASE WHEN now.others THEN 'running' ELSE c.eql_snapshot END,
-    eql_snapshot_after = CASE WHEN c.eql_snapshot = 'running' AND NOT now.others THEN c.eql_snapshot_after || now.types END,
+    eql_snapshot_after = CASE WHEN NOT now.others THEN c.eql_snapshot_after || now.types END,
     eql_snapshot_rows = CASE WHEN now.others THEN 0 ELSE c.eql_snapshot_rows END
 FROM (
     SELECT captured.eql_id, found.types, coalesce(found.types <> %(types)s, false) AS others
@@ -96,7 +96,7 @@ FROM (
     CROSS JOIN LATERAL (SELECT {key_types} AS types) found
     WHERE captured.eql_id = %(capture)s
 ) now
-WHERE c.eql_id = now.eql_id
+WHERE c.eql_id = now.eql_id AND (now.others OR c.eql_snapshot = 'running')
 RETURNING now.others;
 
 -- existing -- The capture of a table to a topic: id, whether it knows the table by its oid, names and numbers of the key
