@@ -211,6 +211,25 @@ def test_a_broken_block_keeps_its_partition_in_its_window_and_nothing_else(
     assert content(platform.reader.read("orders", after=5)) == before
 
 
+@pytest.mark.parametrize("fields", [{"value": b"\0" * 200_000}, {"value": b"", "metadata": {"note": "x" * 200_000}}])
+def test_full_blocks_are_left_alone_however_small_they_are_on_the_disk(
+    platform: EventSQL, fields: dict[str, Any]
+) -> None:
+    platform.registry.register_topic(Topic("orders", compression="pglz"))
+    platform.publisher.publish_all([Publication("orders", **fields)] * 60)
+    platform.transfer.run_once()
+    assert (platform.compactor.plan("orders").blocks, platform.compactor.execute("orders").blocks) == (0, 0)
+
+
+def test_small_blocks_are_merged_however_well_they_are_compressed(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", compression="pglz"))
+    for _ in range(60):
+        platform.publisher.publish(Publication("orders", b"\0" * 10_000))
+        platform.transfer.run_once()
+    assert platform.compactor.execute("orders").into == 1
+    assert blocks(session) == 31
+
+
 def test_a_change_of_the_form_between_two_windows_is_noticed(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", PARTITIONS, storage="blocks"))
     publish_singly(platform, 5)

@@ -13,9 +13,13 @@ FROM (
 ) each
 WHERE each.border > %(after)s
 
+-- part stored_bytes -- The bytes of a block's arrays as they are stored.
+pg_column_size(eql_values) + coalesce(pg_column_size(eql_keys), 0) + coalesce(pg_column_size(eql_metadata), 0)
+
 -- window -- The next blocks after an id that may be merged: the id up to which they go, their number, and the partitions
 -- that have many small ones. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border.
--- NULL where no block is left. Blocks that begin before the window stay as they are.
+-- NULL where no block is left. Blocks that begin before the window stay as they are. Full blocks may be compressed, and
+-- reading all of them would take long: the largest one of a partition tells how much larger its events are.
 WITH first AS MATERIALIZED (
     SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s
@@ -26,7 +30,7 @@ WITH first AS MATERIALIZED (
 ), block AS MATERIALIZED (
     SELECT *, (sum(bytes) OVER (ORDER BY eql_id))::bigint AS total
     FROM (
-        SELECT eql_id, eql_partition, eql_events, pg_column_size(eql_values) AS bytes
+        SELECT eql_id, eql_partition, eql_events, {stored_bytes} AS bytes
         FROM {schema}.{block_store}
         WHERE eql_id > %(after)s AND eql_id <= (SELECT ends.id FROM ends) AND {base} >= %(after)s
     ) own
@@ -39,11 +43,20 @@ SELECT (SELECT CASE WHEN bool_or(total > 33554432)
        coalesce(sum(small.blocks), 0)::bigint, coalesce(sum(small.events), 0)::bigint,
        coalesce(array_agg(small.eql_partition), ARRAY[]::smallint[])
 FROM (
-    SELECT eql_partition, count(*) AS blocks, sum(eql_events) AS events
+    SELECT eql_partition, count(*) AS blocks, sum(eql_events) AS events, sum(bytes) AS bytes, max(bytes) AS most,
+           (array_agg(eql_id ORDER BY bytes DESC))[1] AS largest
     FROM chosen
     GROUP BY eql_partition
     HAVING count(*) >= (4 * ((sum(bytes) / 1048576) + 1))
-) small;
+) small
+CROSS JOIN LATERAL (
+    SELECT sum(octet_length(own.value) + coalesce(octet_length(own.key), 0) + coalesce(octet_length(own.metadata::text), 0))
+               AS bytes
+    FROM {schema}.{block_store}
+    CROSS JOIN LATERAL unnest(eql_values, eql_keys, eql_metadata) AS own (value, key, metadata)
+    WHERE eql_id = small.largest
+) full_size
+WHERE small.blocks >= (4 * (((small.bytes * greatest(full_size.bytes, small.most) / small.most) / 1048576) + 1));
 
 -- merge -- Replace the blocks of these partitions in a window by larger ones. Returns the number of former blocks, of their
 -- events, and of new blocks. A block has at most 10,000 events, and less than 1 MiB besides its first event.
