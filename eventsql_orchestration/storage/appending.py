@@ -22,10 +22,10 @@ class TopicState(NamedTuple):
     """A topic as the transaction that holds it sees it.
 
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
-    events, 0 without events, and `bytes` is their size as it is stored, without staged blocks. `last_id` is the last id
-    of the log, None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn`
-    is the first of the ids that were taken for the caller's events, None without ids, if another program took ids too,
-    or if the ids are not larger than `last_id`.
+    events, 0 without events, and `bytes` is their size, without staged blocks. `last_id` is the last id of the log,
+    None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn` is the first
+    of the ids that were taken for the caller's events, None without ids, if another program took ids too, or if the ids
+    are not larger than `last_id`.
     """
 
     definition: list[int] | None

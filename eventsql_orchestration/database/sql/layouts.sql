@@ -71,7 +71,7 @@ UPDATE {schema}.topic SET eql_partitions = %(partitions)s, eql_layout = %(layout
 -- count_buffered -- The number and the bytes of the events in at most `limit` rows of a topic in the buffer. A staged
 -- block counts as `limit` events.
 SELECT coalesce(sum(CASE WHEN eql_partition < -1 THEN coalesce(eql_events, %(limit)s) ELSE 1 END), 0)::bigint,
-       coalesce(sum(pg_column_size(eql_value) + coalesce(pg_column_size(eql_values), 0)), 0)
+       coalesce(sum(octet_length(eql_value) + coalesce(pg_column_size(eql_values), 0)), 0)
 FROM (
     SELECT eql_partition, eql_events, eql_value, eql_values FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, 0) AND (eql_topic, eql_id) <= (%(topic)s, 9223372036854775807)

@@ -33,7 +33,7 @@ first AS MATERIALIZED (
 -- is buffered, it takes `events` ids of the log: the first one, and whether they are usable.
 WITH state AS MATERIALIZED (
     SELECT coalesce(max(eql_id), 0) AS upto, coalesce(sum({events_of_row}), 0)::bigint AS buffered,
-           coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata) + coalesce(pg_column_size(eql_values), 0)), 0)
+           coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata) + coalesce(pg_column_size(eql_values), 0)), 0)
                AS bytes,
            {last_id} AS last_id, {form} AS form
     FROM (
@@ -71,7 +71,7 @@ FROM STDIN (FORMAT binary);
 -- buffer fills and empties faster than its statistics change.
 SELECT coalesce(max(eql_id), 0), count(*), (SELECT ARRAY[eql_partitions, eql_layout] FROM {schema}.topic WHERE eql_name = %(topic)s),
        coalesce(bool_or(eql_partition < -1), false), {last_id},
-       coalesce(sum(pg_column_size(eql_value) + pg_column_size(eql_metadata)), 0), {form}
+       coalesce(sum(octet_length(eql_value) + pg_column_size(eql_metadata)), 0), {form}
 FROM (
     SELECT eql_id, eql_partition, eql_value, eql_metadata FROM {schema}.event_buffer
     WHERE (eql_topic, eql_id) > (%(topic)s, %(low_water)s) AND (eql_topic, eql_id) <= (%(topic)s, %(newest)s)
