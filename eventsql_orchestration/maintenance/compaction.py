@@ -44,7 +44,7 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 10.0
-"""Seconds for which one run of the housekeeping merges blocks of a topic. The next run goes on."""
+"""Seconds after which one run of the housekeeping merges no further blocks of a topic. The next run goes on."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds that a window waits for an erasure or for retention."""
@@ -173,7 +173,8 @@ class Compactor:
                     log.vacuum(connection, segment)
                     since_vacuum = 0
             self._done[log.topic] = window.upto or position
-            if done.until is not None and time.monotonic() > done.until:
+            # A look is cheap, and a process that begins at the start of the log has to come to its small blocks.
+            if window.partitions and done.until is not None and time.monotonic() > done.until:
                 return False
         if segment.table not in packed and log.is_closed(connection, segment):
             freed = log.give_back(connection, segment)

@@ -248,6 +248,16 @@ def test_a_topic_that_is_made_anew_is_compacted_from_its_beginning(single: Event
     assert blocks(session) < 10
 
 
+def test_processes_that_each_have_little_time_compact_the_whole_log_after_one_another(
+    single: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dagster's housekeeping is a process each time, and begins at the start of the log."""
+    monkeypatch.setattr(compaction, "RUN_SECONDS", -1.0)
+    runs = [compaction.Compactor(single.database, single.shards[0].registry).run_once() for _ in range(4)]
+    # The last window is not full yet.
+    assert [sum(each.blocks for each in done) for done in runs] == [30, 30, 30, 0]
+
+
 def test_a_topic_in_rows_is_refused(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", storage="rows"))
     with pytest.raises(RegistryError):
