@@ -226,29 +226,24 @@ class Registry:
         with self._database.core() as connection:
             lock_registry(connection)
             lock_topic(connection, name)
-            captured = fetch_all(
-                driver_connection(connection),
-                Queries("capture", self._database.schema)("captured_tables"),
-                {"topic": name},
-            )
+            driver, schema = driver_connection(connection), self._database.schema
+            captured = fetch_all(driver, Queries("capture", schema)("captured_tables"), {"topic": name})
             if captured and not force:
                 tables_of = ", ".join(table for (table,) in captured)
                 raise _kept(name, f"tables that are captured to it ({tables_of}), whose changes nobody would get")
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
                 raise _kept(name, f"consumers ({', '.join(consumers)}), which would lose their offsets")
-            log_table.hold_log(driver_connection(connection), self._database.schema, name)
+            log_table.hold_log(driver, schema, name)
             lock_buffer(connection)
             if not force and has_events(connection, name):
                 raise _kept(name, "events, which would be lost")
             # A staged block goes before the row of the buffer that stands for it.
             for statement in ("drop_of_topic", "empty_buffer"):
-                driver_connection(connection).execute(
-                    Queries("blocks", self._database.schema)(statement), {"topic": name}
-                )
+                driver.execute(Queries("blocks", schema)(statement), {"topic": name})
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
-            log_table.drop_log(connection, self._database.schema, name, if_exists=True)
+            log_table.drop_log(connection, schema, name, if_exists=True)
             segment_drops.drop_detached(driver_connection(connection), self._database.schema, name)
         self.forget(name)
 
