@@ -140,6 +140,9 @@ class LeasedPolls:
         total = BatchResult(0, claim.position)
         each = False
         while claim.position < claim.range.upto:
+            if claim.position > claim.range.after and cancellation.stopping.is_set():
+                self.claims.release(claim)
+                break
             events = left[:1] if each else left
             upto = claim.range.upto if len(events) == len(left) else events[-1].id
             lease = Lease(self.database, self.claims, claim, lost, cancellation, events=len(events), upto=upto)
@@ -168,9 +171,6 @@ class LeasedPolls:
             claim = lease.claim
             total += BatchResult(len(events), claim.position)
             left = left[len(events) :]
-            if claim.position < claim.range.upto and cancellation.stopping.is_set():
-                self.claims.release(claim)
-                break
         return total
 
     def _raise_for_others(self, error: BaseException, claim: Claim) -> None:

@@ -527,13 +527,20 @@ def test_a_handler_that_does_not_end_in_time_loses_its_lease_to_others_at_once(
     assert state(platform).failed_event_id is None
 
 
-def test_stopping_while_events_are_handed_over_one_by_one_gives_the_rest_back(platform: EventSQL, until: Until) -> None:
+@pytest.mark.parametrize("broken", [False, True])
+def test_stopping_while_events_are_handed_over_one_by_one_gives_the_rest_back(
+    platform: EventSQL, until: Until, *, broken: bool
+) -> None:
+    platform.registry.register_topic(Topic("payments_dlt"))
+    platform.registry.register_consumer(Consumer("payments", "mailer"), max_attempts=1)
     ids = fill(platform, 4)
 
     def fail(events: Sequence[Event]) -> None:
         if len(events) > 1:
             raise ValueError("not all of them")
         started.stop_soon()
+        if broken:
+            raise ValueError("never")
 
     seen = Seen(fail)
     started = platform.consumers.start_leased("payments", "mailer", seen)
