@@ -28,7 +28,11 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class HandOut:
-    """The events that a call handed out. With `more`, further events wait; with `others`, another process has some."""
+    """The events that a call handed out.
+
+    With `more`, further events wait. With `others`, the partition has events that this process does not hold: another
+    process has them, or they wait for a retry.
+    """
 
     deliveries: Sequence[Delivery]
     more: bool = False

@@ -167,7 +167,8 @@ class MessageQueue:
         """Receive up to `max_messages` (1 to 10,000; in order: 1,000) visible messages.
 
         If there are none, waits up to `wait` seconds for the first, without an open transaction. No other receiver gets
-        them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes.
+        them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes. Over
+        several shards, an error of a shard is raised only if the others have no message.
         """
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
         seconds = seconds_of("visibility_timeout", visibility_timeout)
