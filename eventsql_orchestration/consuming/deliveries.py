@@ -126,8 +126,8 @@ class Deliveries:
     def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
         """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
 
-        With 0, only the offset moves, also of a paused consumer, and the call waits for others who have the partition
-        locked. It is the last one of a process: a lease that is not needed any more would stay.
+        With 0, only the offset moves, also of a paused consumer and after the end of the lease, and the call waits for
+        others who have the partition locked. It is the last one of a process: the partition's lease would stay.
 
         Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
         """
@@ -148,7 +148,7 @@ class Deliveries:
         if locked is None or (locked.state.paused and limit) or (locked.leased and locked.state.lease_owner != OWNER):
             return HandOut((), taken=False)
         renewed = {"worker": worker, "lease": self._lease}
-        if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
+        if limit and fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
             raise WorkerLostError(f"{key}: the lease of this process has ended")
         connection.execute(self._queries("expire"), self._own, prepare=False)
 

@@ -283,7 +283,7 @@ def test_nobody_consumes_in_another_way_what_is_partly_acknowledged(
     assert platform.consumers.consume_once("payments", "mailer", lambda *_: None) == 1
 
 
-@pytest.mark.parametrize("how", ["a paused consumer", "a locked partition"])
+@pytest.mark.parametrize("how", ["a paused consumer", "a locked partition", "an ended lease"])
 def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     platform: EventSQL, until: Until, until_blocked: UntilBlocked, sessions: Sessions,
     gates: Callable[[], threading.Event], *, how: str,
@@ -293,8 +293,12 @@ def test_a_process_that_has_acknowledged_everything_leaves_no_lease(
     seen = Seen(lambda _event: gate.wait())
     running = platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING)
     until(lambda: seen.ids)
+    running.stop_soon()
     if how == "a paused consumer":
         platform.registry.pause("payments", "mailer")
+    elif how == "an ended lease":
+        other.execute("DELETE FROM eventsql.consumer_worker")
+        other.commit()
     else:
         other.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'payments' FOR UPDATE")
     gate.set()
