@@ -155,7 +155,7 @@ class LeasedPolls:
                 if lease.committed:
                     logger.warning("%s is committed, though its handler failed afterwards: %s", claim, describe(error))
                 else:
-                    self._raise_for_others(error, claim)
+                    self._raise_if_blameless(error, claim)
                     if (index := _failed(error, events)) is None:
                         logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
                         each = True
@@ -173,8 +173,8 @@ class LeasedPolls:
             left = left[len(events) :]
         return total
 
-    def _raise_for_others(self, error: BaseException, claim: Claim) -> None:
-        """Raise a handler's error for which no event is at fault."""
+    def _raise_if_blameless(self, error: BaseException, claim: Claim) -> None:
+        """Raise a handler's error if no event is to blame for it."""
         if isinstance(error, DatabaseUnavailableError | DatabaseFullError):
             raise error
         if isinstance(error, ClaimLostError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -44,6 +45,8 @@ from eventsql_orchestration.validation import (
     check_several,
     check_whole,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_MESSAGES: Final = 10_000
 """The most messages of one receive or send. More would wait in memory for longer than their visibility timeout."""
@@ -215,18 +218,19 @@ class MessageQueue:
         if len(tables) > 1:
             random.shuffle(tables)
         found: list[Message] = []
-        failure: DatabaseError | None = None
+        failures: dict[str, DatabaseError] = {}
         for table in tables:
-            room = most - len(found)
-            if not room:
+            if not (room := most - len(found)):
                 break
             try:
                 found += table.take(min(room, MAX_IN_ORDER) if table.known().ordered else room, seconds)
             except DatabaseError as error:
                 # Messages that another shard gives must reach their receiver.
-                failure = error
-        if failure is not None and not found:
-            raise failure
+                failures[table.shard or ""] = error
+        if failures and not found:
+            raise next(iter(failures.values()))
+        for shard, failure in failures.items():
+            logger.warning("nothing was received from queue %r on shard %r: %s", self.name, shard, failure)
         return found
 
     # Settling

@@ -129,7 +129,8 @@ class QueueWorkers:
         calls this, the call returns at once, and says whether the other workers have ended.
         """
         self._stop.set()
-        self._subscriptions.close()
+        with self._lock:
+            self._subscriptions.close()
         for wake in self._wakes:
             wake.set()
         current = threading.current_thread()
