@@ -203,6 +203,26 @@ def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
     request_of(later(bench, 90.0))
 
 
+def test_a_run_whose_retried_step_waits_for_a_place_in_a_pool_is_not_reported_as_dead(
+    bench: Workbench, shared_instance: dg.DagsterInstance
+) -> None:
+    bench.instance = shared_instance
+    pools = shared_instance.event_log_storage
+    pools.set_concurrency_slots("gpu", 1)
+    pools.claim_concurrency_slot("gpu", "another run", "train")
+    bench.publish("rides", 5)
+    request = request_of(bench.tick(eager.sensors[0]))
+    run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
+    bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    pools.claim_concurrency_slot("gpu", run_id, "eager")
+    bench.end_lease(eager)
+
+    request_of(bench.tick(eager.sensors[0]))
+    run = shared_instance.get_run_by_id(run_id)
+    assert run is not None
+    assert run.status == dg.DagsterRunStatus.STARTED
+
+
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
     bench.publish("rides", 5)
     request = request_of(bench.tick(eager.sensors[0]))

@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster.consumers.decision import (
     Wait,
     decide,
     draining_run,
+    lease_decides,
     needs_late_runs,
 )
 from eventsql_orchestration.dagster.consumers.handover import successor_of
@@ -116,8 +117,9 @@ class PartitionWatch(Watched):
     def _state(
         self, live: Claim | None, record: dg.RunRecord | None, last: LastClaim | None, tick: Tick
     ) -> PartitionState:
-        patience = min(self.options.adopt_timeout, self.limits.lease)
-        run = None if record is None else tick.state(record, patience=patience)
+        run = None if record is None else tick.state(record)
+        if record is not None and live is not None and not lease_decides(live, run):
+            run = tick.state(record, patience=self.options.adopt_timeout)
         drains = draining_run(live, run, last, self.limits, self.options)
         if drains is not None:
             if live is None and (record := tick.instance.get_run_record_by_id(drains)) is not None:
@@ -225,9 +227,11 @@ def _failures(tags: Mapping[str, str], instance: dg.DagsterInstance) -> tuple[in
 
 def _report_dead(run_id: str, tick: Tick) -> None:
     """Tell Dagster that a run's process is gone. If the process lives, the claim's epoch keeps it from committing."""
-    run = tick.instance.get_run_by_id(run_id)
-    if run is None or run.is_finished:
+    record = tick.instance.get_run_record_by_id(run_id)
+    # A retry of the claim's owner may wait for its place in a pool. It will find the claim lost, and end.
+    if record is None or record.dagster_run.is_finished or tick.state(record, patience=0.0).waits:
         return
+    run = record.dagster_run
     why = "did not renew its lease, and its partition was claimed again"
     tick.log.warning("run %s %s: reporting the run as failed", run_id, why)
     tick.instance.report_run_failed(run, message=f"The run {why}: its process is presumed dead.")
