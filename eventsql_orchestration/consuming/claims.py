@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Final
 
@@ -187,7 +187,10 @@ class Claims:
 
     @contextmanager
     def heartbeat(self, claim: Claim, *, lease: float = 60.0) -> Iterator[threading.Event]:
-        """Renew the claim in a thread while the block runs. Yields an event that is set when the claim is lost."""
+        """Renew the claim in a thread while the block runs. Yields an event that is set when the claim is lost.
+
+        A claim that its owner has committed is not lost.
+        """
         stop, lost = threading.Event(), threading.Event()
 
         def beat() -> None:
@@ -195,8 +198,9 @@ class Claims:
                 try:
                     self.renew(claim, lease=lease)
                 except ClaimLostError as error:
-                    logger.warning("%s", error)
-                    lost.set()
+                    if not self._is_committed_by_owner(claim):
+                        logger.warning("%s", error)
+                        lost.set()
                     return
                 except DatabaseBusyError:
                     # A locked partition cannot be taken over. Most likely the owner's own transaction locks it.
@@ -211,6 +215,12 @@ class Claims:
             stop.set()
             # A renewal that takes longer, of a server that stands still, finds the lease over.
             thread.join(lease)
+
+    def _is_committed_by_owner(self, claim: Claim) -> bool:
+        with suppress(EventSQLError):
+            found, state = self.get(claim.id)
+            return state == "committed" and found.epoch == claim.epoch
+        return False
 
     def check(self, connection: CallersConnection, claim: Claim) -> None:
         """Lock the consumer partition in the caller's transaction, and check that the claim still holds.

@@ -666,6 +666,16 @@ def test_a_heartbeat_says_when_the_claim_is_lost(platform: EventSQL) -> None:
         assert lost.wait(60)
 
 
+def test_a_claim_that_its_owner_has_committed_is_not_lost(platform: EventSQL, until: Until) -> None:
+    fill(platform, 4)
+    claimed = claim(platform)
+    with platform.claims.heartbeat(claimed, lease=0.03) as lost:
+        with platform.database.transaction() as connection:
+            platform.claims.commit(connection, claimed)
+        until(lambda: all(thread.name != f"eventsql-claim-{claimed.id}" for thread in threading.enumerate()))
+        assert not lost.is_set()
+
+
 def test_a_heartbeat_ends_though_its_own_transaction_holds_the_partition(platform: EventSQL) -> None:
     fill(platform, 4)
     claimed = claim(platform)
