@@ -31,7 +31,7 @@ from eventsql_orchestration.errors import ConfigurationError, DatabaseError, Dat
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.qualification import qualified
 from eventsql_orchestration.redaction import hiding
-from eventsql_orchestration.spark.blocks import flatten
+from eventsql_orchestration.spark.blocks import flatten, parts
 from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import ReadShard, naming
@@ -286,8 +286,8 @@ def _events(
     if copy_out.in_blocks(piece.table) and not piece.rows:
         blocks = copy_out.blocks_query(source.schema, piece.table, piece.offsets, columns)
         for batch in connection.batches(blocks):
-            if batch.num_rows:
-                yield flatten(batch, piece.offsets, columns)
+            for part in parts(batch):
+                yield flatten(part, piece.offsets, columns)
         return
     # filters.py has written the values of `rows` as literals.
     query = copy_out.range_query(source.schema, piece.table, piece.offsets, columns, rows=piece.rows)
@@ -310,7 +310,16 @@ def _maps(texts: pa.Array) -> pa.Array:
         [(name, value if value is None or isinstance(value, str) else json.dumps(value)) for name, value in entries]
         for entries in (json.loads(text).items() for text in encoded.dictionary.to_pylist())
     ]
-    return pc.take(pa.array(parsed, type=_TEXT_MAP), encoded.indices)
+    try:
+        maps = pa.array(parsed, type=_TEXT_MAP)
+    except UnicodeEncodeError:
+        # JSON can name half of a character, and PostgreSQL stores it. Java also shows it as a question mark.
+        maps = pa.array([[tuple(map(_unicode, each)) for each in entries] for entries in parsed], type=_TEXT_MAP)
+    return pc.take(maps, encoded.indices)
+
+
+def _unicode(text: str | None) -> str | None:
+    return None if text is None else text.encode(errors="replace").decode()
 
 
 @contextmanager

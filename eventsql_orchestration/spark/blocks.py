@@ -5,8 +5,8 @@ Runs in Spark's tasks, so it imports neither pyspark nor the database floor.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
 
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
@@ -14,6 +14,22 @@ import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
 from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import ERASED, OffsetRange
 from eventsql_orchestration.storage.copy_out import ARRAYS
+
+MOST_EVENTS: Final = 262_144
+"""The most events that are flattened at once, unless a single block has more. A batch of blocks whose arrays are not
+read has hundreds of millions of events in 4 MiB."""
+
+
+def parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
+    """A batch of blocks, cut so that each part has at most `MOST_EVENTS` events."""
+    start = events = 0
+    for row, count in enumerate(batch.column(1).to_pylist()):
+        if events and events + count > MOST_EVENTS:
+            yield batch.slice(start, row - start)
+            start, events = row, 0
+        events += count
+    if events:
+        yield batch.slice(start)
 
 
 def flatten(batch: pa.RecordBatch, offsets: OffsetRange, columns: Sequence[str]) -> pa.RecordBatch:

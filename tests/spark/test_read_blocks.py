@@ -13,6 +13,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import BrokenBlockError
 from eventsql_orchestration.model import OffsetRange, Storage
 from eventsql_orchestration.spark.adbc import Piece, Projection, read_batches
+from eventsql_orchestration.spark.blocks import MOST_EVENTS
 from eventsql_orchestration.spark.options import Source
 
 COLUMNS = ["key", "value", "partition", "offset", "timestamp", "headers"]
@@ -84,6 +85,31 @@ def test_any_columns_of_any_range_are_those_of_rows(platform: EventSQL, read: Re
             partition = None if offsets.partition < 0 else offsets.partition
             log = platform.reader.read("blocks", after=after, upto=upto, partition=partition)
             assert blocks.column("timestamp").to_pylist() == [event.buffered_at for event in log]
+
+
+def test_a_batch_has_a_bounded_number_of_events_however_small_they_are(platform: EventSQL, dsn: str) -> None:
+    platform.registry.register_topic(Topic("empty", storage="blocks"))
+    events = MOST_EVENTS + 40_000
+    platform.publisher.publish_all([Publication("empty", b"")] * events)
+    platform.transfer.run_once()
+    wanted = [Piece(OffsetRange("empty", -1, 5, 2**63 - 1), "empty_block", 6)]
+    batches = list(read_batches(Source(dsn, "eventsql", "the database"), wanted, Projection(["offset"])))
+    assert max(batch.num_rows for batch in batches) <= MOST_EVENTS
+    assert pa.Table.from_batches(batches)["offset"].to_pylist() == list(range(6, events + 1))
+
+
+def test_metadata_that_is_no_unicode_text_stops_no_read(platform: EventSQL, session: Connection, read: Read) -> None:
+    session.execute(
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+        "SELECT topic, 0, ''::bytea, metadata::json "
+        "FROM (VALUES ('rows'), ('blocks')) topics (topic), "
+        r"""(VALUES ('{"a": "\ud800b", "\udc00": "é"}'), ('{"c": "d"}')) texts (metadata)"""
+    )
+    end = platform.reader.end("rows")
+    platform.transfer.run_once()
+    for form in ("rows", "blocks"):
+        found = read(form, OffsetRange(form, -1, end, end + 2), ["headers"])
+        assert sorted(found["headers"].to_pylist()) == [[("a", "?b"), ("?", "é")], [("c", "d")]]
 
 
 def test_a_cut_array_is_refused(session: Connection, read: Read) -> None:
