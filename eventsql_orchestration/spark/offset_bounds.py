@@ -166,15 +166,14 @@ def _time(option: str, value: object) -> Bound:
         if not 0 <= milliseconds <= _MAX_MILLISECONDS:
             raise ValidationError(f"option {option}: {milliseconds} is out of range for milliseconds since 1970")
         return datetime(1970, 1, 1, tzinfo=UTC) + timedelta(milliseconds=milliseconds)
-    try:
-        time: datetime | None = datetime.fromisoformat(str(value))
-    except ValueError:
-        time = None
-    if time is None or time.tzinfo is None:
-        raise ValidationError(
-            f"option {option}: {value!r} is no time: write milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
-        )
-    return time.astimezone(UTC)
+    # A time of the year 1 or 9999 may lie outside of Python's times in UTC.
+    with suppress(ValueError, OverflowError):
+        time = datetime.fromisoformat(str(value))
+        if time.tzinfo is not None:
+            return time.astimezone(UTC)
+    raise ValidationError(
+        f"option {option}: {value!r} is no time: write milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
+    )
 
 
 def _whole(value: object) -> int | None:
