@@ -14,7 +14,7 @@ from pyspark.sql.pandas.types import from_arrow_type, to_arrow_schema
 from pyspark.sql.types import DataType, StructField, StructType
 
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
+from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, OffsetRange
 from eventsql_orchestration.spark.adbc import TYPES, Piece, Projection, read_batches
 from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.json_values import ValueDecoder, check_type
@@ -52,10 +52,10 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
             break
     if depth or ddl.startswith("{"):
         raise ValidationError("option valueSchema is no list of columns: write one such as 'id BIGINT, price DOUBLE'")
-    return ", ".join(
-        f"`{field.name}` STRUCT<{ddl}>" if field.name == "value" else f"`{field.name}` {field.dataType.simpleString()}"
-        for field in schema.fields
-    )
+    types = {field.name: field.dataType.simpleString() for field in schema.fields}
+    # A session may take `timestamp` for a type without a zone.
+    types |= {"value": f"STRUCT<{ddl}>", "timestamp": "timestamp_ltz"}
+    return ", ".join(f"`{name}` {kind}" for name, kind in types.items())
 
 
 def check_schema(schema: StructType, *, shards: bool = False) -> None:
@@ -204,4 +204,5 @@ def _narrowed(offsets: OffsetRange, conditions: Conditions, logs: Logs) -> list[
     if not topic.partitioned:
         return [narrow]
     # Include partitions that the topic has lost: events keep their partition.
-    return [replace(narrow, partition=partition) for partition in sorted(conditions.partitions) if partition >= 0]
+    possible = sorted(partition for partition in conditions.partitions if 0 <= partition < MAX_PARTITIONS)
+    return [replace(narrow, partition=partition) for partition in possible]

@@ -38,6 +38,7 @@ CONDITIONS = [
     "NOT offset IN (1, 77) AND offset < 80",
     "partition = 2",
     "partition IN (0, 3) AND offset >= 900",
+    "partition IN (-1, 0, 32767, 2147483647) AND offset <= 100",
     "partition <> 1 AND offset BETWEEN 10 AND 110",
     "key = 'kéy-1'",
     "key <> 'kéy-1' AND offset <= 100",

@@ -248,7 +248,11 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
         ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is no time"),
         ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is no time"),
-        ({"startingTimestamp": "0001-01-01T00:00:00+14:00"}, ValidationError, "option startingTimestamp: .* is no time"),
+        (
+            {"startingTimestamp": "0001-01-01T00:00:00+14:00"},
+            ValidationError,
+            "option startingTimestamp: .* is no time",
+        ),
         (
             {"startingTimestamp": "9999999999999"},
             ValidationError,

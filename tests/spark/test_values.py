@@ -23,8 +23,21 @@ Read = Callable[..., DataFrame]
 SCHEMA = (
     "id BIGINT, price DOUBLE, exact DECIMAL(6,2), large DECIMAL(38,10), paid BOOLEAN, name STRING, on DATE, "
     "small TINYINT, stops ARRAY<STRUCT<place: STRING, number: INT>>, tags MAP<STRING, STRING>, "
-    "rider STRUCT<name: STRING, `a b`: INT>"
+    "rider STRUCT<name: STRING, `a b`: INT>, at TIMESTAMP, local TIMESTAMP_NTZ, numbers ARRAY<INT>, "
+    "counts MAP<STRING, INT>, squares ARRAY<ARRAY<INT>>"
 )
+
+DATES = [
+    "2026-1-5", " 2026-01-31 ", "2026-01-31T10:00:00+05:00", "2026-01-31 x", "2026-01-31x", "2026-W05-1", "31.1.2026",
+    "2026-02-30",
+]  # fmt: skip
+
+TIMES = [
+    '"2026-01-31T10:00:00"', '"2026-01-31 10:00:00.5"', '" 2026-01-31T10:00 "', '"2026-01-31"', '"2026-01-31T10"',
+    '"2026-01-31T10:00:00Z"', '"2026-01-31T10:00:00+05:30"', '"2026-01-31T10:00:00-0100"', '"2026-01-31T100000"',
+    '"2026-01-31T10:00:00.1234567"', '"2026-01-31T10:00:00,5"', '"2026-01-31x10:00:00"', '"20260131T100000"',
+    '"2026-W05-1T10:00"', '"2026-02-30T10:00:00"', "1700000000", "-1", "1700000000.5", "true",
+]  # fmt: skip
 
 DOCUMENTS = [
     json.dumps(
@@ -66,6 +79,15 @@ DOCUMENTS = [
     '{"exact": "a", "large": true, "name": "kept"}',
     '{"large": 1234567890123456789012345678.1234567891}',
     '{"large": 12345678901234567890123456789, "name": "kept"}',
+    '{"numbers": [1, "x", 2], "name": "kept"}',
+    '{"numbers": [1, null, 2]}',
+    '{"counts": {"a": 1, "b": 1.5}, "name": "kept"}',
+    '{"counts": {"a": null}}',
+    '{"squares": [[1], [2, true]], "name": "kept"}',
+    '{"stops": [{"place": "a", "number": "x"}, {"number": 2}]}',
+    '{"stops": [{"place": "a"}, 17], "name": "kept"}',
+    *(f'{{"on": "{text}", "name": "kept"}}' for text in DATES),
+    *(f'{{"at": {text}, "local": {text}, "name": "kept"}}' for text in TIMES),
 ]
 
 MALFORMED = ["nothing", '{"id": 1', "", "[1, 2]", "17"]
@@ -124,6 +146,7 @@ def test_a_value_that_does_not_fit_is_named_in_mode_failfast(
         (pa.string(), r'{"a": "\ud800"}'),
         (pa.map_(pa.string(), pa.int64()), r'{"\ud800": 1}'),
         (pa.timestamp("us", tz="UTC"), '"0001-01-01T00:00:00+14:00"'),
+        (pa.timestamp("us", tz="UTC"), "1" + 30 * "0"),
     ],
 )
 def test_no_value_that_json_allows_stops_a_read(kind: pa.DataType, value: str) -> None:
@@ -171,6 +194,8 @@ def test_a_stream_decodes_values_too(spark: SparkSession, dsn: str, documents: s
         (" ", ValidationError, "option valueSchema is empty"),
         ("data BINARY", ValidationError, "'value.data' cannot be decoded from JSON"),
         ("counts MAP<INT, INT>", ValidationError, "the keys of 'value.counts' must be strings"),
+        ("id BIGINT NOT NULL", ValidationError, "'value.id' may be missing in a value: remove NOT NULL"),
+        ("stops ARRAY<STRUCT<place: STRING NOT NULL>>", ValidationError, r"'value.stops\[\].place' may be missing"),
     ],
 )
 def test_a_value_schema_that_cannot_be_used_is_named(
@@ -180,6 +205,19 @@ def test_a_value_schema_that_cannot_be_used_is_named(
         read(documents, valueSchema=schema).collect()
     with pytest.raises(error, match=message):
         raise eventsql_error(failure.value) or failure.value
+
+
+def test_times_have_a_zone_whatever_the_session_calls_a_timestamp(
+    spark: SparkSession, documents: str, read: Read
+) -> None:
+    spark.conf.set("spark.sql.timestampType", "TIMESTAMP_NTZ")
+    try:
+        (row,) = (
+            read(documents, valueSchema="id BIGINT", endingOffsets=2).selectExpr("typeof(timestamp) AS kind").collect()
+        )
+    finally:
+        spark.conf.unset("spark.sql.timestampType")
+    assert row.kind == "timestamp"
 
 
 def test_a_value_schema_that_is_no_ddl_is_shown(documents: str, read: Read) -> None:
