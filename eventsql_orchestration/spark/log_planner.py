@@ -8,7 +8,7 @@ from datetime import datetime
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from psycopg.errors import InsufficientPrivilege
+from psycopg.errors import InsufficientPrivilege, ReadOnlySqlTransaction
 
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.database import Database, Queries
@@ -185,8 +185,8 @@ class Logs:
                 held = connection.execute(self._log_queries("lock_topic"), {"topic": topic}).fetchone()
                 return segments.newest_id(connection, self._schema, topic) if held else 0
         except EventSQLError as error:
-            # A read-only role may not lock.
-            if isinstance(error.__cause__, InsufficientPrivilege):
+            # A read-only role may not lock, and nobody can on a standby.
+            if isinstance(error.__cause__, InsufficientPrivilege | ReadOnlySqlTransaction):
                 return 0
             raise
 

@@ -166,7 +166,29 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
                 f"option dsn: the checkpoint has offsets of {_called(gone)}, and no URL leads there: give the URLs of "
                 "all shards, or begin with a new checkpoint"
             )
+        self._check_partitions(offset)
         return {tp: FIRST if (found := self._found(offset, tp)) is None else found for tp in topic_partitions}
+
+    def _check_partitions(self, offset: Mapping[str, Any]) -> None:
+        """Raise `ValidationError` if the checkpoint has the offset of a partition that this stream does not read.
+
+        The next offset would lack it, and a later stream with this partition would read it from its beginning.
+        """
+        logs = self._open()
+        known = {(tp.topic, mark, str(tp.partition)) for tp in logs.topic_partitions for mark in logs.marks(tp)}
+        gone = {
+            f"topic {topic!r} partition {partition}"
+            for topic, shards in offset.items()
+            for mark, found in shards.items()
+            if isinstance(found, dict) and (topic, mark, str(NOT_PARTITIONED)) not in known
+            for partition in found
+            if (topic, mark, partition) not in known
+        }
+        if gone:
+            raise ValidationError(
+                f"option assign: the checkpoint has offsets of {', '.join(sorted(gone))}, which this stream does not "
+                "read: begin with a new checkpoint"
+            )
 
     def _found(self, offset: Mapping[str, Any], tp: TopicPartition) -> int | None:
         """The checkpoint's next offset of a topic partition, if it has one."""

@@ -15,9 +15,11 @@ from pyspark.sql import DataFrame, SparkSession
 from pyspark.sql.datasource import InputPartition
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
 from pyspark.sql.streaming.query import StreamingQuery
+from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, OffsetRange, Topic
 from eventsql_orchestration.consumer import EventFilter
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ConfigurationError,
     ConsumerNotFoundError,
@@ -53,8 +55,10 @@ def offsets_read(reader: StreamReader, start: dict[str, Any], end: dict[str, Any
 @contextmanager
 def streaming(dsn: str, topic: str, **options: object) -> Iterator[StreamReader]:
     """A stream's reader as Spark's driver has it."""
-    given = {"dsn": dsn, "subscribe": topic, **{name: str(value) for name, value in options.items()}}
-    reader = EventSQLDataSource(given).streamReader(ALL)
+    given = {"dsn": dsn, "subscribe": topic, **options}
+    reader = EventSQLDataSource({name: str(value) for name, value in given.items() if value is not None}).streamReader(
+        ALL
+    )
     try:
         yield reader
     finally:
@@ -301,6 +305,16 @@ def test_partitions_may_have_offsets_of_their_own(platform: EventSQL, dsn: str, 
         reader.partitions(start, end)
 
 
+def test_a_checkpoint_with_a_partition_that_is_not_read_is_refused(dsn: str, orders: str) -> None:
+    begin = '{"orders": {"0": 700, "1": 700}}'
+    with streaming(dsn, orders, subscribe=None, assign='{"orders": [0, 1]}', startingOffsets=begin) as reader:
+        start = reader.initialOffset()
+        assert reader.latestOffset(start, ReadAllAvailable()) == {orders: {"0": {"0": 1_001, "1": 1_001}}}
+    for options in ({"subscribe": None, "assign": '{"orders": [0]}'}, {"partition": 0}):
+        with streaming(dsn, orders, **options) as reader, pytest.raises(ValidationError, match="'orders' partition 1"):
+            reader.latestOffset(start, ReadAllAvailable())
+
+
 def test_a_topic_that_is_added_to_a_stream_is_read_from_its_beginning(
     platform: EventSQL, publish: Publish, dsn: str, orders: str
 ) -> None:
@@ -431,6 +445,19 @@ def test_ids_of_an_open_transaction_are_not_passed(platform: EventSQL, dsn: str,
             writer.execute(f"SELECT nextval('eventsql.{stored('orders')}_eql_id_seq')")
             assert reader.latestOffset(start, ReadAllAvailable()) == start
         assert reader.latestOffset(start, ReadAllAvailable()) == {orders: {"0": 1_002}}
+
+
+def test_a_database_that_takes_no_writes_is_read_up_to_its_newest_event(
+    session: Connection, dsn: str, orders: str
+) -> None:
+    # On a standby, a sequence is ahead of the events.
+    session.execute(f"SELECT nextval('eventsql.{stored(orders)}_eql_id_seq')")
+    read_only = make_url(dsn).update_query_dict({"options": "-c default_transaction_read_only=on"})
+    url = read_only.render_as_string(hide_password=False)
+    (split, *_) = EventSQLDataSource({"dsn": url, "subscribe": orders}).reader(ALL).partitions()
+    assert ranges_of([split]) == [OffsetRange(orders, -1, 0, 1_000)]
+    with streaming(url, orders) as reader:
+        assert reader.initialOffset() == {orders: {"0": 1_001}}
 
 
 def test_a_failure_of_a_running_stream_is_one_of_this_package(
