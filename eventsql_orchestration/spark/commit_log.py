@@ -158,12 +158,20 @@ class CommitLog:
 
     def _check_stream(self, connection: Connection, batch: Batch, stream: StreamBatch) -> None:
         events, query, checksum = self._record(connection, batch) or (None, None, None)
-        same_query = query is not None and query == stream.query
+        # Without a query and a checksum, the writer is the query.
+        same_query = query == stream.query and (query is not None or stream.checksum is None)
         same_rows = None in (checksum, stream.checksum) or checksum == stream.checksum
+        if events == batch.events and (same_query or same_rows):
+            return
+        if same_query:
+            raise ConfigurationError(
+                f"{batch} was published before with {events} events, and has {batch.events} now. Begin with a new "
+                "checkpoint, and with a new writerId if there is one: behind the published events if this checkpoint "
+                "was set back; where the batch ends, as its file in the checkpoint's directory offsets says, if the "
+                "query gives other rows when it is repeated"
+            )
         if events != batch.events:
             difference = f"with {events} events, and has {batch.events} now"
-        elif same_query or same_rows:
-            return
         elif None in (query, stream.query):
             raise ConfigurationError(
                 f"{batch} was published before with other rows, or with its rows in another order, and Spark does not "

@@ -674,6 +674,26 @@ def test_a_batch_of_another_streaming_query_must_have_the_rows_that_were_publish
     assert publications_in(platform) == [("copies", 0, 2)]
 
 
+@pytest.mark.parametrize("options", [{}, {"writerId": "copies"}], ids=["unnamed", "named"])
+def test_a_batch_that_its_query_repeats_with_another_number_of_events_is_refused(
+    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, options: dict[str, str]
+) -> None:
+    task_context = Mock()
+    task_context.get().getLocalProperty.return_value = "a query"
+    monkeypatch.setattr("eventsql_orchestration.spark.writer.TaskContext", task_context)
+    columns = StructType([StructField("value", BinaryType())])
+    given = WriteOptions.parse({"dsn": dsn, "topic": "fares", **options}, streaming=True)
+    stream = StreamWriter(given, columns, overwrite=False)
+
+    def commit(*values: bytes) -> None:
+        stream.commit([stream.write(iter([pa.record_batch({"value": list(values)})]))], 7)
+
+    commit(b"1", b"2")
+    with pytest.raises(ConfigurationError, match="with 2 events, and has 3 now"):
+        commit(b"1", b"2", b"3")
+    assert sorted(values_in(platform, "fares")) == ["1", "2"]
+
+
 @pytest.mark.nightly
 def test_a_consumer_s_stream_without_its_checkpoint_needs_another_writer(
     spark: SparkSession, platform: EventSQL, dsn: str, tmp_path: Path
