@@ -82,7 +82,7 @@ def check_type(kind: pa.DataType, name: str = "value") -> None:
 
 
 def _check_field(field: pa.Field, name: str) -> None:
-    # A value may lack the field, and Spark would take the null for a zero or an empty text.
+    # A value may lack the field, and one such value would stop the read.
     if not field.nullable:
         raise ValidationError(f"schema: {name!r} may be missing in a value: remove NOT NULL")
     check_type(field.type, name)
