@@ -17,17 +17,15 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
-from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.errors import InvalidNameError, ShardSetError
-from eventsql_orchestration.model import NOT_PARTITIONED, Retention
 from eventsql_orchestration.shards.bootstrap import unnamed
+from eventsql_orchestration.shards.definitions import define
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name
 
 logger = logging.getLogger(__name__)
@@ -102,7 +100,7 @@ class ShardAddition:
         plan = self.plan()
         if plan.active:
             # An earlier attempt may have ended before this step.
-            self._define()
+            define(self._old[0].registry, self._new, active=True)
             return plan
         self._bootstrap(plan)
         self._prepare(plan)
@@ -118,7 +116,7 @@ class ShardAddition:
             ):  # fmt: skip
                 self._on_step(f"shard {name!r} is fenced")
         # Other processes may have registered topics and consumers meanwhile.
-        self._define()
+        define(self._old[0].registry, self._new, active=False)
         self._new.store.activate()
         self._on_step(f"shard {plan.name!r} is active")
         return self.plan()
@@ -200,36 +198,9 @@ class ShardAddition:
                 if state.topics:
                     raise _not_empty(self._new, state)
                 bootstrap.become(plan.name, old.set, generations, active=False)
-        self._define()
+        define(self._old[0].registry, self._new, active=False)
         self._on_step(f"shard {plan.name!r} is prepared")
-
-    def _define(self) -> None:
-        """Give the new shard the topics and consumers of the other shards."""
-        registry = self._old[0].registry
-        existing = {topic.name: topic for topic in self._new.registry.topics()}
-        compressions = self._new.registry.compressions()
-        for topic in registry.topics():
-            if topic.name not in existing:
-                # Its server may be built without a compression that the others have.
-                compression = topic.compression if topic.compression in compressions else None
-                retention = topic.retention or Retention()
-                self._new.registry.register_topic(replace(topic, retention=retention, compression=compression))
-            elif topic.partitioned and existing[topic.name].partitions != topic.partitions:
-                self._new.repartitioner.repartition(topic.name, topic.partitions)
-        known = {(state.topic, state.name) for state in self._new.registry.consumers()}
-        for state in registry.consumers():
-            if (state.topic, state.name) not in known:
-                known.add((state.topic, state.name))
-                _register(self._new.registry, state.topic, state.name, registry)
 
 
 def _not_empty(shard: Shard, state: ShardState) -> ShardSetError:
     return ShardSetError(f"{shard.database} has {state.topics} topics: add an empty database")
-
-
-def _register(new: Registry, topic: str, name: str, old: Registry) -> None:
-    state = old.consumer(topic, name)[0]
-    consumer = Consumer(topic, name, partitioned=state.partition != NOT_PARTITIONED)
-    new.register_consumer(consumer, max_attempts=state.max_attempts, filter=state.filter, held=True)
-    if state.paused:
-        new.pause(topic, name)
