@@ -234,6 +234,11 @@ class ShardUnavailableError(DatabaseUnavailableError, ShardError):
 class ShardsDifferError(ShardError):
     """A topic or consumer is not the same on all shards."""
 
+    # `remedy` is the command that makes it the same.
+    def __init__(self, message: str | None = None, *, remedy: str = "") -> None:
+        super().__init__(message)
+        self.remedy = remedy
+
 
 class PartlyPublishedError(ShardError):
     """Some shards have committed their events of a batch, others have not.

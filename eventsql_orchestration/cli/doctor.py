@@ -127,7 +127,7 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
         try:
             platform.registry.check_same(topic.name)
         except ShardsDifferError as error:
-            yield problem("shards", error.message, f"eventsql topic create {topic.name}")
+            yield problem("shards", error.message, error.remedy)
     for shard in platform.shards:
         if any(each.shard == shard.name and each.state != "down" for each in standing):
             for finding in _database(context, shard, stalled_after):

@@ -87,12 +87,13 @@ def tail(
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
-        after = {shard: _before(shard, topic, start) for shard in platform.shards}
+        shards = platform.members()
+        after = {shard: _before(shard, topic, start) for shard in shards}
         left, chooses = max_events, key is not None or grep is not None
         wake = _woken_by(platform, topic, follow=follow)
         while left is None or left > 0:
             at_end = True
-            for shard in platform.shards:
+            for shard in shards:
                 limit = _BATCH if left is None else min(_BATCH, left)
                 if not limit:
                     break
@@ -121,7 +122,7 @@ def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Even
     """An event that is set when a followed topic may have new events."""
     wake = threading.Event()
     if follow:
-        for shard in platform.shards:
+        for shard in platform.members():
             shard.listener.subscribe(lazy.LOG, topic, wake.set)
     return wake
 
@@ -210,7 +211,7 @@ class _Printer:
 
     def _consume_once(self, partition: int | None, limit: int) -> int:
         consumed = 0
-        for shard in self._platform.shards:
+        for shard in self._platform.members():
             show = partial(_print, self._shard or shard.name)
             try:
                 consumed += shard.consumers.consume_once(

@@ -69,7 +69,9 @@ def _is_there(platform: EventSQL, name: str) -> bool:
 
 def _definitions(platform: EventSQL) -> list[QueueDefinition]:
     platform.open()
-    found = {each.name: each for shard in platform.shards if shard.down is None for each in list_queues(shard.database)}
+    found = {
+        each.name: each for shard in platform.members() if shard.down is None for each in list_queues(shard.database)
+    }
     return [found[name] for name in sorted(found)]
 
 
@@ -292,7 +294,8 @@ def archive(
     with context.platform() as platform:
         platform.open()
         if name is None:
-            dropped = [each for shard in platform.shards for each in drop_expired_archives(shard.database)]
+            reached = [shard for shard in platform.shards if shard.down is None]
+            dropped = [each for shard in reached for each in drop_expired_archives(shard.database)]
             say(f"{counted(len(dropped), 'day')} of the archive dropped")
             return
         archived = _existing(platform, name).archived(limit)

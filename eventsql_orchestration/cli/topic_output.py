@@ -21,7 +21,7 @@ from eventsql_orchestration.cli.output import (
     show_fields,
     show_items,
 )
-from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
+from eventsql_orchestration.consuming.lag_values import ConsumerLag
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
@@ -188,9 +188,7 @@ def description(platform: EventSQL, topic: str) -> Description:
     """Describe a topic. A shard that is down shows only its lag. Raises `TopicNotFoundError`."""
     found = platform.registry.topic(topic)
     consumers = platform.lag(topic)
-    reached = sorted(
-        (shard for shard in platform.shards if not _down(shard, consumers)), key=lambda shard: shard.name or ""
-    )
+    reached = sorted((shard for shard in platform.members() if shard.down is None), key=lambda shard: shard.name or "")
     layouts = [ShardLayout(shard.name, layout) for shard in reached for layout in shard.layouts.of(topic)]
     # A topic that was repartitioned shows its earlier partitions too.
     had = range(max((each.layout.partitions for each in layouts), default=0)) or found.all_partitions
@@ -303,7 +301,3 @@ def _unsettled(topic: str, shards: Iterable[Shard], held: Iterable[HeldBack]) ->
         for shard in shards
         for name, until in shard.layouts.unsettled(topic).items()
     ]
-
-
-def _down(shard: Shard, lags: Sequence[ConsumerLag]) -> bool:
-    return any(lag.shard == shard.name and lag.cause is LagCause.UNREACHABLE for lag in lags)

@@ -13,7 +13,12 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
-from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.maintenance.compaction import Compaction
 from eventsql_orchestration.maintenance.erasure import Erasure, ErasureRecord
 from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
@@ -259,6 +264,9 @@ class ClusterLag:
             try:
                 with self._cluster.using(shard):
                     lags += [replace(lag, shard=shard.label) for lag in shard.lag(topic)]
+            except DatabaseUnavailableError:
+                # It is shown as unreachable. Raises if no shard is left.
+                self._cluster.up()
             except TopicNotFoundError:
                 if shard.active:
                     raise

@@ -89,7 +89,7 @@ class _PerShard(Generic[AnyCollector]):
         self._registry.check_same(check_publication(publication).topic)
         if publication.key is None:
             return self.on(self._cluster.any())
-        shard = self._cluster.owner(publication.key)
+        shard = self._cluster.owner(publication.key, deadline)
         if shard.down is not None:
             self._cluster.health.reach(shard, deadline)
         shard.check_active()
@@ -243,7 +243,7 @@ class AsyncPublisher:
 
     async def _for_event(self, publication: Publication, deadline: float) -> AsyncCollector:
         topic, key = check_publication(publication).topic, publication.key
-        if topic in self._seen and key is not None and (shard := self._cluster.owner(key)).down is None:
+        if topic in self._seen and key is not None and (shard := self._cluster.owner_if_up(key)) is not None:
             # Nothing to wait for: a thread for each event would take longer than the event.
             shard.check_active()
             return self._collectors.on(shard)

@@ -75,7 +75,7 @@ class ClusterConsumption(Running):
                     begun.stop_soon()
 
     def _take_missing(self) -> None:
-        for shard in self._cluster.known():
+        for shard in self._cluster.members():
             if shard.down is None and shard not in self._on:
                 self._take(shard)
 
@@ -245,14 +245,14 @@ class ClusterConsumers:
         on = {state.shard for state in states if partition is None or state.partition == partition}
         if not on:
             raise PartitionOutOfRangeError(f"consumer {consumer!r} of topic {topic!r} has no partition {partition}")
-        consumed = self._cluster.each_up(
-            lambda shard: (
-                shard.consumers.consume_once(topic, consumer, handler, partition=partition, max_events=max_events)
-                if shard.label in on
-                else 0
-            )
-        )
-        return sum(count for _, count in consumed)
+        consumed = 0
+        for shard in self._cluster.up():
+            if shard.label in on:
+                with self._cluster.using(shard):
+                    consumed += shard.consumers.consume_once(
+                        topic, consumer, handler, partition=partition, max_events=max_events
+                    )
+        return consumed
 
     def close(self, timeout: float = 10.0) -> bool:
         """Stop all consumptions that were started here or on a shard, within `timeout` seconds in all."""

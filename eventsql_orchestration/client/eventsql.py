@@ -159,7 +159,7 @@ class EventSQL:
         instead = instead or f"platform.shards[i].{name}"
         raise SingleShardError(
             f"platform.{name} belongs to one database, and this platform has {len(self.shards)}: use {instead} "
-            "or --shard NAME; a queue, an event store and views live on one of them"
+            "or --shard NAME; an event store, views and captures live on one of them"
         )
 
     # The shards
@@ -184,6 +184,13 @@ class EventSQL:
         self._check_open()
         self._cluster.open()
         return self.shards
+
+    def members(self) -> list[Shard]:
+        """The shards of the set, up or down, the oldest first. A shard that is only prepared is none of them.
+
+        Raises as `open`.
+        """
+        return self._cluster.members()
 
     def _reopen(self) -> None:
         for shard in self.shards:

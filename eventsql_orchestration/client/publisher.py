@@ -216,8 +216,8 @@ class _Batch:
     def _named(self, names: Iterable[str]) -> dict[str, Shard]:
         """The shards of these names. A shard may have joined while others have committed."""
         try:
-            return {name: self._cluster.named(name) for name in names}
-        except ShardSetError as error:
+            return {name: self._cluster.named(name, self._deadline) for name in names}
+        except (ShardSetError, ShardUnavailableError) as error:
             self._fail(dict.fromkeys(names, error))
 
     def _check(self, groups: dict[str, list[Publication]], shards: dict[str, Shard]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Unpack
@@ -100,9 +102,10 @@ class ClusterRegistry:
             self.topic(name)
         if len(forms) > 1:
             differing = ", ".join(f"{_form(topic)} on {shard!r}" for shard, topic in found.items())
+            remedy = _completing(name, forms - {None})
             raise ShardsDifferError(
-                f"topic {name!r} is not the same on all shards ({differing}): complete it with `eventsql topic create "
-                f"{name} --partitions N`, or `eventsql topic alter`"
+                f"topic {name!r} is not the same on all shards ({differing}): complete it with `{remedy}`",
+                remedy=remedy,
             )
         self._compared.add(name)
 
@@ -273,9 +276,18 @@ class ClusterRegistry:
         lacking = [shard.label for shard in self._cluster.up() if shard.active and shard.label not in on]
         mixed = len({state.partition == NOT_PARTITIONED for state in states}) > 1
         if lacking or mixed:
-            which = "is partitioned on some shards only" if mixed else f"is missing on shard {lacking[0]!r}"
-            command = f"eventsql consumer create {topic} {name}"
-            raise ShardsDifferError(f"consumer {name!r} of topic {topic!r} {which}: complete it with `{command}`")
+            called = f"consumer {name!r} of topic {topic!r}"
+            if mixed:
+                remedy = shlex.join(["eventsql", "consumer", "delete", topic, name])
+                raise ShardsDifferError(
+                    f"{called} is partitioned on some shards only: delete it with `{remedy}`, and create it again",
+                    remedy=remedy,
+                )
+            partitioned = [] if states[0].partition == NOT_PARTITIONED else ["--partitioned"]
+            remedy = shlex.join(["eventsql", "consumer", "create", topic, name, *partitioned])
+            raise ShardsDifferError(
+                f"{called} is missing on shard {lacking[0]!r}: complete it with `{remedy}`", remedy=remedy
+            )
 
     def unregister_consumer(self, topic: str, name: str) -> None:
         """Delete a consumer with its offsets. Waits for a running consumption."""
@@ -304,6 +316,14 @@ def _find(shard: Shard, name: str) -> Topic | None:
         return shard.registry.topic(name)
     except TopicNotFoundError:
         return None
+
+
+def _completing(topic: str, numbers: Collection[int | None]) -> str:
+    """The command that gives a topic the same partitions on all shards, where it has these numbers now."""
+    if len(numbers) > 1:
+        return f"eventsql topic alter {topic} --partitions {max(filter(None, numbers))}"
+    (number,) = numbers
+    return f"eventsql topic create {topic}" + ("" if number == NOT_PARTITIONED else f" --partitions {number}")
 
 
 def _form(topic: Topic | None) -> str:

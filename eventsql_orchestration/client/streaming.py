@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -76,13 +77,14 @@ class _Feed:
 def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:
     """Publish a batch that is longer than memory; gives the number of its events. Raises `PartlyPublishedError`."""
     feeds: dict[str, _Feed] = {}
+    deadline = time.monotonic() + cluster.timeout
     abort = True
     try:
         while chunk := list(islice(publications, _FEED_EVENTS)):
             for name, group in router.groups(chunk).items():
                 if name not in feeds:
-                    shard = cluster.named(name)
-                    cluster.health.reach(shard)
+                    shard = cluster.named(name, deadline)
+                    cluster.health.reach(shard, deadline)
                     feeds[name] = _Feed(cluster, shard, router.shards)
                 feeds[name].check()
                 for publication in group:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 from eventsql_orchestration.errors import DatabaseUnavailableError
@@ -39,13 +39,15 @@ class Barriers:
         return [shard for shard in self._cluster.known() if self._cluster.generation_of(shard)]
 
     def settle(self) -> list[HeldBack]:
-        """Release consumers that have reached the fences of the other shards; gives the consumers that have not."""
+        """Release consumers that have reached the fences of the other shards; gives the consumers that have not.
+
+        Leaves out shards that are down.
+        """
         left: list[HeldBack] = []
         for shard in self._joined():
-            if shard.down is not None:
-                continue
-            with self._cluster.using(shard):
-                left += self._settle(shard)
+            if shard.down is None:
+                with suppress(DatabaseUnavailableError), self._cluster.using(shard):
+                    left += self._settle(shard)
         return left
 
     def _settle(self, shard: Shard) -> Iterator[HeldBack]:
@@ -67,13 +69,13 @@ class Barriers:
         if joined is None:
             return ()
         generation, before = joined
-        others = [self._cluster.named(name) for name in sorted(before)]
-        return tuple(each.label for each in others if not self._consumed(each, generation, topic, consumer))
+        return tuple(name for name in sorted(before) if not self._consumed(name, generation, topic, consumer))
 
-    def _consumed(self, shard: Shard, generation: int, topic: str, consumer: str) -> bool:
-        if shard.down is not None:
-            return False
+    def _consumed(self, name: str, generation: int, topic: str, consumer: str) -> bool:
         try:
+            shard = self._cluster.named(name)
+            if shard.down is not None:
+                return False
             with self._cluster.using(shard):
                 return shard.store.consumed_before(generation, topic, consumer)
         except DatabaseUnavailableError:

@@ -19,6 +19,7 @@ import psycopg
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
+    DatabaseUnavailableError,
     EventSQLError,
     RegistryError,
     SchemaOutdatedError,
@@ -195,21 +196,43 @@ class Cluster:
         assert self._state is not None, "it is open"
         return self._state
 
-    def named(self, name: str) -> Shard:
-        """The shard with this name. Raises `ShardSetError` if this process does not know its URL."""
+    def named(self, name: str, deadline: float = 0.0) -> Shard:
+        """The shard with this name. Raises `ShardSetError` if this process does not know its URL.
+
+        If several shards were down when the platform was opened, their names are not known until they are back. Then
+        this waits until `deadline` as `Health.reach` does, and raises `ShardUnavailableError`.
+        """
+        while True:
+            nameless = None
+            for shard in self._shards:
+                if shard.name == name:
+                    return shard
+                if shard.name is None:
+                    nameless = shard
+            if nameless is None:
+                raise ShardSetError(
+                    f"this process has no URL of shard {name!r}: open the platform with it, or call "
+                    "`platform.add_url(…)`"
+                )
+            self.health.reach(nameless, deadline)
+            if nameless.name is None:
+                # The platform was closed before the shard was back, and opened again.
+                self.refresh()
+
+    def owner(self, key: str, deadline: float = 0.0) -> Shard:
+        """The shard of a key. Raises as `named`."""
+        return self.lone or self.named(self.current().owner(key), deadline)
+
+    def owner_if_up(self, key: str) -> Shard | None:
+        """The shard of a key; None if it is not known to be up."""
+        name = self.current().owner(key)
         for shard in self._shards:
             if shard.name == name:
-                return shard
-        raise ShardSetError(
-            f"this process has no URL of shard {name!r}: open the platform with it, or call `platform.add_url(…)`"
-        )
-
-    def owner(self, key: str) -> Shard:
-        """The shard of a key. Raises `ShardSetError` if this process does not know its URL."""
-        return self.lone or self.named(self.current().owner(key))
+                return shard if shard.down is None else None
+        return None
 
     def all(self) -> list[Shard]:
-        """All shards, the oldest first. Raises `ShardSetError` if a URL is not known."""
+        """All shards, the oldest first. Raises as `named`."""
         if self.lone is not None:
             return [self.lone]
         return sorted(map(self.named, self.current().names), key=self._age)
@@ -229,9 +252,16 @@ class Cluster:
         joined = None if shard.name is None or self.lone is not None else self.state.before(shard.name)
         return 0 if joined is None else joined[0]
 
+    def members(self) -> list[Shard]:
+        """The known shards without those that are only prepared: these may lack topics and consumers."""
+        if self.lone is not None:
+            return [self.lone]
+        names = self.current().names
+        return [shard for shard in self.known() if shard.active or shard.name is None or shard.name in names]
+
     def up(self) -> list[Shard]:
-        """The shards that are not known to be down. Raises `DatabaseUnavailableError` if all are down."""
-        found = [shard for shard in self.known() if shard.down is None]
+        """The members that are not known to be down. Raises `DatabaseUnavailableError` if all are down."""
+        found = [shard for shard in self.members() if shard.down is None]
         if not found:
             raise self._shards[0].unavailable()
         return found
@@ -247,11 +277,19 @@ class Cluster:
         return nullcontext() if self.lone is not None else self.health.watching(shard)
 
     def each_up(self, action: Callable[[Shard], Given]) -> list[tuple[Shard, Given]]:
-        """Call `action` on one shard after the other, without shards that are down. Raises the first error."""
-        done = []
+        """Call `action` on one member after the other, without shards that are down, or go down meanwhile.
+
+        Raises the first error of another kind, and `DatabaseUnavailableError` if no shard is left.
+        """
+        done, lost = list[tuple[Shard, Given]](), None
         for shard in self.up():
-            with self.using(shard):
-                done.append((shard, action(shard)))
+            try:
+                with self.using(shard):
+                    done.append((shard, action(shard)))
+            except DatabaseUnavailableError as error:
+                lost = error
+        if lost is not None and not done:
+            raise lost
         return done
 
     def fan_out(self, action: Callable[[Shard], Given]) -> dict[Shard, Given]:
@@ -293,7 +331,7 @@ class Cluster:
         deadline = time.monotonic() + self.timeout
         while True:
             current = self.current()
-            shard = self.any() if key is None else self.named(current.owner(key))
+            shard = self.any() if key is None else self.named(current.owner(key), deadline)
             try:
                 if key is not None:
                     self.health.reach(shard, deadline)

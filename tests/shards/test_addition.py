@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import psycopg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Retention, Shard, Topic
 from eventsql_orchestration.consuming.claims import NoClaim
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.errors import (
@@ -440,6 +440,56 @@ def test_a_database_alone_becomes_the_first_of_two_shards(databases: Databases, 
 
     wait_until(consumed)
     assert handled == [0, 1]
+
+
+def test_a_prepared_shard_follows_all_that_changes_until_it_is_added(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    registry = opened(*dsns[:2]).registry
+    registry.register_topic(Topic("dropped")).register_topic(Topic("anew", 2))
+    registry.register_consumer(Consumer("orders", "dropped")).register_consumer(Consumer("orders", "anew"))
+    addition(dsns).execute(only_prepare=True)
+    for topic in ("dropped", "anew"):
+        registry.unregister_topic(topic)
+        registry.unregister_consumer("orders", topic)
+    registry.register_topic(Topic("anew")).register_topic(Topic("orders", 2, retention=Retention(events=9)))
+    only_keys = EventFilter(keys=frozenset({"a"}))
+    registry.register_consumer(Consumer("orders", "anew", partitioned=True), filter=only_keys)
+    registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=2)
+    registry.pause("orders", "mailer")
+    addition(dsns).execute()
+
+    def defined(shard: Shard) -> object:
+        topics = [(each.name, each.partitions, each.retention) for each in shard.registry.topics()]
+        consumers = shard.registry.consumers()
+        return topics, [(c.topic, c.name, c.partition, c.paused, c.max_attempts, c.filter) for c in consumers]
+
+    first, *others = opened(*dsns).open().shards
+    assert [defined(shard) for shard in others] == [defined(first)] * 2
+    assert "dropped" not in str(defined(first))
+
+
+def test_a_platform_with_a_prepared_shard_works_with_what_that_shard_lacks(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    addition(dsns).execute(only_prepare=True)
+    platform = opened(*dsns)
+    for topic in (Topic("late"), Topic("late_dlt")):
+        platform.registry.register_topic(topic)
+    platform.registry.register_consumer(Consumer("late", "reader"))
+    handled: list[str | None] = []
+    with platform.consumers.start("late", "reader", lambda event, _: handled.append(event.key), polling_delay=0.05):
+        platform.publisher.publish_all([Publication("late", b"", key=key) for key in KEYS])
+        platform.transfer.run_once()
+        wait_until(lambda: sorted(map(str, handled)) == sorted(KEYS))
+    assert {state.shard for state in platform.registry.consumers("late")} == {*BEFORE}
+    assert {move.shard for move in platform.seeker.plan("late", "reader", Earliest())} == {*BEFORE}
+    assert platform.consumers.consume_once("late", "reader", lambda *_: None) == 0
+    assert platform.dead_letters.redrive("late") == len(platform.dead_letters.list("late")) == 0
+    assert platform.retention.run_once(["late"]) == []
+    assert [shard.name for shard in platform.members()] == BEFORE
+    addition(dsns).execute()
+    wait_until(lambda: [shard.name for shard in platform.members()] == [*BEFORE, "shard-3"])
 
 
 def test_a_topic_without_partitions_stays_so(dsns: list[str], opened: Open, addition: Adding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -15,6 +15,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.topics.positions import Latest
 from tests.conftest import own_server
 from tests.effects import effects, make_table, write
 from tests.shards.adding import KEYS
@@ -206,6 +207,85 @@ def test_a_platform_that_is_opened_again_finds_out_anew_which_shards_are_down(
     platform.close()
     second.start()
     platform.open().publisher.publish(publication(LOST[0]))
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        pytest.param(lambda platform: platform.lag(), id="lag"),
+        pytest.param(lambda platform: platform.registry.topics(), id="topics"),
+        pytest.param(lambda platform: platform.registry.consumer("orders", "mailer"), id="consumer"),
+        pytest.param(lambda platform: platform.seeker.plan("orders", "mailer", Latest()), id="plan"),
+    ],
+)
+def test_a_look_that_finds_a_shard_down_shows_the_others(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres, look: Callable[[EventSQL], Sequence[object]]
+) -> None:
+    platform = opened(*dsns).open()
+    assert look(platform)
+    second.stop()
+    assert look(platform)
+    assert [shard.down is None for shard in platform.shards] == [True, False]
+
+
+def test_the_lag_shows_a_shard_as_unreachable_from_the_first_look_on(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
+    platform = opened(*dsns).open()
+    second.stop()
+    assert {lag.shard: lag.cause for lag in platform.lag()} == {
+        "shard-1": LagCause.NONE, "shard-2": LagCause.UNREACHABLE
+    }  # fmt: skip
+
+
+@pytest.fixture
+def three(databases: Databases, second: EmbeddedPostgres, request: pytest.FixtureRequest) -> list[str]:
+    """Three shards, two of them on the second server, which is stopped."""
+    second.start()
+    name = f"db_{abs(hash(request.node.name))}"
+    dsns = [*databases(1), *(second.create_database(f"{name}_{number}") for number in range(2))]
+    with EventSQL(*dsns) as platform:
+        platform.registry.register_topic(Topic("orders"))
+    second.stop()
+    return dsns
+
+
+def of_shard(number: int) -> Publication:
+    names = ["shard-1", "shard-2", "shard-3"]
+    return publication(next(key for key in KEYS if shard_of_key(key, names) == f"shard-{number}"))
+
+
+def test_keys_of_two_shards_that_were_never_reached_fail_as_those_of_one_that_is_down(
+    three: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
+    platform = opened(*three).open()
+    platform.publisher.publish(of_shard(1))
+    for refused in (
+        lambda: platform.publisher.publish(of_shard(2)),
+        lambda: platform.publisher.publish_all([of_shard(1), of_shard(3)]),
+        lambda: platform.registry.register_topic(Topic("refused")),
+        lambda: platform.shard_of(str(of_shard(2).key)),
+    ):
+        with pytest.raises(ShardUnavailableError):
+            refused()
+    platform.close()
+    second.start()
+    platform.open()
+    for number in (1, 2, 3):
+        platform.publisher.publish(of_shard(number))
+
+
+def test_keys_wait_for_shards_that_were_never_reached(three: list[str], opened: Open, second: EmbeddedPostgres) -> None:
+    platform = opened(*three, on_shard_down="wait", shard_timeout=60.0).open()
+    many = [publication(key) for key in KEYS]
+    waiting = threading.Thread(target=platform.publisher.publish_all, args=(many,))
+    waiting.start()
+    platform.publisher.publish(of_shard(1))
+    assert waiting.is_alive()
+    second.start()
+    platform.publisher.publish(of_shard(2))
+    waiting.join(PATIENCE)
+    assert platform.transfer.run_once() == {"orders": len(KEYS) + 2}
 
 
 def test_with_no_shard_up_there_is_nothing_to_open(closed: list[str], opened: Open) -> None:
