@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import reduce
 from typing import TYPE_CHECKING, Final
@@ -54,7 +54,8 @@ class SparkViewFeed(ViewFeed):
         Its columns are, by the kind of the view:
 
         - of a timeline: `offset`, `resource`, `data` (JSON as text), `occurred_at`;
-        - of a rollup: `at`, its dimensions, values and distinct texts; values are whole numbers or decimals;
+        - of a rollup: `at`, its dimensions, values and distinct texts; values are whole numbers or decimals, the others
+          strings;
         - of logs: `offset`, `resource`, `line`, `written_at`, and `level` and `attributes` (JSON as text), which may
           be left out.
 
@@ -146,17 +147,28 @@ def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetim
         )
     if types[time_of] != "timestamp":
         raise ViewConflictError(f"column {time_of!r} of the frame is of type {types[time_of]}: make it a timestamp")
-    for name in view.values if isinstance(view, Rollup) else ():
-        if types[name] not in _WHOLE and not types[name].startswith("decimal"):
-            raise ViewConflictError(
-                f"value {name!r} of the frame is of type {types[name]}, whose sums are rounded: make it a whole number "
-                "or a decimal"
-            )
+    if isinstance(view, Rollup):
+        _check_types(view, types)
     given["eql_tenant"] = f.col("tenant") if "tenant" in types else f.lit(NO_TENANT)
     if not isinstance(view, Rollup) and "number" in types:
         given["number"] = f.col("number")
     kept = entries if oldest is None else entries.where(f.col(time_of) > f.lit(oldest))
     return kept.select(*(column.alias(name) for name, column in given.items()))
+
+
+def _check_types(rollup: Rollup, types: Mapping[str, str]) -> None:
+    """Raise `ViewConflictError` for a column of another type than entries of the rollup have."""
+    for name in (*rollup.dimensions, *rollup.distinct):
+        if types[name] != "string":
+            raise ViewConflictError(
+                f"column {name!r} of the frame is of type {types[name]}: make it a string, as in the entries of `apply`"
+            )
+    for name in rollup.values:
+        if types[name] not in _WHOLE and not types[name].startswith("decimal"):
+            raise ViewConflictError(
+                f"value {name!r} of the frame is of type {types[name]}, whose sums are rounded: make it a whole number "
+                "or a decimal"
+            )
 
 
 def _checked(rollup: Rollup) -> dict[str, Column]:

@@ -197,7 +197,9 @@ def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(
     [
         ["current_timestamp() AS at"],
         ["'' AS at", "key AS resource", "1 AS minutes"],
-        ["timestamp AS at", "key AS resource", "1e0 AS minutes"],
+        ["timestamp AS at", "key AS resource", "1e0 AS minutes", "key AS digits"],
+        ["timestamp AS at", "partition AS resource", "1 AS minutes", "key AS digits"],
+        ["timestamp AS at", "key AS resource", "1 AS minutes", "offset AS digits"],
     ],
 )
 def test_frames_that_do_not_fit_are_refused(world: World, spark: SparkSession, columns: list[str]) -> None:
