@@ -25,11 +25,12 @@ _END: Final = 2**63 - 1
 def plan_changes(options: ChangeOptions, columns: Sequence[str]) -> list[ChangeRange]:
     """The ranges of the tasks, in the global order, each with about as many changes.
 
-    Raises `ValidationError` for a checkpoint beyond the horizon, and `DatabaseError` for one of another era and for a
-    restored dump that is not adopted.
+    Raises `ValidationError` for a checkpoint beyond the horizon, `DatabaseError` for one of another era and for a
+    restored dump that is not adopted, and `SchemaOutdatedError`.
     """
     (url,) = options.source.urls
-    with closing(Database(url, schema=options.source.schema)) as database:
+    database = Database(url, schema=options.source.schema, migrate=False, application_name="eventsql-spark")
+    with closing(database):
         return _Planner(options, database).plan(columns)
 
 

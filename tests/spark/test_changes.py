@@ -13,7 +13,13 @@ from pyspark.sql import functions as f
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ConfigurationError, DatabaseError, ProjectionError, ValidationError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseError,
+    ProjectionError,
+    SchemaOutdatedError,
+    ValidationError,
+)
 from eventsql_orchestration.spark import FORMAT
 from eventsql_orchestration.spark.change_options import ChangeOptions
 from eventsql_orchestration.spark.change_reader import CHANGE_SCHEMA, ChangeReader, ChangeSplit
@@ -127,6 +133,12 @@ def test_a_frame_has_the_columns_of_changes(store: Store, spark: SparkSession, d
 def test_options_of_topics_do_not_go_with_those_of_the_store(dsn: str, options: dict[str, str]) -> None:
     with pytest.raises(ConfigurationError):
         ChangeOptions.parse({"dsn": dsn, "aggregates": "*", **options})
+
+
+def test_a_read_makes_no_tables(session: Connection, dsn: str) -> None:
+    with pytest.raises(SchemaOutdatedError):
+        reader_of(dsn, schema="misspelt").partitions()
+    assert session.execute("SELECT to_regnamespace('misspelt')").fetchone() == (None,)
 
 
 @pytest.mark.parametrize("names", ["", "a,,b", "[1]", "[]", "*,a", '["a"'])
