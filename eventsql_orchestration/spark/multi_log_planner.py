@@ -123,8 +123,9 @@ class AllLogs:
 
     def check_bounds(self) -> None:
         """Raise `ValidationError` if some shards or partitions have bounds of their own and others have none."""
+        # A filter may have chosen no shard, and then nobody knows their names.
         names = sorted(set[str]().union(*(state.generations[-1] for state in self._states)))
-        for bounds in (self._options.starting, self._options.ending):
+        for bounds in (self._options.starting, self._options.ending) if names else ():
             bounds.check_shards(names)
         for logs in self._logs:
             logs.check_bounds()

@@ -195,8 +195,9 @@ def test_values_are_decoded_and_a_misfit_names_its_shard(spark: SparkSession, pl
 # Filters
 
 
-def filtering(dsn: str, *filters: Filter) -> tuple[FilteringReader, list[Filter]]:
-    reader = FilteringReader(ReadOptions.parse({"dsn": dsn, "subscribe": "orders"}, streaming=False), ALL)
+def filtering(dsn: str, *filters: Filter, **options: str) -> tuple[FilteringReader, list[Filter]]:
+    given = {"dsn": dsn, "subscribe": "orders", **options}
+    reader = FilteringReader(ReadOptions.parse(given, streaming=False), ALL)
     return reader, list(reader.pushFilters(list(filters)))
 
 
@@ -211,6 +212,9 @@ def test_a_filter_on_the_shard_leaves_the_others_alone(platform: EventSQL, dsn: 
     reader, _ = filtering(dsn, In(("shard",), ("shard-1", "shard-2")))
     assert len(columns_of(reader, "offset")) == EVENTS
     reader, _ = filtering(dsn, EqualTo(("shard",), "shard-9"))
+    assert reader.partitions() == []
+    begin = '{"orders": {"shard-1": 1, "shard-2": "earliest"}}'
+    reader, _ = filtering(dsn, EqualTo(("shard",), "shard-9"), startingOffsets=begin)
     assert reader.partitions() == []
 
 
