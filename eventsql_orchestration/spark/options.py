@@ -82,14 +82,17 @@ class WriteOptions:
             given.refuse("a stream numbers its batches itself", "batchId")
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
         claim = given.number("claim", 1, MAX_BIGINT)
+        batch = given.number("batchId", 0, MAX_BIGINT, default=0)
         if claim is None:
             given.refuse("no claim is given", "claimShard")
+            if given.text("writerId") is None:
+                given.refuse("it numbers the batches of a writer, and no writerId is given", "batchId")
         return cls(
             source=given.source(),
             topic=given.topic("topic"),
             headers=given.headers("headers"),
             writer=given.text("writerId") or (None if claim is None else f"claim-{claim}"),
-            batch=given.number("batchId", 0, MAX_BIGINT, default=0),
+            batch=batch,
             claim=claim,
             claim_shard=given.text("claimShard"),
         )

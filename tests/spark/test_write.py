@@ -507,6 +507,7 @@ def schema_of(text: str) -> StructType:
         (FARE, {"writerid": " "}, ValidationError, "option writerId is empty"),
         (FARE, {"batchId": "one"}, ValidationError, "option batchId: 'one' is not a whole number"),
         (FARE, {"batchId": "-1"}, ValidationError, "option batchId: -1 is out of range"),
+        (FARE, {"batchId": "1"}, ConfigurationError, "option batchId cannot be used here: .* no writerId is given"),
         (FARE, {"claim": "first"}, ValidationError, "option claim: 'first' is not a whole number"),
         (FARE, {"claim": "77"}, ClaimLostError, "claim 77 does not exist"),
         (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: did you mean writerId"),
