@@ -90,9 +90,9 @@ class PlatformCollector(Collector):
     subscriptions of the event store, and queues.
 
     Register it once: `prometheus_client.REGISTRY.register(PlatformCollector(platform))`. A scrape reads each database
-    at most every `interval` seconds, and rests for nine times as long as the last reading took. A database that does
-    not answer within eight seconds has `eventsql_up` 0 and no other metrics. With `partitions`, each consumer partition
-    has its lag too. The platform may belong to a role that only reads.
+    at most every `interval` seconds, and rests for nine times as long as the last reading took, at most five minutes. A
+    database that does not answer within eight seconds has `eventsql_up` 0 and no other metrics. With `partitions`, each
+    consumer partition has its lag too. The platform may belong to a role that only reads.
 
     Raises `ValidationError` for an interval that is not a positive number of seconds.
     """

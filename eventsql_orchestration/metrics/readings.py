@@ -18,6 +18,9 @@ logger = logging.getLogger(__name__)
 REST: Final = 9.0
 """After a reading, the database rests for at least so many times the reading's duration: reading takes 10 % at most."""
 
+MOST_REST: Final = 300.0
+"""The longest rest in seconds. A reading that waited for a lock took the database no time, and its figures get old."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -62,7 +65,11 @@ class Readings:
 
     def _is_fresh(self) -> bool:
         last = self._latest
-        return last is not None and self._clock() - last.ended < max(self._interval, REST * last.seconds)
+        if last is None:
+            return False
+        # A reading that failed has mostly waited for a database that did not answer.
+        rest = 0.0 if last.figures is None else min(REST * last.seconds, MOST_REST)
+        return self._clock() - last.ended < max(self._interval, rest)
 
     def _run(self) -> None:
         began, figures = self._clock(), None

@@ -1,0 +1,51 @@
+"""Scrapers share readings of a database, which rests between two of them, but not for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.metrics.figures import Figures
+from eventsql_orchestration.metrics.readings import MOST_REST, REST, Readings
+from tests.waiting import PATIENCE
+
+FIGURES = Figures((), (), (), (), ())
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def unreachable() -> Figures:
+    raise DatabaseUnavailableError("down")
+
+
+@pytest.mark.parametrize(
+    ("read", "seconds", "rest"),
+    [
+        pytest.param(lambda: FIGURES, 0.5, 10.0, id="quick"),
+        pytest.param(lambda: FIGURES, 2.0, REST * 2.0, id="slow"),
+        pytest.param(lambda: FIGURES, 1_800.0, MOST_REST, id="behind a lock"),
+        pytest.param(unreachable, 1_800.0, 10.0, id="no answer"),
+    ],
+)
+def test_a_database_rests_after_a_reading(read: Callable[[], Figures], seconds: float, rest: float) -> None:
+    clock, begun = Clock(), list[float]()
+
+    def reading() -> Figures:
+        begun.append(clock.now)
+        clock.now += seconds
+        return read()
+
+    readings = Readings("a database", reading, interval=10.0, clock=clock)
+    for pause in (0.0, rest - 0.5, 0.5):
+        clock.now += pause
+        readings.begin()
+        readings.latest(PATIENCE)
+    assert begun == [0.0, seconds + rest]
