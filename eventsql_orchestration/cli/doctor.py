@@ -116,10 +116,12 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
             yield warning("shards", f"shard {each.shard} {stands}", "eventsql shard add --dsn URL --execute")
     held = platform.held_back()
     for waiting in held:
+        until = "a process that consumes or transfers on all shards releases it"
+        if waiting.waits_for:
+            until = f"it has consumed the earlier events on {', '.join(waiting.waits_for)}"
         yield warning(
             "shards",
-            f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until it has "
-            f"consumed the earlier events on {', '.join(waiting.waits_for)}",
+            f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until {until}",
         )
     if not held and all(each.state == "takes events" for each in standing):
         yield ok("shards", f"{counted(len(standing), 'shard')}, all take events")

@@ -113,7 +113,10 @@ def status(context: CliContext, as_json: AsJson) -> None:
     else:
         say("no publication is unfinished")
     if held:
-        first: Columns = {"consumes first the earlier events on": lambda each: ", ".join(each.waits_for)}
+        first: Columns = {
+            "consumes first the earlier events on": lambda each: ", ".join(each.waits_for) or "none: this role may not "
+            "release it"
+        }  # fmt: skip
         show_items(held, {**same("topic", "consumer"), "held back from": "shard", **first})
     else:
         say("no consumer is held back")
@@ -149,7 +152,11 @@ def add(
     settings = context.settings
     if not settings.dsns:
         raise ConfigurationError("name the existing shards before the command: eventsql --dsn URL shard add …")
-    shards = [Shard(dsn, schema=settings.db_schema, transfer=False) for dsn in (*settings.dsns, added)]
+    # `eventsql migrate` alone upgrades the existing shards.
+    shards = [
+        Shard(dsn, schema=settings.db_schema, migrate=dsn is added and (prepare or execute), transfer=False)
+        for dsn in (*settings.dsns, added)
+    ]
     try:
         addition = ShardAddition(shards[:-1], shards[-1], name=name, on_step=say)
         plan = addition.execute(only_prepare=prepare) if prepare or execute else addition.plan()

@@ -293,6 +293,8 @@ class ClusterLag:
         if held is None or lag.cause is not LagCause.HELD_BACK:
             return lag
         down = {shard.label for shard in self._cluster.known() if shard.down is not None}
+        if not held.waits_for:
+            return replace(lag, detail="until a process that consumes or transfers on all shards releases it")
         names = ", ".join(f"{name} (down)" if name in down else name for name in held.waits_for)
         return replace(lag, detail=f"until it has consumed the earlier events on {names}")
 

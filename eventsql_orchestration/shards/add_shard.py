@@ -102,6 +102,8 @@ class ShardAddition:
             # An earlier attempt may have ended before this step.
             define(self._old[0].registry, self._new, active=True)
             return plan
+        for shard in self._old:
+            shard.database.ensure_schema()
         self._bootstrap(plan)
         self._prepare(plan)
         if only_prepare:
@@ -182,7 +184,6 @@ class ShardAddition:
         """Make a lone database the first shard of a set."""
         if len(self._old) > 1 or self._old[0].store.state().name is not None:
             return
-        self._old[0].database.ensure_schema()
         with self._old[0].store.bootstrap() as (state, bootstrap):
             if state.name is None:
                 bootstrap.become(FIRST, str(uuid.uuid4()), [frozenset(plan.names)], active=True)

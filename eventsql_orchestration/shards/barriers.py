@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
-from eventsql_orchestration.errors import DatabaseUnavailableError
+from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 
@@ -20,7 +20,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class HeldBack:
-    """A consumer that gets no events from `shard` until it has consumed the shards `waits_for` up to their fences."""
+    """A consumer that gets no events from `shard` until it has consumed the shards `waits_for` up to their fences.
+
+    If `waits_for` is empty, the consumer waits for a process that may release it: this one may not write.
+    """
 
     topic: str
     consumer: str
@@ -57,12 +60,21 @@ class Barriers:
         with shard.store.barrier(wait=False) as mine:
             for topic, consumer in held:
                 waits_for = self._waits_for(shard, topic, consumer)
-                if waits_for:
+                if waits_for or (mine and not self._release(shard, topic, consumer)):
                     yield HeldBack(topic, consumer, shard.label, waits_for)
-                elif mine:
-                    shard.store.let_go(topic, consumer)
-                    logger.info("consumer %r of topic %r goes on with shard %r", consumer, topic, shard.label)
-                    shard.announce([topic])
+
+    def _release(self, shard: Shard, topic: str, consumer: str) -> bool:
+        """Release a consumer; False for a role that only reads, or a read-only server."""
+        try:
+            shard.store.let_go(topic, consumer)
+        except DatabaseUnavailableError:
+            raise
+        except DatabaseError as error:
+            logger.info("consumer %r of topic %r is left to another process: %s", consumer, topic, error)
+            return False
+        logger.info("consumer %r of topic %r goes on with shard %r", consumer, topic, shard.label)
+        shard.announce([topic])
+        return True
 
     def _waits_for(self, shard: Shard, topic: str, consumer: str) -> tuple[str, ...]:
         joined = self._cluster.state.before(shard.label)

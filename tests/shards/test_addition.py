@@ -442,6 +442,25 @@ def test_a_database_alone_becomes_the_first_of_two_shards(databases: Databases, 
     assert handled == [0, 1]
 
 
+def test_a_process_that_may_not_write_leaves_the_release_of_a_consumer_to_others(
+    dsns: list[str], opened: Open, addition: Adding
+) -> None:
+    platform = opened(*dsns[:2]).open()
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    platform.publisher.publish(publication(MOVING, 1))
+    for shard in platform.shards:
+        shard.transfer.run_once()
+    reader = opened(*(f"{dsn}?options=-c%20default_transaction_read_only%3Don" for dsn in dsns), migrate=False)
+    assert [(held.shard, held.waits_for) for held in reader.held_back()] == [("shard-3", ())]
+    (waiting,) = (lag for lag in reader.lag("orders") if lag.events)
+    assert (waiting.cause, waiting.detail) == (
+        LagCause.HELD_BACK, "until a process that consumes or transfers on all shards releases it"
+    )  # fmt: skip
+    assert platform.held_back() == []
+    assert consume_on(platform, "shard-3") == [1]
+
+
 def test_a_prepared_shard_follows_all_that_changes_until_it_is_added(
     dsns: list[str], opened: Open, addition: Adding
 ) -> None:

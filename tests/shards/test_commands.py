@@ -18,6 +18,7 @@ from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.context import resolve_dsn
 from eventsql_orchestration.errors import ConfigurationError, ShardsDifferError
 from eventsql_orchestration.settings import Settings
+from eventsql_orchestration.shards.shard_state import ShardStore
 from tests.conftest import Prepared
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases
@@ -200,6 +201,16 @@ def test_a_shard_is_added_after_a_plan(orders: Run, dsns: list[str]) -> None:
     assert "held back from shard west" in whole("doctor").stdout.replace("\n", " ")
     whole("consume", "orders", "mailer")
     assert "no consumer is held back" in whole("shard", "status").stderr
+
+
+@pytest.mark.parametrize(("older", "step"), [(0, []), (0, ["--prepare"]), (1, ["--execute"])])
+def test_only_migrate_upgrades_the_existing_shards(orders: Run, dsns: list[str], older: int, step: list[str]) -> None:
+    with psycopg.connect(dsns[older], autocommit=True) as connection:
+        connection.execute("UPDATE eventsql.schema_version SET version_num = '0048'")
+        assert "run `eventsql migrate`" in orders("shard", "add", "--dsn", dsns[2], *step, code=1).stderr
+        assert connection.execute("SELECT version_num FROM eventsql.schema_version").fetchall() == [("0048",)]
+    with EventSQL(dsns[2], migrate=False) as new:
+        assert ShardStore(new.database).state().name is None
 
 
 def test_a_database_that_a_server_keeps_for_maintenance_is_called_so(run: Run, dsns: list[str]) -> None:
