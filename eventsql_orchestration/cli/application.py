@@ -101,6 +101,11 @@ class Application(click.Group):
             code = error.exit_code
         except click.Abort:
             code = INTERRUPTED
+        except OSError as error:
+            # Of the help or the version: they stand before any command.
+            discard_output()
+            complain(f"standard output cannot be written: {error.strerror or error}")
+            code = FAILED
         sys.exit(code if isinstance(code, int) else DONE)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from datetime import UTC, datetime
 from typing import Annotated, Final
 
@@ -74,7 +75,8 @@ def create(
 
     say(f"{registered}{'' if conditions is None else f'; only events with {conditions}'}")
     if start is not None and not registered.created:
-        say(f"--start does not move a consumer that exists: `eventsql seek {topic} {consumer}` moves its offsets")
+        seek = shlex.join(["eventsql", "seek", topic, consumer])
+        say(f"--start does not move a consumer that exists: `{seek}` moves its offsets")
 
 
 def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:

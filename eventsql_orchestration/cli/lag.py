@@ -15,6 +15,7 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
+    Listing,
     partition_of,
     picked,
     same,
@@ -33,7 +34,6 @@ from eventsql_orchestration.topics.side_consumers import without_backfills
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.live import Live
-    from rich.table import Table
 
     from eventsql_orchestration.client.eventsql import EventSQL
 
@@ -171,7 +171,7 @@ class _Trend:
         for row in rows:
             self._events.setdefault(_row(row), deque(maxlen=_SAMPLES)).append(row.events)
 
-    def table(self, rows: list[Any], width: int) -> Table:
+    def table(self, rows: list[Any], width: int) -> Listing:
         samples = _SAMPLES if width >= _WIDE else _SAMPLES // 2
         trend: Columns = {"trend": lambda row: sparkline([*self._events[_row(row)]][-samples:])}
         return table_of(rows, {**_fitting(self._columns, width), **trend})
@@ -260,7 +260,7 @@ def _fitting(columns: Columns, width: int) -> Columns:
     return {name: each for name, each in columns.items() if width >= _WIDE or name not in _ONLY_WIDE}
 
 
-def lag_table(lags: list[ConsumerLag], *, width: int = _WIDE) -> Table:
+def lag_table(lags: list[ConsumerLag], *, width: int = _WIDE) -> Listing:
     """A table of the lag for people, with a row for each consumer partition, on a terminal of `width` columns."""
     return table_of(lags, _fitting(_LAG, width))
 

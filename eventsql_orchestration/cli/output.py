@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
@@ -22,8 +22,9 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.redaction import hide_passwords
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from rich.console import Console, ConsoleOptions, RenderableType
     from rich.progress import Progress, ProgressColumn
+    from rich.segment import Segment
     from rich.table import Table
 
 Column: TypeAlias = str | Callable[[Any], object]
@@ -261,7 +262,14 @@ def picked(item: object, columns: Columns) -> dict[str, Any]:
     return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
 
 
-def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> Table:
+_GAP: Final = 2
+"""The space between two columns."""
+
+_FOLDED: Final = 8
+"""The narrowest column into which a text is folded."""
+
+
+def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> Listing:
     """A table for people with a row for each object. A column `shard` without values is left out.
 
     Numbers and the columns of `right` are right-aligned, with groups of digits. None is a dash.
@@ -269,16 +277,33 @@ def table_of(items: Sequence[Any], columns: Columns, *, right: Collection[str] =
     rows = [picked(item, columns) for item in items]
     shown = [name for name in columns if name != "shard" or any(row[name] is not None for row in rows)]
     drawn = lazy.Table(box=None, pad_edge=False, header_style="bold")
+    least = -_GAP
     for name in shown:
         cells = [row[name] for row in rows]
         numeric = bool(cells) and all(isinstance(cell, int | float | None) for cell in cells)
         # A narrow terminal folds texts. Numbers stay whole: a number that is cut short is another number.
         whole = not any(isinstance(cell, str) for cell in cells)
         justify: Literal["right", "left"] = "right" if numeric or name in right else "left"
+        natural = max(len(text) for text in (name, *map(cell, cells)))
+        least += (natural if whole else min(natural, _FOLDED)) + _GAP
         drawn.add_column(name, justify=justify, no_wrap=whole, overflow="fold")
     for row in rows:
         drawn.add_row(*(lazy.Text(cell(row[name])) for name in shown))
-    return drawn
+    return Listing(drawn, least)
+
+
+class Listing:
+    """A table that is at least as wide as its numbers and the words of its texts need.
+
+    In a terminal that is narrower, the terminal breaks its lines. A refreshing screen shows the left part.
+    """
+
+    def __init__(self, drawn: Table, least: int) -> None:
+        self._drawn = drawn
+        self._least = least
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        yield from console.render(self._drawn, options.update_width(max(options.max_width, self._least)))
 
 
 def cell(value: object) -> str:
@@ -308,7 +333,8 @@ def show(renderable: RenderableType) -> None:
         file=io.StringIO() if not terminal else None, width=None if terminal else _UNBOUNDED, highlight=False
     )
     with console.capture() as capture:
-        console.print(renderable)
+        # Uncropped: see `Listing`.
+        console.print(renderable, crop=False)
     lines = capture.get().splitlines()
     write("".join(f"{line if terminal else line.rstrip()}\n" for line in lines))
 

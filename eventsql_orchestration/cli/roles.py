@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, say, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, say, show_items, write, write_json
 from eventsql_orchestration.cli.parameters import AsJson, command, option
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
@@ -57,7 +57,7 @@ def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
 def _print(context: CliContext, prefix: str, topics: tuple[str, ...]) -> None:
     with context.platform() as platform:
         for shard in platform.shards:
-            click.echo(Roles(shard.database).sql(prefix=prefix, topics=topics), nl=False)
+            write(Roles(shard.database).sql(prefix=prefix, topics=topics))
 
 
 @command(roles, "list", short_help="List the roles and their members.")

@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from click.testing import Result
@@ -19,7 +20,7 @@ from rich.console import Console
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import topic_output
 from eventsql_orchestration.cli.lag import lag_table, live_lag, sparkline
-from eventsql_orchestration.cli.output import cell, progress_bar
+from eventsql_orchestration.cli.output import cell, progress_bar, same, table_of
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
 from tests.cli.conftest import PROGRAM, Start
@@ -190,6 +191,15 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     shown = terminal.close().decode(errors="replace")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80])
+def test_a_narrow_terminal_cuts_no_number_short(width: int) -> None:
+    items = [SimpleNamespace(name="order_placed", events=1_234_567, offset=9_876_543, size=12_345.6, end=1_111_111)]
+    console = Console(file=io.StringIO(), width=width)
+    console.print(table_of(items, same("name", "events", "offset", "size", "end")), crop=False)
+    for whole in ("name", "order_pl", "1,234,567", "9,876,543", "12,345.6", "1,111,111"):
+        assert whole in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_a_table_that_refreshes_keeps_names_whole_on_a_narrow_terminal(platform: EventSQL) -> None:

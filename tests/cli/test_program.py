@@ -20,6 +20,7 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from tests.cli.conftest import Start
+from tests.waiting import PATIENCE
 
 Run = Callable[..., Result]
 
@@ -160,6 +161,25 @@ def test_the_whole_system_on_a_named_database_stops_nothing(server: EmbeddedPost
     with CliContext(dsn=dsn, home=server.directory.parent).whole_system() as platform:
         assert platform.registry.topics() == []
     assert server.status() is not None
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("arguments", [("--help",), ("--version",), ("roles", "sql")])
+def test_output_that_cannot_be_written_is_one_line(start: Start, arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("wb") as full:
+        process = start(*arguments, stdout=full)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert errors == b"eventsql: standard output cannot be written: No space left on device\n"
+
+
+def test_sql_whose_reader_has_gone_ends_silently(start: Start) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = start("roles", "sql", stdout=writer)
+    os.close(writer)
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, errors) == (0, b"")
 
 
 def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:

@@ -220,6 +220,8 @@ def test_a_consumer_is_created_once_and_keeps_its_attempts(run: Run, platform: E
     assert again.exit_code == 0
     assert "exists already" in again.stderr
     assert [(s.partition, s.max_attempts) for s in platform.registry.consumer(topic, "mailer")] == [(0, 9), (1, 9)]
+    assert run("consumer", "create", topic, "a mailer").exit_code == 0
+    assert f"`eventsql seek {topic} 'a mailer'`" in run("consumer", "create", topic, "a mailer", "--from", 1).stderr
 
 
 def test_a_consumer_in_the_other_form_is_refused_and_keeps_its_unread_events(
