@@ -6,11 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import ParamSpec
+from typing import ParamSpec, TypeVar
 
 Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,23 @@ def start_thread(
     thread = threading.Thread(target=function, args=arguments, kwargs=named, name=f"eventsql-{name}", daemon=daemon)
     thread.start()
     return thread
+
+
+def in_thread(name: str, function: Callable[[], Result]) -> Future[Result]:
+    """Call `function` in a thread, and give its result when it is there.
+
+    A process that ends, as after Ctrl-C, waits for threads of an executor, but not for this one.
+    """
+    result: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
+            result.set_exception(error)
+
+    start_thread(name, run)
+    return result
 
 
 def join_all(threads: Iterable[threading.Thread], deadline: float) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import NoReturn
 
@@ -22,7 +21,6 @@ from eventsql_orchestration.errors import (
     ShardUnavailableError,
     WrongShardError,
 )
-from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.batches import check_publication, read_ahead, refusing_rollback
 from eventsql_orchestration.publishing.handed_out import ParamStyle, Statement
@@ -30,6 +28,7 @@ from eventsql_orchestration.publishing.publisher import Publisher, check_many
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.router import Router
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.topics.partitioner import Partitioner, default_partition
 
 
@@ -42,19 +41,9 @@ class ClusterPublisher:
         self._lone = None if cluster.lone is None else cluster.lone.publisher
         self._registry = registry
         self._partitioner: Partitioner = default_partition
-        self._threads: ThreadPoolExecutor | None = None
-        self._threads_lock = threading.Lock()
-        after_fork(self, ClusterPublisher._after_fork)
-
-    def _after_fork(self) -> None:
-        """See `forks`."""
-        self._threads, self._threads_lock = None, threading.Lock()
 
     def close(self) -> None:
-        """Close the threads and connections; the next publication opens new ones."""
-        threads, self._threads = self._threads, None
-        if threads is not None:
-            threads.shutdown(wait=False)
+        """Close the connections; the next publication opens new ones."""
         for shard in self._cluster.shards:
             shard.publisher.close()
 
@@ -168,7 +157,7 @@ class ClusterPublisher:
         with refusing_rollback():
             first, rest = read_ahead(publications)
             if rest is None:
-                return _Batch(self._cluster, router, self._submit).publish(first)
+                return _Batch(self._cluster, router).publish(first)
             return publish_stream(self._cluster, router, chain(first, map(check_publication, rest)))
 
     @contextmanager
@@ -181,20 +170,13 @@ class ClusterPublisher:
             self._cluster.refresh()
             raise
 
-    def _submit(self, work: Callable[[], int]) -> Future[int]:
-        with self._threads_lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(thread_name_prefix="eventsql-publish")
-            return self._threads.submit(work)
-
 
 class _Batch:
     """One call of `publish_all` with events that are in memory."""
 
-    def __init__(self, cluster: Cluster, router: Router, submit: Callable[[Callable[[], int]], Future[int]]) -> None:
+    def __init__(self, cluster: Cluster, router: Router) -> None:
         self._cluster = cluster
         self._router = router
-        self._submit = submit
         self._deadline = time.monotonic() + cluster.timeout
         self._committed: dict[str, int] = {}
 
@@ -244,7 +226,7 @@ class _Batch:
             with self._cluster.using(shards[name]):
                 return shards[name].publisher.publish_all(groups[name], placed=placed)
 
-        futures = {name: self._submit(lambda name=name: commit(name)) for name in others}  # type: ignore[misc]
+        futures = {name: in_thread("publish", partial(commit, name)) for name in others}
         refused: dict[str, RegistryError] = {}
         failed: dict[str, Exception] = {}
         for name in (last, *others):

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Final
 
@@ -23,7 +22,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import in_thread, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailable
     Raises any other error of a shard, and `DatabaseBusyError` if this process has no connection left to ask a shard.
     """
     begun = time.monotonic()
-    answers = {shard: _ask(shard) for shard in shards}
+    answers = {shard: in_thread(f"ask-{shard.label}", shard.store.state) for shard in shards}
     found: dict[Shard, ShardState | DatabaseUnavailableError] = {}
     for shard, answer in answers.items():
         database = shard.database
@@ -167,17 +166,3 @@ def _bound(database: Database) -> float:
     if not further:
         return ANSWER_SECONDS
     return ANSWER_SECONDS + further * timeout_from_conninfo({"connect_timeout": options.get("connect_timeout", 10)})
-
-
-def _ask(shard: Shard) -> Future[ShardState]:
-    """Ask in a daemon thread. A process that ends waits for threads of an executor, but not for this thread."""
-    answer: Future[ShardState] = Future()
-
-    def run() -> None:
-        try:
-            answer.set_result(shard.store.state())
-        except BaseException as error:  # noqa: BLE001 - raised where the answer is waited for
-            answer.set_exception(error)
-
-    start_thread(f"ask-{shard.label}", run)
-    return answer

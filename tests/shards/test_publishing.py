@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from functools import partial
@@ -27,6 +30,7 @@ from eventsql_orchestration.threads import start_thread
 from tests.conftest import Prepared
 from tests.forms import stored
 from tests.shards.conftest import Databases, Open, Until
+from tests.waiting import PATIENCE
 
 KEYS = [f"key {number}" for number in range(30)]
 
@@ -238,3 +242,29 @@ def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: 
     finally:
         stop.set()
         transfer.join()
+
+
+PUBLISHES = """
+import sys
+from eventsql_orchestration import EventSQL, Publication
+with EventSQL(*sys.argv[1:], transfer=False) as platform:
+    platform.publisher.publish_all([Publication("orders", b"", key=key) for key in %r])
+"""
+
+
+def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL, until: Until) -> None:
+    dsns = [shard.database.dsn for shard in platform.shards]
+    keys = [next(key for key in KEYS if platform.shard_of(key) is shard) for shard in platform.shards]
+    waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with psycopg.connect(dsns[0]) as connection, psycopg.connect(dsns[0], autocommit=True) as looking:
+        # The first shard of a batch is written in a thread.
+        connection.execute("LOCK TABLE eventsql.event_buffer, eventsql.event_buffer_lock")
+        process = subprocess.Popen([sys.executable, "-c", PUBLISHES % keys, *dsns], stderr=subprocess.DEVNULL)
+        until(lambda: looking.execute(waiting).rowcount == 1)
+        process.send_signal(signal.SIGINT)
+        try:
+            # It stands for ever if it waits for the thread.
+            assert process.wait(PATIENCE) == -signal.SIGINT
+        finally:
+            process.kill()
+            process.wait()
