@@ -12,7 +12,6 @@ from dataclasses import replace
 from typing import Annotated, Final
 
 import click
-from psycopg import sql
 
 from eventsql_orchestration.capture import Captures, drop_command
 from eventsql_orchestration.cli.context import CliContext, open_platform
@@ -22,12 +21,12 @@ from eventsql_orchestration.cli.doctor_consumers import (
     idle_findings,
     leftover_findings,
 )
+from eventsql_orchestration.cli.doctor_database import creator_findings, schema_finding, server_finding
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.database import Database, Queries, migrations
-from eventsql_orchestration.database.roles import Roles
+from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseFullError,
@@ -45,10 +44,6 @@ from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.store.store import Store
 from eventsql_orchestration.views.catalog import Views
-
-_OLDEST_SERVER: Final = 14
-"""The oldest PostgreSQL that still gets fixes."""
-
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
@@ -139,55 +134,19 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
 def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterator[Finding]:
     database = shard.database
     embedded = context.settings.dsn is None
-    server = _server(database)
+    server = server_finding(database)
     named = "the embedded server" if embedded else f"named by {context.source('dsn')}"
     yield ok("database", f"{database}, {named}")
     yield server
-    schema = _schema(database, embedded=embedded)
+    schema = schema_finding(database, embedded=embedded)
     yield schema
     if schema.status is Status.OK and database.revision() is not None:
-        yield from _creators(database)
+        yield from creator_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)
         yield from _store(shard, stalled_after)
         yield from _queues(shard, stalled_after)
-
-
-def _server(database: Database) -> Finding:
-    with database.errors(), database.engine.connect() as connection:
-        major, minor = divmod(int(connection.exec_driver_sql("SHOW server_version_num").scalar_one()), 10_000)
-    if major < _OLDEST_SERVER:
-        return problem("server", f"PostgreSQL {major}.{minor}", f"upgrade it to {_OLDEST_SERVER} or newer")
-    return ok("server", f"PostgreSQL {major}.{minor}")
-
-
-def _schema(database: Database, *, embedded: bool) -> Finding:
-    revision, head = database.revision(), migrations.head()
-    if revision == head:
-        return ok("schema", f"{database.schema} is at revision {head}")
-    if revision is not None and not migrations.known(revision):
-        return problem(
-            "schema",
-            f"{database.schema} is at revision {revision}, which this version of the package does not know ({head})",
-            "pip install --upgrade eventsql-orchestration",
-        )
-    found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"
-    if embedded and revision is None:
-        return ok("schema", f"{database.schema} {found}; the first command creates it")
-    return problem("schema", f"{database.schema} {found}", "eventsql migrate")
-
-
-def _creators(database: Database) -> Iterator[Finding]:
-    """Roles that could make objects which the platform would use."""
-    schema = sql.Identifier(database.schema).as_string()
-    for role in Roles(database).creators():
-        name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
-        yield warning(
-            "schema",
-            f"{name} may create objects in {database.schema}: the platform would use tables made there",
-            f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
-        )
 
 
 def _transfer(shard: Shard, stalled_after: float) -> Iterator[Finding]:

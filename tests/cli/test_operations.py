@@ -342,6 +342,13 @@ def test_missing_tables_are_a_problem_that_migrate_mends(invoke: Run, empty: str
 
 
 @pytest.mark.usefixtures("java")
+def test_a_database_that_takes_no_writes_is_a_problem(invoke: Run, dsn: str) -> None:
+    result = invoke("--dsn", f"{dsn}?options=-c%20default_transaction_read_only%3Don", "doctor", "--json")
+    assert result.exit_code == 1
+    (found,) = (each for each in json.loads(result.stdout)["findings"] if each["check"] == "server")
+    assert (found["status"], "read only" in found["message"]) == ("problem", True)
+
+
 def test_a_database_that_is_down_is_a_problem(invoke: Run, closed_port: int) -> None:
     result = invoke("--dsn", f"postgresql://me:hunter2@127.0.0.1:{closed_port}/x", "doctor", "--json")
     assert result.exit_code == 1

@@ -1,0 +1,61 @@
+"""Findings of `eventsql doctor` about a database itself: its server, its schema, and its creators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from psycopg import sql
+
+from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
+from eventsql_orchestration.database import Database, migrations
+from eventsql_orchestration.database.roles import Roles
+
+_OLDEST_SERVER: Final = 14
+"""The oldest PostgreSQL that still gets fixes."""
+
+
+def server_finding(database: Database) -> Finding:
+    with database.errors(), database.engine.connect() as connection:
+        major, minor = divmod(int(connection.exec_driver_sql("SHOW server_version_num").scalar_one()), 10_000)
+        standby = connection.exec_driver_sql("SELECT pg_catalog.pg_is_in_recovery()").scalar_one()
+        read_only = connection.exec_driver_sql("SHOW transaction_read_only").scalar_one() == "on"
+    if major < _OLDEST_SERVER:
+        return problem("server", f"PostgreSQL {major}.{minor}", f"upgrade it to {_OLDEST_SERVER} or newer")
+    if standby:
+        remedy = "name the primary in the URL, or promote this server: SELECT pg_promote()"
+        return problem("server", f"PostgreSQL {major}.{minor} is a standby, and takes no writes", remedy)
+    if read_only:
+        remedy = (
+            "set default_transaction_read_only to off, where it was set: the role, the database, the server or the URL"
+        )
+        return problem("server", f"PostgreSQL {major}.{minor} is set to read only for this role and database", remedy)
+    return ok("server", f"PostgreSQL {major}.{minor}")
+
+
+def schema_finding(database: Database, *, embedded: bool) -> Finding:
+    revision, head = database.revision(), migrations.head()
+    if revision == head:
+        return ok("schema", f"{database.schema} is at revision {head}")
+    if revision is not None and not migrations.known(revision):
+        return problem(
+            "schema",
+            f"{database.schema} is at revision {revision}, which this version of the package does not know ({head})",
+            "pip install --upgrade eventsql-orchestration",
+        )
+    found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"
+    if embedded and revision is None:
+        return ok("schema", f"{database.schema} {found}; the first command creates it")
+    return problem("schema", f"{database.schema} {found}", "eventsql migrate")
+
+
+def creator_findings(database: Database) -> Iterator[Finding]:
+    """Roles that could make objects which the platform would use."""
+    schema = sql.Identifier(database.schema).as_string()
+    for role in Roles(database).creators():
+        name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
+        yield warning(
+            "schema",
+            f"{name} may create objects in {database.schema}: the platform would use tables made there",
+            f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
+        )
