@@ -26,9 +26,6 @@ _DECIMAL: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 _DATE: Final = re.compile(r"\s*(\d{4})-(\d\d?)-(\d\d?)(?:[ T].*)?", re.ASCII | re.DOTALL)
 
-_TIME: Final = re.compile(r"\d{4}-\d\d-\d\d(?:[ T]\d\d(?::[\d:.]*)?(?:Z|[+-][\d:]*)?)?", re.ASCII)
-"""Without other forms of ISO 8601, which Python reads and Spark does not: weeks, no dashes, a decimal comma."""
-
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 _ROUNDING: Final = Context(prec=2 * 38, rounding=ROUND_HALF_UP)
@@ -44,8 +41,9 @@ class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
     Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null,
-    as is an array or a map with an element of another type. The value of an erased event is null, whatever `fail_fast`
-    is.
+    as is an array or a map with an element of another type. Unlike `from_json`, dates and times may have any form of ISO
+    8601 that Python reads, and a zone is left out of a time without a zone. What cannot be null fails as with `fail_fast`. The value of
+    an erased event is null, whatever `fail_fast` is.
     """
 
     type: pa.StructType
@@ -59,7 +57,7 @@ class ValueDecoder:
             try:
                 decoded.append(None if value is None else _object(value, convert))
             except _MismatchError as error:
-                if self.fail_fast:
+                if self.fail_fast or not all(field.nullable for field in self.type):
                     at = "" if offsets is None else f" {offsets[number]}"
                     raise ValidationError(f"column 'value': event{at} of topic {topic!r} {error}") from None
                 decoded.append({})
@@ -67,25 +65,18 @@ class ValueDecoder:
 
 
 def check_type(kind: pa.DataType, name: str = "value") -> None:
-    """Raise `ValidationError` for a field whose type JSON cannot be decoded to, or that cannot be null."""
+    """Raise `ValidationError` for a field whose type JSON cannot be decoded to."""
     if pa.types.is_struct(kind):
         for field in kind:
-            _check_field(field, f"{name}.{field.name}")
+            check_type(field.type, f"{name}.{field.name}")
     elif pa.types.is_list(kind):
-        _check_field(kind.value_field, f"{name}[]")
+        check_type(kind.value_type, f"{name}[]")
     elif pa.types.is_map(kind):
         if not pa.types.is_string(kind.key_type):
             raise ValidationError(f"schema: the keys of {name!r} must be strings, as JSON has them")
-        _check_field(kind.item_field, f"{name}{{}}")
+        check_type(kind.item_type, f"{name}{{}}")
     elif _simple(kind) is None:
         raise ValidationError(f"schema: {name!r} cannot be decoded from JSON to {kind}: ask for it as a string")
-
-
-def _check_field(field: pa.Field, name: str) -> None:
-    # A value may lack the field, and one such value would stop the read.
-    if not field.nullable:
-        raise ValidationError(f"schema: {name!r} may be missing in a value: remove NOT NULL")
-    check_type(field.type, name)
 
 
 def _object(value: bytes, convert: _Converter) -> Any:
@@ -112,10 +103,10 @@ def _converter(kind: pa.DataType, *, fail_fast: bool) -> _Converter:
     if pa.types.is_struct(kind):
         return _struct(kind, fail_fast=fail_fast)
     if pa.types.is_list(kind):
-        item = _or_null(_converter(kind.value_type, fail_fast=fail_fast))
+        item = _or_null(kind.value_field, fail_fast=fail_fast)
         return lambda value: [item(each) for each in _of(list, value)]
     if pa.types.is_map(kind):
-        item = _or_null(_converter(kind.item_type, fail_fast=fail_fast))
+        item = _or_null(kind.item_field, fail_fast=fail_fast)
         return lambda value: [(_string(name), item(each)) for name, each in _of(dict, value).items()]
     simple = _simple(kind)
     assert simple is not None, "check_type has refused it"
@@ -123,10 +114,7 @@ def _converter(kind: pa.DataType, *, fail_fast: bool) -> _Converter:
 
 
 def _struct(kind: pa.StructType, *, fail_fast: bool) -> _Converter:
-    fields = [
-        (field.name, _field(field.name, _or_null(_converter(field.type, fail_fast=fail_fast)), fail_fast=fail_fast))
-        for field in kind
-    ]
+    fields = [(field.name, _field(field, fail_fast=fail_fast)) for field in kind]
 
     def convert(value: Any) -> dict[str, Any]:
         given = _of(dict, value)
@@ -135,18 +123,29 @@ def _struct(kind: pa.StructType, *, fail_fast: bool) -> _Converter:
     return convert
 
 
-def _or_null(convert: _Converter) -> _Converter:
-    return lambda value: None if value is None else convert(value)
+def _or_null(field: pa.Field, *, fail_fast: bool) -> _Converter:
+    convert = _converter(field.type, fail_fast=fail_fast)
+
+    def converted(value: Any) -> Any:
+        if value is not None:
+            return convert(value)
+        if not field.nullable:
+            raise _MismatchError("null, or nothing, is not allowed")
+        return None
+
+    return converted
 
 
-def _field(name: str, convert: _Converter, *, fail_fast: bool) -> _Converter:
+def _field(field: pa.Field, *, fail_fast: bool) -> _Converter:
+    convert = _or_null(field, fail_fast=fail_fast)
+
     def converted(value: Any) -> Any:
         try:
             return convert(value)
         except _MismatchError as error:
-            if not fail_fast:
+            if field.nullable and not fail_fast:
                 return None
-            raise _MismatchError(f"has another {name!r}: {error}") from None
+            raise _MismatchError(f"has another {field.name!r}: {error}") from None
 
     return converted
 
@@ -224,35 +223,24 @@ def _decimal(value: Any, precision: int, scale: int) -> Decimal:
 def _date(value: Any) -> date:
     found = _DATE.fullmatch(value) if isinstance(value, str) else None
     try:
-        if found is not None:
-            return date(*map(int, found.groups()))
-    except ValueError:
-        pass
-    raise _MismatchError(f"{_shown(value)} is no date")
+        return date.fromisoformat(value) if found is None else date(*map(int, found.groups()))
+    except (TypeError, ValueError):
+        raise _MismatchError(f"{_shown(value)} is no date") from None
 
 
 def _timestamp(value: Any, *, zoned: bool) -> datetime:
     try:
-        time = _time(value, zoned=zoned)
-    except ValueError:
-        time = None
+        if zoned and isinstance(value, int) and not isinstance(value, bool):
+            # Seconds since 1970.
+            return _EPOCH + timedelta(seconds=value)
+        time = datetime.fromisoformat(value.strip())
+        if not zoned:
+            return time.replace(tzinfo=None)
+        return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
+    except (AttributeError, ValueError):
+        raise _MismatchError(f"{_shown(value)} is no time") from None
     except OverflowError:
         raise _MismatchError(f"{_shown(value)} is out of range") from None
-    if time is None:
-        raise _MismatchError(f"{_shown(value)} is no time" + ("" if zoned else " without a zone"))
-    return time
-
-
-def _time(value: Any, *, zoned: bool) -> datetime | None:
-    """The time of a text, or of seconds since 1970 if times are `zoned`. None if there is none."""
-    if zoned and isinstance(value, int) and not isinstance(value, bool):
-        return _EPOCH + timedelta(seconds=value)
-    if not isinstance(value, str) or _TIME.fullmatch(value.strip()) is None:
-        return None
-    time = datetime.fromisoformat(value.strip())
-    if not zoned:
-        return time if time.tzinfo is None else None
-    return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
 
 
 _SIMPLE: Final[Sequence[tuple[Callable[[pa.DataType], bool], Callable[[pa.DataType], _Converter]]]] = (

@@ -172,7 +172,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def _check_partitions(self, offset: Mapping[str, Any]) -> None:
         """Raise `ValidationError` if the checkpoint has the offset of a partition that this stream does not read.
 
-        The next offset would lack it, and a later stream with this partition would read it from its beginning.
+        The next offset would lack it, and a later stream with this partition would read it from its beginning. That is
+        right for a partition that the topic has lost, with all events of it.
         """
         logs = self._open()
         known = {(tp.topic, mark, str(tp.partition)) for tp in logs.topic_partitions for mark in logs.marks(tp)}
@@ -182,7 +183,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             for mark, found in shards.items()
             if isinstance(found, dict) and (topic, mark, str(NOT_PARTITIONED)) not in known
             for partition in found
-            if (topic, mark, partition) not in known
+            if (topic, mark, partition) not in known and any(each.has_partition(topic, int(partition)) for each in logs)
         }
         if gone:
             raise ValidationError(

@@ -281,6 +281,17 @@ def test_arrivals_in_an_external_topic_are_reported_once_a_minute(bench: Workben
     assert not arrivals(nothing)
 
 
+def test_arrivals_are_reported_from_where_an_earlier_version_left_off(bench: Workbench) -> None:
+    bench.publish("rides", 1)
+    left = {"observed": {}, "offsets": {}, "checks": {}, "topics": {"rides": 1}, "topics_at": 1_000.0}
+    bench.publish("rides", 60)
+    (news,) = arrivals(
+        observe_lag(bench.platform, [eager], topics=[Topic("rides")], cursor=json.dumps(left), now=1_060.0)
+    )
+    assert news.metadata["published events"].value == 60
+    assert news.metadata["events per second"].value == 1.0
+
+
 @pytest.mark.parametrize("redact", [False, True])
 def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(bench: Workbench, redact: bool) -> None:
     rides = [Topic("rides")]

@@ -147,3 +147,18 @@ def test_a_stream_s_consumer_gets_the_partitions_of_its_topic(
     assert [state.partition for state in states] == list(range(partitions))
     assert {state.last_event_id for state in states} == {end["orders"]["0"] - 1}
     assert not platform.layouts.unsettled(orders)
+
+
+def test_a_stream_goes_on_without_a_partition_that_the_topic_has_lost_with_its_events(
+    platform: EventSQL, repartitioned: str, dsn: str
+) -> None:
+    start = {repartitioned: {"0": {str(partition): 1_501 for partition in range(4)}}}
+    given = {"dsn": dsn, "assign": f'{{"{repartitioned}": [0, 1]}}'}
+    reader = StreamReader(ReadOptions.parse(given, streaming=True), read_schema(headers=False))
+    with pytest.raises(ValidationError, match="partition 3"):
+        reader.latestOffset(start, ALL)
+    # As retention does, once it has dropped the events of the former layout.
+    with platform.database.connection() as connection:
+        connection.execute("DELETE FROM eventsql.topic_layout WHERE eql_partitions = 4")
+    assert reader.latestOffset(start, ALL) == {repartitioned: {"0": {"0": 1_501, "1": 1_501}}}
+    reader.stop()

@@ -176,12 +176,13 @@ def _observe(lags: Mapping[dg.AssetKey, AssetLag], reports: Reports) -> None:
 
 def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicSample, reports: Reports) -> None:
     """Report the events that arrived in topics since they were reported last, once a minute."""
-    before = reports.left(ARRIVALS)
-    seconds = reports.now - before.get("at", 0.0)
+    # Earlier versions left the two parts of `arrivals` as `topics` and `topics_at`.
+    before = reports.left(ARRIVALS) or {"at": reports.before.get("topics_at", 0.0), "seen": reports.left("topics")}
+    seconds = reports.now - before["at"]
     if not topics or seconds < TOPIC_INTERVAL:
         reports.after[ARRIVALS] = before
         return
-    news = topic_observations(platform, topics, seen=before.get("seen", {}))
+    news = topic_observations(platform, topics, seen=before["seen"])
     reports.after[ARRIVALS] = {"at": reports.now, "seen": news.seen}
     shards = {shard.name: shard for shard in shards_of(platform)} if news.materializations else {}
     for arrival in news.materializations:

@@ -34,11 +34,14 @@ def read_cursor(cursor: str | None) -> dict[str, Any]:
 
 
 class Reports:
-    """The events that a tick reports at `now` (seconds since the epoch), and its state `after` for the next tick."""
+    """The events that a tick reports at `now` (seconds since the epoch).
+
+    `before` is the state that the previous tick left, and `after` the one for the next tick.
+    """
 
     def __init__(self, cursor: str | None, now: float) -> None:
         self.now = now
-        self._before = read_cursor(cursor)
+        self.before = read_cursor(cursor)
         self.after: dict[str, Any] = {IDLE: {}, CHECKS: {}}
         self.events: list[Event] = []
 
@@ -69,7 +72,7 @@ class Reports:
 
     def left(self, part: str) -> dict[str, Any]:
         """A part of the state that the previous tick left; empty if it has another form."""
-        found = self._before.get(part)
+        found = self.before.get(part)
         return found if isinstance(found, dict) else {}
 
     def result(self, reason: str) -> dg.SensorResult:
