@@ -118,6 +118,13 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
             "shards",
             f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until {until}",
         )
+    for shard, since in _behind(platform):
+        yield problem(
+            "shards",
+            f"shard {shard} does not know that shard {since} was added, as after a restore from an older backup: a "
+            "process that uses it alone publishes keys that have moved",
+            f"eventsql shard add --dsn URL-OF-{since} --execute, with the URLs of the other shards before `shard`",
+        )
     if not held and all(each.state == "takes events" for each in standing):
         yield ok("shards", f"{counted(len(standing), 'shard')}, all take events")
     for topic in platform.registry.topics():
@@ -129,6 +136,17 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
         if any(each.shard == shard.name and each.state != "down" for each in standing):
             for finding in _database(context, shard, stalled_after):
                 yield replace(finding, message=f"shard {shard.name}: {finding.message}")
+
+
+def _behind(platform: EventSQL) -> Iterator[tuple[str, str]]:
+    """Shards that lack the newest generation although its shard takes events, with the name of that shard."""
+    # The youngest first: it takes events only after the others know of it.
+    states = {shard.label: shard.store.state() for shard in reversed(platform.members()) if shard.down is None}
+    newest = max(states.values(), key=lambda state: (state.active, state.generation))
+    joined = newest.generations[-1] - newest.generations[-2] if newest.generation > 1 else frozenset()
+    for since in joined:
+        if since in states and states[since].active:
+            yield from ((name, since) for name, state in states.items() if state.generation < newest.generation)
 
 
 def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterator[Finding]:

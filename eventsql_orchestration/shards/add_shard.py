@@ -9,7 +9,8 @@
 3. *Active*, when all shards are fenced: one row in the new database decides. The keys that moved go on there.
 4. *Held back*: each consumer gets the new shard's events after it has consumed the events before the fences.
 
-Every step finds out what is done already. If the command dies, run it again.
+Every step finds out what is done already. If the command dies, run it again. Run it again also after an older shard was
+restored from a backup that does not know of the new one: it is fenced anew.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class ShardAddition:
         Raises as `plan`, and `DatabaseBusyError` if publishers' transactions do not end: run it again.
         """
         plan = self.plan()
-        if plan.active:
+        if plan.active and len(plan.fenced) == len(plan.names):
             # An earlier attempt may have ended before this step.
             define(self._old[0].registry, self._new, active=True)
             return plan
@@ -108,17 +109,19 @@ class ShardAddition:
         self._prepare(plan)
         if only_prepare:
             return self.plan()
-        names = [*plan.names, plan.name]
         named = {shard.store.state().name or "": shard for shard in self._old}
         decisions = TwoPhaseCoordinator(lambda: named)
+        generations = self._new.store.state().generations
         for name, shard in sorted(named.items()):
-            if shard.store.fence(
-                plan.generation, names, shard.transfer,
-                finish=lambda: decisions.finish(abandoned_after=ABANDONED_SECONDS),
-            ):  # fmt: skip
-                self._on_step(f"shard {name!r} is fenced")
+            # A shard that was restored from an older backup may lack earlier generations, too.
+            for generation in range(shard.store.state().generation + 1, len(generations) + 1):
+                if shard.store.fence(
+                    generation, sorted(generations[generation - 1]), shard.transfer,
+                    finish=lambda: decisions.finish(abandoned_after=ABANDONED_SECONDS),
+                ):  # fmt: skip
+                    self._on_step(f"shard {name!r} is fenced")
         # Other processes may have registered topics and consumers meanwhile.
-        define(self._old[0].registry, self._new, active=False)
+        define(self._old[0].registry, self._new, active=plan.active)
         self._new.store.activate()
         self._on_step(f"shard {plan.name!r} is active")
         return self.plan()
@@ -199,7 +202,7 @@ class ShardAddition:
                 if state.topics:
                     raise _not_empty(self._new, state)
                 bootstrap.become(plan.name, old.set, generations, active=False)
-        define(self._old[0].registry, self._new, active=False)
+        define(self._old[0].registry, self._new, active=plan.active)
         self._on_step(f"shard {plan.name!r} is prepared")
 
 

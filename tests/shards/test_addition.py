@@ -461,6 +461,22 @@ def test_a_process_that_may_not_write_leaves_the_release_of_a_consumer_to_others
     assert consume_on(platform, "shard-3") == [1]
 
 
+def test_a_shard_that_was_restored_from_an_older_backup_is_fenced_again(
+    dsns: list[str], databases: Databases, opened: Open, addition: Adding
+) -> None:
+    (backup,) = databases(1, [dsns[0].rpartition("/")[2]])
+    addition(dsns).execute()
+    restored = [backup, *dsns[1:]]
+    with EventSQL(*restored) as platform:
+        platform.registry.unregister_consumer("orders", "mailer")
+    addition(restored).execute()
+    with pytest.raises(WrongShardError):
+        opened(backup).publisher.publish(publication(MOVING, 1))
+    for shard in opened(*restored).open().shards:
+        assert shard.store.state().generation == 2
+        assert shard.registry.consumers() == []
+
+
 def test_a_prepared_shard_follows_all_that_changes_until_it_is_added(
     dsns: list[str], opened: Open, addition: Adding
 ) -> None:

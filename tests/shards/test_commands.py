@@ -367,6 +367,23 @@ def test_commands_leave_out_a_shard_that_is_down_and_say_so(orders: Run, dsns: l
     assert {each["shard"] for each in described["log"]} == {"shard-1"}
 
 
+def test_doctor_names_a_shard_that_was_restored_from_before_an_addition(
+    orders: Run, dsns: list[str], databases: Databases
+) -> None:
+    (backup,) = databases(1, [dsns[0].rpartition("/")[2]])
+    orders("shard", "add", "--dsn", dsns[2], "--execute")
+
+    def problems(*whole: str) -> list[str]:
+        findings = json.loads(running(*whole)("doctor", "--json", code=None).stdout)["findings"]
+        return [each["message"] for each in findings if (each["check"], each["status"]) == ("shards", "problem")]
+
+    assert problems(*dsns) == []
+    (named,) = problems(backup, *dsns[1:])
+    assert named.startswith("shard shard-1 does not know that shard shard-3 was added")
+    running(backup, dsns[1])("shard", "add", "--dsn", dsns[2], "--execute")
+    assert problems(backup, *dsns[1:]) == []
+
+
 def test_dead_letters_are_listed_with_their_shards_and_redriven_there(orders: Run, dsns: list[str]) -> None:
     with EventSQL(*dsns[:2], transfer=False) as platform:
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True), max_attempts=1)
