@@ -138,7 +138,7 @@ class Logs:
 
     def _partitions_of(self, topic: Topic) -> list[TopicPartition]:
         asked = self._options.topics[topic.name]
-        wanted = dict.fromkeys(asked or (), "partition")
+        wanted = dict.fromkeys(asked or (), "partition or assign")
         for option, given in self._partition_bounds(topic.name).items():
             wanted |= dict.fromkeys(given, option)
         if asked is None and not wanted:

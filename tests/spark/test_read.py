@@ -241,7 +241,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
     [
         ({"assign": '{"orders": [0]}'}, ConfigurationError, "option subscribe cannot be used here: assign is given"),
         ({"subscribe": None, "assign": '{"orders": 0}'}, ValidationError, "option assign: .* list of partitions"),
-        ({"subscribe": None, "assign": '{"orders": [7]}'}, PartitionOutOfRangeError, "partitions 0 to 3"),
+        ({"subscribe": None, "assign": '{"orders": [7]}'}, PartitionOutOfRangeError, "assign: .*partitions 0 to 3"),
         ({"subscribe": None, "assign": "orders"}, ValidationError, "option assign is not a JSON object"),
         ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
         ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
@@ -280,7 +280,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"endingOffsets": "1002"}, ValidationError, "option endingOffsets: 1002 is out of range.*at offset 1000"),
         ({"endingOffsets": str(2**63)}, ValidationError, "option endingOffsets: .* is out of range"),
         ({"startingOffsets": "9", "endingOffsets": "8"}, ValidationError, "8 lies before startingOffsets"),
-        ({"partition": "4"}, PartitionOutOfRangeError, "option partition: .*partitions 0 to 3"),
+        ({"partition": "4"}, PartitionOutOfRangeError, "option partition or assign: .*partitions 0 to 3"),
         ({"partition": "two"}, ValidationError, "option partition: 'two' is not a whole number"),
         ({"numPartitions": "0"}, ValidationError, "option numPartitions: 0 is out of range"),
         ({"numPartitions": " "}, ValidationError, "option numPartitions is empty"),

@@ -60,7 +60,7 @@ def test_a_partition_that_the_topic_has_no_more_is_read(platform: EventSQL, repa
     found = offsets(reader, reader.partitions())
     assert found == published(platform, repartitioned, 3)
     assert found
-    with pytest.raises(PartitionOutOfRangeError, match="option partition: partition 4 is out of range"):
+    with pytest.raises(PartitionOutOfRangeError, match="option partition or assign: partition 4 is out of range"):
         batch(dsn, repartitioned, partition="4").partitions()
 
 
