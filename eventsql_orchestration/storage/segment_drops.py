@@ -148,8 +148,9 @@ class SegmentDrops:
         bounds = f"FROM ({segment.start}) TO ({segment.end})"
         attach = f"ALTER TABLE {{log}} ATTACH PARTITION {{segment}} FOR VALUES {bounds}"
         with connection.transaction():
-            self._mark(connection, segment, None)
+            # The log is locked first, as by the deletion of its topic, which then drops the segment.
             self._alter(connection, segment.table, attach, log=segment.log)
+            self._mark(connection, segment, None)
         logger.warning("topic %r keeps a closed segment that was written to: its sequence was set back", self._topic)
         return False
 

@@ -165,6 +165,29 @@ def test_a_run_that_dies_before_the_second_look_loses_no_late_event(
     assert consume(platform, "all") == 3
 
 
+def test_a_segment_that_is_attached_again_waits_for_the_deletion_of_its_topic_without_a_lock(
+    platform: EventSQL,
+    sessions: Sessions,
+    until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+    written_to_late: Callable[[Callable[[], object]], None],
+) -> None:
+    segment, deleting, newest = segments.segment_name("orders", 0), sessions(), SegmentDrops.newest
+
+    def hold_log(*given: Any) -> Any:
+        deleting.execute(f"LOCK TABLE ONLY eventsql.{stored('orders')} IN ACCESS EXCLUSIVE MODE")
+        return newest(*given)
+
+    written_to_late(lambda: monkeypatch.setattr(SegmentDrops, "newest", hold_log))
+    with ThreadPoolExecutor(1) as executor:
+        attached = executor.submit(platform.retention.run_once)
+        until_blocked()
+        deleting.execute(f"LOCK TABLE eventsql.{segment} IN ACCESS EXCLUSIVE MODE NOWAIT")
+        deleting.commit()
+        attached.result()
+    assert consume(platform, "all") == 3
+
+
 def test_a_topic_is_deleted_with_the_segments_that_retention_has_taken_out(
     platform: EventSQL, session: Connection
 ) -> None:
