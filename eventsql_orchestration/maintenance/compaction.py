@@ -44,7 +44,8 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 10.0
-"""Seconds after which one run of the housekeeping merges no further blocks of a topic. The next run goes on."""
+"""Seconds after which one run of the housekeeping ends with the next merge of blocks, or copy of a segment. The next run
+goes on."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds that a window waits for an erasure or for retention."""
@@ -174,13 +175,15 @@ class Compactor:
                     since_vacuum = 0
             self._done[log.topic] = window.upto or position
             # A look is cheap, and a process that begins at the start of the log has to come to its small blocks.
-            if window.partitions and done.until is not None and time.monotonic() > done.until:
+            if window.partitions and done.is_over():
                 return False
         if segment.table not in packed and log.is_closed(connection, segment):
             freed = log.give_back(connection, segment)
             done.freed += freed or 0
             if freed is not None:
                 packed.add(segment.table)
+            if freed and done.is_over():
+                return False
         return True
 
 
@@ -194,6 +197,9 @@ class _Done:
     into: int = 0
     freed: int = 0
     unmerged: list[Unmerged] = field(default_factory=list)
+
+    def is_over(self) -> bool:
+        return self.until is not None and time.monotonic() > self.until
 
 
 class _Log:

@@ -13,6 +13,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError, RegistryError
 from eventsql_orchestration.maintenance import compaction
 from eventsql_orchestration.model import OffsetRange
+from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
@@ -309,6 +310,19 @@ def test_a_rewritten_segment_is_smaller_and_has_the_same_events(single: EventSQL
     second = single.compactor.execute("orders")
     assert content(single.reader.read("orders"))[:100] == before
     assert second.unmerged == ()
+
+
+def test_a_run_whose_time_is_over_copies_one_segment(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
+    monkeypatch.setattr(compaction, "RUN_SECONDS", -1.0)
+    monkeypatch.setattr(compaction._Log, "give_back", lambda *_: 1)
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    for _ in range(4):
+        platform.publisher.publish_all(Publication("orders", b"value") for _ in range(10))
+        platform.transfer.run_once()
+    compactor = compaction.Compactor(platform.database, platform.shards[0].registry)
+    assert [[each.freed for each in compactor.run_once()] for _ in range(4)] == [[1], [1], [1], [1]]
 
 
 @pytest.mark.usefixtures("spacious")
