@@ -200,6 +200,24 @@ def lock_buffer(connection: Connection) -> None:
     driver_connection(connection).execute(Queries("layouts", schema_of(connection))("lock_buffer"))
 
 
+def lock_log(connection: Connection, name: str) -> None:
+    """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`."""
+    log_table.hold_log(driver_connection(connection), schema_of(connection), name)
+    lock_buffer(connection)
+
+
+def lock_empty(connection: Connection, name: str) -> bool:
+    """As `lock_log`, if a topic has no events. False if it has: then nobody waits for this, and this waits for nobody."""
+    looking = connection.begin_nested()
+    found = has_events(connection, name)
+    # This also releases the lock of the look.
+    looking.rollback()
+    if found:
+        return False
+    lock_log(connection, name)
+    return not has_events(connection, name)
+
+
 def schema_of(connection: Connection) -> str:
     """The schema of the tables in a transaction of `Database.core`."""
     return str(connection.get_execution_options()["schema_translate_map"][None])

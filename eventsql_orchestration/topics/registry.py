@@ -42,8 +42,8 @@ from eventsql_orchestration.topics.catalog import (
     consumer_states,
     existing_topic,
     find_topic,
-    has_events,
-    lock_buffer,
+    lock_empty,
+    lock_log,
     lock_registry,
     lock_topic,
     no_consumer,
@@ -137,10 +137,8 @@ class Registry:
         lock_topic(connection, topic.name)
         consumers = connection.scalar(select(func.count(_c.eql_name.distinct())).where(_c.eql_topic == topic.name))
         reason = f"{consumers} consumer(s), whose offsets are per partition" if consumers else None
-        if reason is None:
-            log_table.hold_log(driver_connection(connection), schema_of(connection), topic.name)
-            lock_buffer(connection)
-            reason = "events, whose keys would change their partition" if has_events(connection, topic.name) else None
+        if reason is None and not lock_empty(connection, topic.name):
+            reason = "events, whose keys would change their partition"
         if reason is not None:
             raise RedefinitionError(
                 f"topic {topic.name!r} has {had} and cannot get {wanted}, because it has {reason}: {remedy}"
@@ -234,9 +232,9 @@ class Registry:
             consumers = sorted({state.name for state in consumer_states(connection, name, lock=True)})
             if consumers and not force:
                 raise _kept(name, f"consumers ({', '.join(consumers)}), which would lose their offsets")
-            log_table.hold_log(driver, schema, name)
-            lock_buffer(connection)
-            if not force and has_events(connection, name):
+            if force:
+                lock_log(connection, name)
+            elif not lock_empty(connection, name):
                 raise _kept(name, "events, which would be lost")
             # A staged block goes before the row of the buffer that stands for it.
             for statement in ("drop_of_topic", "empty_buffer"):
@@ -244,7 +242,7 @@ class Registry:
             # The trigger `topic_forgotten` deletes the topic's rows in all other tables.
             connection.execute(delete(tables.topic).where(_t.eql_name == name))
             log_table.drop_log(connection, schema, name, if_exists=True)
-            segment_drops.drop_detached(driver_connection(connection), self._database.schema, name)
+            segment_drops.drop_detached(driver, schema, name)
         self.forget(name)
 
     # Consumers

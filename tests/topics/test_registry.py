@@ -259,6 +259,19 @@ def test_publishers_do_not_wait_while_a_topic_that_is_read_waits_to_be_dropped(
     assert platform.transfer.run_once() == {"payments": 2}
 
 
+@pytest.mark.both_forms
+def test_a_topic_whose_events_keep_it_is_not_locked(platform: EventSQL, sessions: Sessions) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    platform.publisher.publish(Publication("orders", b""))
+    platform.transfer.run_once()
+    reader = sessions()
+    reader.execute("SELECT FROM eventsql.orders_event")
+    with pytest.raises(RegistryError):
+        platform.registry.unregister_topic("orders")
+    with pytest.raises(RedefinitionError):
+        platform.registry.register_topic(Topic("orders", 3))
+
+
 def test_deleting_a_topic_does_not_wait_for_other_topics(platform: EventSQL, sessions: Sessions) -> None:
     platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
     platform.registry.register_consumer(Consumer("payments", "mailer"))
