@@ -44,7 +44,7 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 10.0
-"""Seconds after which one run of the housekeeping ends with the next merge of blocks, or copy of a segment. The next run
+"""Seconds after which one run of the housekeeping ends with the next merge of blocks or copy of a segment. The next one
 goes on."""
 
 RETRY_SECONDS: Final = 30.0

@@ -41,9 +41,9 @@ class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
     Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null,
-    as is an array or a map with an element of another type. Unlike `from_json`, dates and times may have any form of ISO
-    8601 that Python reads, and a zone is left out of a time without a zone. What cannot be null fails as with `fail_fast`. The value of
-    an erased event is null, whatever `fail_fast` is.
+    as is an array or a map with an element of another type. A misfit that cannot be null fails in any case. The value
+    of an erased event is null, whatever `fail_fast` is. Unlike `from_json`, this reads any form of ISO 8601 that Python
+    reads, and leaves the zone of a time out if the field has none.
     """
 
     type: pa.StructType

@@ -167,7 +167,7 @@ def test_no_value_that_json_allows_stops_a_read(kind: pa.DataType, value: str) -
         (pa.date32(), "2026-W05-1", date(2026, 1, 26)),
         (pa.timestamp("us", tz="UTC"), "20260131T100000", datetime(2026, 1, 31, 10, tzinfo=UTC)),
         (pa.timestamp("us", tz="UTC"), "2026-01-31T10:00:00,5", datetime(2026, 1, 31, 10, 0, 0, 500_000, UTC)),
-        (pa.timestamp("us"), "2026-01-31T10:00:00+05:30", datetime(2026, 1, 31, 10)),
+        (pa.timestamp("us"), "2026-01-31T10:00:00+05:30", datetime(2026, 1, 31, 10, tzinfo=UTC).replace(tzinfo=None)),
     ],
 )
 def test_times_that_from_json_does_not_read_stop_no_stream(kind: pa.DataType, text: str, expected: date) -> None:
