@@ -118,10 +118,10 @@ def _shards(context: CliContext, platform: EventSQL, stalled_after: float) -> It
             "shards",
             f"{waiting.consumer} of topic {waiting.topic} is held back from shard {waiting.shard}, until {until}",
         )
-    for shard, since in _behind(platform):
+    for name, since in _behind(platform):
         yield problem(
             "shards",
-            f"shard {shard} does not know that shard {since} was added, as after a restore from an older backup: a "
+            f"shard {name} does not know that shard {since} was added, as after a restore from an older backup: a "
             "process that uses it alone publishes keys that have moved",
             f"eventsql shard add --dsn URL-OF-{since} --execute, with the URLs of the other shards before `shard`",
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import click
 
@@ -127,6 +127,9 @@ def compact(
         say("a plan, nothing is merged: run it again with --execute")
 
 
+_DROPPED: Final[Columns] = same("topic", "segments", "events", "bytes", "upto", "held_by")
+
+
 @command()
 def retain(
     context: CliContext,
@@ -142,14 +145,14 @@ def retain(
     with context.platform() as platform:
         dropped = platform.retention.run_once(topics or None, force=force, execute=not dry_run)
     if as_json:
-        write_json([asdict(each) for each in dropped])
+        write_json([context.on_its_shard(each, _DROPPED) for each in dropped])
     elif not dropped:
         say("no topic has a retention: set one with `eventsql topic alter`")
     else:
         show_items(
             dropped,
             {
-                **same("topic"),
+                **same("topic", "shard"),
                 "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
                 "events (about)": "events",
                 "size": lambda each: size(each.bytes),

@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -374,11 +375,26 @@ class ClusterRetainer:
         changes.
 
         Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
-        continues.
+        continues. A shard that fails does not stop the other shards: its error is raised after they are done.
         """
         wanted = None if topics is None else list(topics)
-        dropped = self._cluster.each_up(lambda shard: shard.retention.run_once(wanted, force=force, execute=execute))
-        return [each for _, found in dropped for each in found]
+        if self._cluster.lone is not None:
+            return self._cluster.lone.retention.run_once(wanted, force=force, execute=execute)
+        failed: list[DatabaseError] = []
+
+        def run(shard: Shard) -> list[Dropped]:
+            try:
+                return shard.retention.run_once(wanted, force=force, execute=execute)
+            except DatabaseUnavailableError:
+                raise
+            except DatabaseError as error:
+                failed.append(error)
+                return []
+
+        done = self._cluster.each_up(run)
+        if failed:
+            raise failed[0]
+        return [replace(each, shard=shard.label) for shard, dropped in done for each in dropped]
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set."""

@@ -53,6 +53,7 @@ class Dropped:
     """The drop of a topic's old events by retention: segments, events, bytes, and the newest dropped offset.
 
     `events` is the planner's estimate. `held_by` is the consumer that keeps further due segments, if there is one.
+    `shard` is set if there are several.
     """
 
     topic: str
@@ -61,6 +62,7 @@ class Dropped:
     bytes: int
     upto: int
     held_by: str | None
+    shard: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
