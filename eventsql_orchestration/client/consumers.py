@@ -21,6 +21,7 @@ from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
+    DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -375,19 +376,17 @@ class ClusterRetainer:
         changes.
 
         Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
-        continues. A shard that fails does not stop the other shards: its error is raised after they are done.
+        continues. A busy shard does not stop the other shards: its error is raised after they are done.
         """
         wanted = None if topics is None else list(topics)
         if self._cluster.lone is not None:
             return self._cluster.lone.retention.run_once(wanted, force=force, execute=execute)
-        failed: list[DatabaseError] = []
+        failed: list[DatabaseBusyError] = []
 
         def run(shard: Shard) -> list[Dropped]:
             try:
                 return shard.retention.run_once(wanted, force=force, execute=execute)
-            except DatabaseUnavailableError:
-                raise
-            except DatabaseError as error:
+            except DatabaseBusyError as error:
                 failed.append(error)
                 return []
 
