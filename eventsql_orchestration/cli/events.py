@@ -78,7 +78,6 @@ def tail(
     the columns of the JSON; --format value prints each value as it is, and a line feed. --max counts the events that
     are printed.
     """
-    writer = EventWriter(form)
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
@@ -87,35 +86,52 @@ def tail(
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
-        shards = platform.members()
-        after = {shard: _before(shard, topic, start) for shard in shards}
-        left, chooses = max_events, key is not None or grep is not None
+        tail = _Tail(EventWriter(form), topic, partition, key, grep, max_events)
+        after = {shard: _before(shard, topic, start) for shard in platform.members()}
         wake = _woken_by(platform, topic, follow=follow)
-        while left is None or left > 0:
-            at_end = True
-            for shard in shards:
-                limit = _BATCH if left is None else min(_BATCH, left)
-                if not limit:
-                    break
-                events = shard.reader.read(
-                    topic, after=after[shard], partition=partition, limit=_BATCH if chooses else limit
-                )
-                if events:
-                    matching = [event for event in events if _matches(event, key, grep)][:limit]
-                    writer.write(matching, shard=context.shard or shard.name)
-                    after[shard] = events[-1].id
-                    left = None if left is None else left - len(matching)
-                    at_end = False
-
-            if at_end:
+        while tail.left != 0:
+            found_any = False
+            for shard, offset in after.items():
+                if (last := tail.print_next(shard, offset, context.shard or shard.name)) is not None:
+                    after[shard], found_any = last, True
+            if not found_any:
                 if not follow:
                     return
                 wake.wait(_FOLLOW_DELAY)
                 wake.clear()
 
 
-def _matches(event: Event, key: str | None, grep: re.Pattern[bytes] | None) -> bool:
-    return key in (None, event.key) and (grep is None or grep.search(event.value or b"") is not None)
+@dataclass(slots=True)
+class _Tail:
+    """Prints the chosen events of a topic. `left` is how many more it prints, None for any number."""
+
+    _writer: EventWriter
+    _topic: str
+    _partition: int | None
+    _key: str | None
+    _grep: re.Pattern[bytes] | None
+    left: int | None
+
+    def print_next(self, shard: Shard, after: int, label: str | None) -> int | None:
+        """Print the next events of a shard; gives the offset of the last event that was read, None without one."""
+        limit = _BATCH if self.left is None else min(_BATCH, self.left)
+        if not limit:
+            return None
+        chooses = self._key is not None or self._grep is not None
+        events = shard.reader.read(
+            self._topic, after=after, partition=self._partition, limit=_BATCH if chooses else limit
+        )
+        if not events:
+            return None
+        matching = [event for event in events if self._matches(event)][:limit]
+        self._writer.write(matching, shard=label)
+        self.left = None if self.left is None else self.left - len(matching)
+        return events[-1].id
+
+    def _matches(self, event: Event) -> bool:
+        return self._key in (None, event.key) and (
+            self._grep is None or self._grep.search(event.value or b"") is not None
+        )
 
 
 def _woken_by(platform: EventSQL, topic: str, *, follow: bool) -> threading.Event:

@@ -375,12 +375,10 @@ class ClusterRetainer:
         then. Closes the current segment when it holds an eighth of the events to keep. With `execute=False`, nothing
         changes.
 
-        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long; the next run
-        continues. A busy shard does not stop the other shards: its error is raised after they are done.
+        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long, after the
+        other shards are done; the next run continues.
         """
         wanted = None if topics is None else list(topics)
-        if self._cluster.lone is not None:
-            return self._cluster.lone.retention.run_once(wanted, force=force, execute=execute)
         failed: list[DatabaseBusyError] = []
 
         def run(shard: Shard) -> list[Dropped]:
@@ -393,7 +391,7 @@ class ClusterRetainer:
         done = self._cluster.each_up(run)
         if failed:
             raise failed[0]
-        return [replace(each, shard=shard.label) for shard, dropped in done for each in dropped]
+        return [replace(each, shard=shard.name) for shard, dropped in done for each in dropped]
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Run once every `every` seconds until `stop` is set."""
