@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -16,6 +15,7 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
     Listing,
+    complain,
     partition_of,
     picked,
     same,
@@ -28,7 +28,12 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import CONSUMER, AsJson, Number, OptionalTopicName, command, option
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
-from eventsql_orchestration.errors import ConsumerNotFoundError, PermissionDeniedError, RestoredStoreError
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    DatabaseUnavailableError,
+    PermissionDeniedError,
+    RestoredStoreError,
+)
 from eventsql_orchestration.topics.side_consumers import without_backfills
 
 if TYPE_CHECKING:
@@ -88,15 +93,7 @@ def lag(
     """
 
     def rows() -> list[Any]:
-        every = platform.lag(topic)
-        found = [lag for lag in every if consumer == lag.consumer]
-        if consumer is None:
-            found = every if backfills else without_backfills(every)
-        if consumer is not None and not found:
-            raise ConsumerNotFoundError(
-                f"there is no consumer {consumer!r}{f' of topic {topic!r}' if topic else ''}: "
-                "look its name up with `eventsql consumer list`"
-            )
+        found = _found(platform.lag(topic), topic, consumer, backfills=backfills)
         unsorted: list[Any] = [*_totals(found)] if totals else [*found]
         shown = sorted(unsorted, key=_ORDERS[sort])
         trend.add(shown)
@@ -113,14 +110,43 @@ def lag(
                 _show_subscriptions(platform)
                 _show_queues(platform)
         elif printed != "table" or not stdout_is_terminal():
-            for refresh in itertools.count():
-                _show(context, rows(), printed, totals=totals, refresh=refresh)
-                time.sleep(interval)
+            for refresh, shown in enumerate(_refreshes(rows, interval)):
+                _show(context, shown, printed, totals=totals, refresh=refresh)
         else:
             with lazy.Live(console=lazy.Console(), auto_refresh=False) as live:
-                while True:
-                    live.update(trend.table(rows(), live.console.width), refresh=True)
-                    time.sleep(interval)
+                for shown in _refreshes(rows, interval):
+                    live.update(trend.table(shown, live.console.width), refresh=True)
+
+
+def _found(every: list[ConsumerLag], topic: str | None, consumer: str | None, *, backfills: bool) -> list[ConsumerLag]:
+    """The lag of one consumer, or of all. Raises `ConsumerNotFoundError`."""
+    if consumer is None:
+        return every if backfills else without_backfills(every)
+    found = [lag for lag in every if consumer == lag.consumer]
+    if not found:
+        raise ConsumerNotFoundError(
+            f"there is no consumer {consumer!r}{f' of topic {topic!r}' if topic else ''}: "
+            "look its name up with `eventsql consumer list`"
+        )
+    return found
+
+
+def _refreshes(rows: Callable[[], list[Any]], interval: float) -> Iterator[list[Any]]:
+    """The rows again and again. A database that has answered before is waited for; one line says so."""
+    answered, waiting = False, False
+    while True:
+        try:
+            shown = rows()
+        except DatabaseUnavailableError as error:
+            if not answered:
+                raise
+            if not waiting:
+                complain(f"{error.message}; waiting for it")
+            waiting = True
+        else:
+            answered, waiting = True, False
+            yield shown
+        time.sleep(interval)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,8 +19,9 @@ from rich.console import Console
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import topic_output
-from eventsql_orchestration.cli.lag import lag_table, live_lag, sparkline
+from eventsql_orchestration.cli.lag import _refreshes, lag_table, live_lag, sparkline
 from eventsql_orchestration.cli.output import cell, progress_bar, same, table_of
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
 from tests.cli.conftest import PROGRAM, Start
@@ -211,6 +212,24 @@ def test_a_table_that_refreshes_keeps_names_whole_on_a_narrow_terminal(platform:
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
     assert re.search(r"order_placed  stock     1 ", shown)
     assert "offset" not in shown
+
+
+def test_a_watch_waits_for_a_database_that_has_answered(capsys: pytest.CaptureFixture[str]) -> None:
+    down = DatabaseUnavailableError("the server restarts")
+    looks: list[list[object] | Exception] = [[1], down, down, [2], down, [3]]
+
+    def rows() -> list[object]:
+        look = looks.pop(0)
+        if isinstance(look, Exception):
+            raise look
+        return look
+
+    refreshes = _refreshes(rows, 0.0)
+    assert [next(refreshes) for _ in range(3)] == [[1], [2], [3]]
+    assert capsys.readouterr().err.count("the server restarts; waiting for it") == 2
+    looks[:] = [down]
+    with pytest.raises(DatabaseUnavailableError):
+        next(_refreshes(rows, 0.0))
 
 
 def test_a_table_that_refreshes_is_not_written_to_a_file() -> None:
