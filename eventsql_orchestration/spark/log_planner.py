@@ -17,7 +17,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, ch
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.spark.adbc import report_loss
 from eventsql_orchestration.spark.offset_bounds import FIRST, Bound, OffsetBounds
-from eventsql_orchestration.spark.options import naming_option
+from eventsql_orchestration.spark.options import MAX_BIGINT, naming_option
 from eventsql_orchestration.spark.ranges import SAMPLE, Interval, Occupied, Stretch, equal_parts
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.shards import ALONE, ReadShard, naming
@@ -270,6 +270,16 @@ class Logs:
         """The number of events in a range, but at most `most`."""
         with self.database.connection() as connection:
             return self._log.count(connection, tp.topic, partition=tp.partition, after=after, upto=upto, most=most)
+
+    @_on_its_shard
+    def end_of_layout(self, topic: str, after: Mapping[TopicPartition, int]) -> int:
+        """The last offset of the topic's oldest layout of which one of these partitions has events after its offset."""
+        for layout in Layouts(self.database).of(topic):
+            # The offset after which the layout begins is the end of the layout before it.
+            end = layout.after
+            if any(offset < end and self.waiting(tp, offset, end, 1) for tp, offset in after.items()):
+                return end
+        return MAX_BIGINT
 
     @_on_its_shard
     def offset_of_nth(self, tp: TopicPartition, after: int, upto: int, nth: int) -> int | None:

@@ -82,6 +82,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             last = extent.settled if self._last is None else self._last.get(tp, 0)
             upto[tp] = after[tp] if tp.log in held_back else max(last, after[tp])
 
+        upto = _within_layouts(logs, after, upto)
         if isinstance(limit, ReadMaxRows):
             upto = _limited(logs, after, upto, limit.max_rows)
         return self._offset({tp: last + 1 for tp, last in upto.items()})
@@ -207,6 +208,21 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 def _called(marks: Sequence[str]) -> str:
     return ", ".join("a database that was no shard" if mark == ALONE else f"shard {mark!r}" for mark in marks)
+
+
+def _within_layouts(
+    logs: AllLogs, after: Mapping[TopicPartition, int], upto: Mapping[TopicPartition, int]
+) -> dict[TopicPartition, int]:
+    """The end of each range, so that no partition gives later events of a key that another partition still has.
+
+    The number of partitions may have changed: then a key has earlier events in another partition.
+    """
+    ends = dict(upto)
+    for log in dict.fromkeys(tp.log for tp in upto if tp.partition != NOT_PARTITIONED):
+        read = {tp: offset for tp, offset in after.items() if tp.log == log}
+        last = logs.of(next(iter(read))).end_of_layout(log[1], read)
+        ends |= {tp: max(offset, min(upto[tp], last)) for tp, offset in read.items()}
+    return ends
 
 
 def _limited(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
 from pyspark.sql.datasource import EqualTo, In
-from pyspark.sql.streaming.datasource import ReadAllAvailable
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadMaxRows
+from pyspark.sql.types import StructType
 
-from eventsql_orchestration import Consumer, EventSQL
+from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.errors import PartitionOutOfRangeError, ValidationError
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import BatchReader, FilteringReader, Reading, Split, read_schema
@@ -105,6 +107,39 @@ def test_a_running_stream_with_offsets_of_partitions_goes_on_with_new_ones(
         reader.stop()
     assert first == published(platform, orders)[:1_000]
     assert second == published(platform, orders)[1_000:]
+
+
+def test_a_key_keeps_its_order_from_batch_to_batch_though_it_has_changed_its_partition(
+    platform: EventSQL, dsn: str
+) -> None:
+    def publish() -> None:
+        platform.publisher.publish_all(Publication("moving", b"", key=f"key-{key % 40}") for key in range(200))
+        platform.transfer.run_once()
+
+    platform.registry.register_topic(Topic("moving", partitions=2))
+    publish()
+    platform.repartitioner.repartition("moving", 5)
+    publish()
+    starting = json.dumps({"moving": dict.fromkeys("01234", 1)})
+    reading = options(dsn, "moving", streaming=True, startingOffsets=starting)
+    columns = read_schema(headers=False)
+    reader = StreamReader(reading, StructType([columns["key"], columns["offset"]]))
+    batches: list[dict[str, list[int]]] = []
+    try:
+        start = reader.initialOffset()
+        while (end := reader.latestOffset(start, ReadMaxRows(60))) != start:
+            batches.append({})
+            for split in reader.partitions(start, end):
+                for batch in reader.read(split):
+                    for row in batch.to_pylist():
+                        batches[-1].setdefault(row["key"], []).append(row["offset"])
+            start = end
+    finally:
+        reader.stop()
+    assert sum(len(offsets) for batch in batches for offsets in batch.values()) == 400
+    for key in {key for batch in batches for key in batch}:
+        of_key = [sorted(batch.get(key, [])) for batch in batches]
+        assert [offset for offsets in of_key for offset in offsets] == sorted(each for one in of_key for each in one)
 
 
 def test_a_stream_whose_option_knows_fewer_partitions_goes_on_from_its_checkpoint(
