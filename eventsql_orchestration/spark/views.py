@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import reduce
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeAlias
 
 from pyspark.sql import functions as f
 
@@ -17,6 +17,7 @@ from eventsql_orchestration.errors import ViewConflictError
 from eventsql_orchestration.spark import FORMAT
 from eventsql_orchestration.spark.copying import copy_frame
 from eventsql_orchestration.spark.options import Source
+from eventsql_orchestration.validation import MAX_NAME_LENGTH
 from eventsql_orchestration.views import Logs, Rollup, Timeline, ViewFeed, ViewFilling
 from eventsql_orchestration.views.definitions import EPOCH, start_of
 from eventsql_orchestration.views.log_values import DEFAULT_LEVEL
@@ -27,10 +28,20 @@ from eventsql_orchestration.views.sketches import DISTINCT_SIZE, QUANTILE_SIZE
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
+_Rule: TypeAlias = "tuple[str, Column, str]"
+"""A column of a frame, the condition that each of its rows has to meet, and the error."""
+
 _SECOND: Final = timedelta(seconds=1)
 
 _WHOLE: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 """Spark's types of whole numbers."""
+
+_NAME: Final = rf"^(?!\s)\P{{Cntrl}}{{1,{MAX_NAME_LENGTH}}}(?<!\s)\z"
+"""A name as `check_name` accepts it."""
+
+_NO_NAME: Final = f"{{}} of the frame is null or no name of 1 to {MAX_NAME_LENGTH} printable characters"
+
+_NO_OBJECT: Final = "{} of the frame is null or no JSON object"
 
 _DIMENSION: Final = f"dimension {{}} of the frame is null or has more than {MAX_DIMENSION_LENGTH} characters"
 
@@ -126,20 +137,8 @@ def _conditions(chosen: EventFilter | None) -> list[Column]:
 
 def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetime | None) -> DataFrame:
     """The entries after `oldest` with the columns of the view's table, beside `number`. Raises `ViewConflictError`."""
-    if isinstance(view, Rollup):
-        wanted = ["at", *view.dimensions, *view.values, *view.distinct]
-        given = {"eql_bucket": _floored(f.col("at"), view.grain), **_checked(view)}
-    else:
-        wanted = (
-            ["offset", "resource", "data", "occurred_at"]
-            if isinstance(view, Timeline)
-            else ["offset", "resource", "line", "written_at"]
-        )
-        given = {"offset": f.col("offset"), **{f"eql_{name}": f.col(name) for name in wanted[1:]}}
-    if isinstance(view, Logs):
-        for name, default in (("level", DEFAULT_LEVEL), ("attributes", "{}")):
-            given[f"eql_{name}"] = f.col(name) if name in entries.columns else f.lit(default)
     types = {field.name: field.dataType.simpleString() for field in entries.schema.fields}
+    wanted = _wanted(view)
     time_of = "at" if isinstance(view, Rollup) else wanted[-1]
     if missing := [name for name in wanted if name not in types]:
         raise ViewConflictError(
@@ -147,13 +146,40 @@ def _columns(view: Timeline | Rollup | Logs, entries: DataFrame, oldest: datetim
         )
     if types[time_of] != "timestamp":
         raise ViewConflictError(f"column {time_of!r} of the frame is of type {types[time_of]}: make it a timestamp")
+
     if isinstance(view, Rollup):
         _check_types(view, types)
+        given = {"eql_bucket": _floored(f.col("at"), view.grain), **_checked(_rollup_rules(view))}
+    else:
+        given = _entry_columns(view, types)
     given["eql_tenant"] = f.col("tenant") if "tenant" in types else f.lit(NO_TENANT)
-    if not isinstance(view, Rollup) and "number" in types:
-        given["number"] = f.col("number")
     kept = entries if oldest is None else entries.where(f.col(time_of) > f.lit(oldest))
     return kept.select(*(column.alias(name) for name, column in given.items()))
+
+
+def _wanted(view: Timeline | Rollup | Logs) -> list[str]:
+    """The columns that a frame must have."""
+    if isinstance(view, Rollup):
+        return ["at", *view.dimensions, *view.values, *view.distinct]
+    if isinstance(view, Timeline):
+        return ["offset", "resource", "data", "occurred_at"]
+    return ["offset", "resource", "line", "written_at"]
+
+
+def _entry_columns(view: Timeline | Logs, types: Collection[str]) -> dict[str, Column]:
+    """The columns of a timeline or of logs, and the columns of the entries' order."""
+    names, documents = (
+        (["resource"], ["data"]) if isinstance(view, Timeline) else (["resource", "level"], ["attributes"])
+    )
+    rules = [
+        *((name, f.col(name).cast("string").rlike(_NAME), _NO_NAME) for name in names if name in types),
+        *((name, f.ltrim(name).startswith("{"), _NO_OBJECT) for name in documents if name in types),
+    ]
+    columns = {name: f.col(name) for name in _wanted(view)} | _checked(rules)
+    if isinstance(view, Logs):
+        columns = {"level": f.lit(DEFAULT_LEVEL), "attributes": f.lit("{}")} | columns
+    order = {name: f.col(name) for name in ("offset", "number") if name in types}
+    return order | {f"eql_{name}": column for name, column in columns.items() if name != "offset"}
 
 
 def _check_types(rollup: Rollup, types: Mapping[str, str]) -> None:
@@ -171,13 +197,17 @@ def _check_types(rollup: Rollup, types: Mapping[str, str]) -> None:
             )
 
 
-def _checked(rollup: Rollup) -> dict[str, Column]:
-    """The dimensions, values and distinct texts of entries. One that `RollupEntry` would refuse fails the query."""
-    rules = [
+def _rollup_rules(rollup: Rollup) -> list[_Rule]:
+    """What `RollupEntry` accepts."""
+    return [
         *((name, f.length(name) <= MAX_DIMENSION_LENGTH, _DIMENSION) for name in rollup.dimensions),
         *((name, f.col(name).isNotNull(), "value {} of the frame is null") for name in rollup.values),
         *((name, f.length(name) > 0, "distinct text {} of the frame is null or empty") for name in rollup.distinct),
     ]
+
+
+def _checked(rules: Sequence[_Rule]) -> dict[str, Column]:
+    """The columns of the rules. A row that breaks one fails the query."""
     # A condition on a null is null, and not true.
     return {
         name: f.when(right, f.col(name)).otherwise(f.raise_error(f.lit(message.format(name))))

@@ -10,6 +10,7 @@ import pytest
 from psycopg.errors import UndefinedTable
 from pyspark.errors import PySparkException
 from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import functions as f
 
 from eventsql_orchestration import Connection, Consumer, Event, EventFilter, EventSQL, Publication
 from eventsql_orchestration.errors import ViewConflictError
@@ -187,6 +188,31 @@ def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(
         def frame(self, events: DataFrame) -> DataFrame:
             entries = {"at": "date_trunc('HOUR', at)", "minutes": "minutes", "digits": "digits", "resource": "digits"}
             return super().frame(events).selectExpr(*(f"{text} AS {name}" for name, text in (entries | wrong).items()))
+
+    with pytest.raises(PySparkException, match=message):
+        world.views.rebuild(Wrong(), fill=SparkViewFill(spark))
+
+
+@pytest.mark.parametrize(
+    ("bulk", "wrong", "message"),
+    [
+        (BulkSteps, {"resource": "repeat('a', 201)"}, "resource of the frame is null or no name"),
+        (BulkSteps, {"resource": r"concat('a', '\n')"}, "resource of the frame is null or no name"),
+        (BulkSteps, {"data": "'[1]'"}, "data of the frame is null or no JSON object"),
+        (BulkLines, {"level": "' info'"}, "level of the frame is null or no name"),
+        (BulkLines, {"attributes": "'1'"}, "attributes of the frame is null or no JSON object"),
+    ],
+)
+def test_a_line_or_a_step_that_the_view_would_refuse_fails_the_rebuild(
+    *, world: World, spark: SparkSession, bulk: type[BulkSteps | BulkLines], wrong: dict[str, str], message: str
+) -> None:
+    world.publish(*range(4))
+    world.consume()
+
+    class Wrong(bulk):  # type: ignore[misc, valid-type]  # the class is a parameter
+        def frame(self, events: DataFrame) -> DataFrame:
+            entries: DataFrame = super().frame(events)
+            return entries.withColumns({name: f.expr(text) for name, text in wrong.items()})
 
     with pytest.raises(PySparkException, match=message):
         world.views.rebuild(Wrong(), fill=SparkViewFill(spark))
