@@ -32,7 +32,7 @@ Sent = ParamSpec("Sent")
 RawRow: TypeAlias = tuple[bytes | None, ...]
 """The columns of a row in PostgreSQL's binary format; None for NULL."""
 
-_PLACEHOLDER: Final = re.compile(r"%\((\w+)\)s")
+_PLACEHOLDER: Final = re.compile(r"%\((\w+)\)[sb]")
 
 _LOST: Final = b"26000"
 """The SQLSTATE for a prepared statement that is gone: psycopg executes DEALLOCATE ALL after some statements."""

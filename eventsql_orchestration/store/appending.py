@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, Final, Literal, TypeAlias
-from uuid import UUID, uuid4
+from uuid import UUID
 
 from psycopg.errors import SerializationFailure, UniqueViolation
 
@@ -57,8 +57,7 @@ class Appending:
             "type": self.type, "id": self.id, "expected": self.expected, "count": len(changes),
             "kinds": [change.kind for change in changes], "data": [change.encoded for change in changes],
             "schema_versions": versions if max(versions) > 1 else None,
-            # Not NULL, which a caller's session with array_nulls off does not know in an array.
-            "change_ids": [change.id or uuid4() for change in changes] if self.ids else None,
+            "change_ids": [change.id for change in changes] if self.ids else None,
             "metadata": list(map(encode_metadata, changes)) if any(change.metadata for change in changes) else None,
         }  # fmt: skip
 

@@ -2,9 +2,9 @@
 -- the aggregate's row makes a second writer wait for the first. A change takes the greater of its own transaction and its
 -- predecessor's: a transaction with a lower id may append after one with a higher id. No index is over the ids of the store
 -- and of its archive, so they are looked up. The array of schema versions, of ids or of metadata is NULL if every change has
--- the default.
+-- the default. The array of ids may have NULLs, which a session with array_nulls off does not know in a text: it is binary.
 WITH stored AS (
-    SELECT FROM {schema}.aggregate_change WHERE eql_change_id = ANY (%(change_ids)s::uuid[])
+    SELECT FROM {schema}.aggregate_change WHERE eql_change_id = ANY (%(change_ids)b::uuid[])
 ), created AS (
     INSERT INTO {schema}.aggregate AS known (eql_type, eql_id, eql_version, eql_transaction)
     SELECT %(type)s::text, %(id)s::text, %(count)s::bigint, pg_current_xact_id()
@@ -34,7 +34,7 @@ WITH stored AS (
            coalesce(change.metadata::jsonb, '{{}}')
     FROM appendable
     CROSS JOIN unnest(
-        %(kinds)s::text[], %(data)s::text[], %(schema_versions)s::integer[], %(change_ids)s::uuid[], %(metadata)s::text[]
+        %(kinds)s::text[], %(data)s::text[], %(schema_versions)s::integer[], %(change_ids)b::uuid[], %(metadata)s::text[]
     ) WITH ORDINALITY AS change (kind, data, schema_version, id, metadata, number)
     ORDER BY change.number
 )
