@@ -100,11 +100,7 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 	fi
 
 test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
-	@# What fails beside other tests is tried once more alone, and counts then.
-	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS) || { \
-		echo "Once more, alone: what failed above."; \
-		$(BIN)/python -m pytest --last-failed --last-failed-no-failures none $(ARGS); \
-	}
+	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
 	EVENTSQL_FUZZ_EXAMPLES=20 $(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder -m "nightly or not nightly" $(ARGS)
