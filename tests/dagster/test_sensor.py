@@ -181,14 +181,20 @@ def test_a_run_gets_more_time_to_adopt_its_claim_after_each_run_that_came_too_la
     request_of(later(bench, 150.0))
 
 
-def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
-    bench: Workbench, shared_instance: dg.DagsterInstance
-) -> None:
-    bench.instance = shared_instance
-    pools = shared_instance.event_log_storage
+def in_a_full_pool(bench: Workbench, instance: dg.DagsterInstance) -> Any:
+    """Let a run of another asset have the only place of the pool `gpu`, and events wait."""
+    bench.instance = instance
+    pools = instance.event_log_storage
     pools.set_concurrency_slots("gpu", 1)
     pools.claim_concurrency_slot("gpu", "another run", "train")
     bench.publish("rides", 5)
+    return pools
+
+
+def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
+    bench: Workbench, shared_instance: dg.DagsterInstance
+) -> None:
+    pools = in_a_full_pool(bench, shared_instance)
     run_id = bench.requested(eager, request_of(bench.tick(eager.sensors[0])), dg.DagsterRunStatus.STARTED)
     pools.claim_concurrency_slot("gpu", run_id, "eager")
     assert later(bench, 3600.0) == f"run {run_id} of claim 1 is waiting for a place in a pool"
@@ -206,11 +212,7 @@ def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
 def test_a_run_whose_retried_step_waits_for_a_place_in_a_pool_is_not_reported_as_dead(
     bench: Workbench, shared_instance: dg.DagsterInstance
 ) -> None:
-    bench.instance = shared_instance
-    pools = shared_instance.event_log_storage
-    pools.set_concurrency_slots("gpu", 1)
-    pools.claim_concurrency_slot("gpu", "another run", "train")
-    bench.publish("rides", 5)
+    pools = in_a_full_pool(bench, shared_instance)
     request = request_of(bench.tick(eager.sensors[0]))
     run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
     bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
