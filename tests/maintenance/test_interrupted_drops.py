@@ -15,7 +15,6 @@ from eventsql_orchestration.database.tables import DROPPED
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segment_drops, segments
 from eventsql_orchestration.storage.segment_drops import SegmentDrops
 from eventsql_orchestration.topics.leftovers import Leftovers
@@ -27,11 +26,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "eventsql"
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def test_a_drop_that_is_cut_off_is_finished_by_the_next_run(

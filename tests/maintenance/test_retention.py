@@ -14,8 +14,6 @@ from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.retention import Dropped
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.publishing import log_room
-from eventsql_orchestration.storage import segments
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
 from tests.forms import stored
 from tests.plain import REPLACE_ORDERS
@@ -25,11 +23,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "eventsql"
 
-
-@pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
-    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
+pytestmark = pytest.mark.usefixtures("small_segments")
 
 
 def fill(platform: EventSQL, count: int, topic: str = "orders", **fields: Any) -> None:
