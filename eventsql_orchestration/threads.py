@@ -81,6 +81,12 @@ def join_all(threads: Iterable[threading.Thread], deadline: float) -> None:
         thread.join(max(0.0, deadline - time.monotonic()))
 
 
+def others_alive(threads: Iterable[threading.Thread]) -> bool:
+    """Whether one of the threads is alive, apart from the caller's own."""
+    current = threading.current_thread()
+    return any(thread.is_alive() for thread in threads if thread is not current)
+
+
 def after_commit(wake: Callable[Arguments, object]) -> Callable[Arguments, None]:
     """A function that calls `wake`, which wakes threads and processes, and logs its errors.
 

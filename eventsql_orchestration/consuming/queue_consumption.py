@@ -26,7 +26,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
     EventSQLError,
 )
-from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.threads import join_all, others_alive, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class QueueConsumption(Running):
 
     def _end(self, deadline: float) -> bool:
         join_all(self._threads, deadline)
-        ended = not any(thread.is_alive() for thread in self._threads)
+        ended = not others_alive(self._threads)
         if not ended:
             logger.warning("%s does not end in time: its running handlers cannot acknowledge any more", self._name)
             self._cancellation.cancel()

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from typing import Self
 
 from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.threads import others_alive
 
 
 @checked
@@ -32,10 +33,10 @@ class Running(ABC):
 
     def await_end(self, deadline: float) -> bool:
         """The rest of `stop`, until a time of `time.monotonic`."""
-        current, threads = threading.current_thread(), self.threads()
-        if current in threads:
+        threads = self.threads()
+        if threading.current_thread() in threads:
             # Two handlers that stop their consumption would wait for each other, and roll each other back.
-            return not any(thread.is_alive() for thread in threads if thread is not current)
+            return not others_alive(threads)
         return self._end(deadline)
 
     @abstractmethod

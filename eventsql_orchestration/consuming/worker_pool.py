@@ -18,7 +18,7 @@ from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.consuming.throttle import Throttle
 from eventsql_orchestration.database.notifications import LOG, Listener
 from eventsql_orchestration.errors import ClaimLostError, DatabaseUnavailableError, EventSQLError
-from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import Duration, check_batch, check_seconds
 
 logger = logging.getLogger(__name__)
@@ -184,7 +184,7 @@ class Consumption(Running):
 
     def _end(self, deadline: float) -> bool:
         join_all(self._threads, deadline)
-        if not any(thread.is_alive() for thread in self._threads):
+        if not others_alive(self._threads):
             return True
         logger.warning("%s does not end in time: its running batches are rolled back", self._name)
         self._cancellation.cancel()

@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
-from eventsql_orchestration.threads import join_all, start_thread
+from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import check_seconds
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,8 @@ class QueueWorkers:
             self._subscriptions.close()
         for wake in self._wakes:
             wake.set()
-        current = threading.current_thread()
-        if current in self._threads:
-            return not any(thread.is_alive() for thread in self._threads if thread is not current)
+        if threading.current_thread() in self._threads:
+            return not others_alive(self._threads)
         deadline = time.monotonic() + timeout
         join_all(self._threads, deadline)
         if self.running:
