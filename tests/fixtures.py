@@ -27,6 +27,7 @@ MEMORY_DISK_BYTES = 2**32
 """Free bytes of a disk in memory that the servers of a run of tests may need."""
 
 Sessions: TypeAlias = Callable[[], Connection]
+Terminate: TypeAlias = Callable[[Connection], None]
 Until: TypeAlias = Callable[[Callable[[], object]], None]
 UntilBlocked: TypeAlias = Callable[..., None]
 Spawn: TypeAlias = Callable[..., "Worker"]
@@ -62,6 +63,20 @@ def session(sessions: Sessions) -> Connection:
     opened = sessions()
     opened.autocommit = True
     return opened
+
+
+@pytest.fixture
+def terminate(session: Connection) -> Terminate:
+    """Ends the server's session of a connection whose transaction is open, as an administrator or a failover does.
+
+    The server tells the process number: a pooler tells its clients a number of its own.
+    """
+
+    def end(connection: Connection) -> None:
+        (pid,) = connection.execute("SELECT pg_backend_pid()").fetchone() or (None,)
+        assert session.execute("SELECT pg_terminate_backend(%s, 60000)", [pid]).fetchone() == (True,)
+
+    return end
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
             kind, meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
         case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
             kind, meaning = DatabaseUnavailableError, _unreachable(detail)
-        case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT:
+        case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT or _is_cut_off(cause, detail):
             kind, meaning = DatabaseUnavailableError, _closed(cause, detail)
         case _:
             return None
@@ -98,6 +98,11 @@ def _unreachable(detail: str) -> str:
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         return f"refused the connection ({refused})" + (f": {question}" if question else "")
     return f"cannot be reached ({detail}): is the server running, is the URL right?"
+
+
+def _is_cut_off(error: psycopg.Error, detail: str) -> bool:
+    # A pooler whose server ended the session before a COMMIT answers with two results; psycopg refuses them.
+    return isinstance(error, psycopg.InternalError) and error.sqlstate is None and "result" in detail
 
 
 def _closed(error: psycopg.Error, detail: str) -> str:

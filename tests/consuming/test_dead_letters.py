@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from eventsql_orchestration import Event
     from eventsql_orchestration.consuming.dead_letters import DeadLetter
     from eventsql_orchestration.database import Connection
-    from tests.fixtures import Sessions, Until, UntilBlocked
+    from tests.fixtures import Sessions, Terminate, Until, UntilBlocked
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 
@@ -307,7 +307,7 @@ def test_large_letters_go_in_small_batches(
 
 
 def test_what_was_committed_before_a_failure_is_not_redriven_again(
-    platform: EventSQL, letters: list[DeadLetter], monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, letters: list[DeadLetter], terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH", 3)
     publish_all = platform.shards[0].publisher.publish_all
@@ -316,8 +316,7 @@ def test_what_was_committed_before_a_failure_is_not_redriven_again(
     def losing(publications: Iterable[Publication], **options: Any) -> int:
         published = publish_all(publications, **options)
         if next(lost):
-            with platform.database.connection() as killer:
-                killer.execute("SELECT pg_terminate_backend(%s, 10000)", (options["connection"].info.backend_pid,))
+            terminate(options["connection"])
         return published
 
     with monkeypatch.context() as patched:

@@ -30,7 +30,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
 )
 from tests.effects import effects, make_table, write
-from tests.fixtures import Until
+from tests.fixtures import Terminate, Until
 from tests.forms import in_blocks, stored
 
 
@@ -473,11 +473,12 @@ def test_an_error_is_freed_with_its_events(platform: EventSQL, max_events: int) 
     assert [failure() for failure in failures] == [None] * len(kept)
 
 
-def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(platform: EventSQL, dsn: str) -> None:
+def test_a_connection_that_is_lost_in_the_handler_is_not_the_events_failure(
+    platform: EventSQL, terminate: Terminate
+) -> None:
     def handle(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
-        with psycopg.connect(dsn, autocommit=True) as killer:
-            killer.execute("SELECT pg_terminate_backend(%s, 10000)", (connection.info.backend_pid,))
+        terminate(connection)
         connection.execute("SELECT 1")
 
     with pytest.raises(DatabaseUnavailableError):

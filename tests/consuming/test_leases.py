@@ -15,13 +15,12 @@ from eventsql_orchestration.consuming import failures, worker_pool
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
-from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
 from tests.effects import effects, make_table, write
 from tests.forms import ids_in
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Spawn, Until
+    from tests.fixtures import Sessions, Spawn, Terminate, Until
 
 POLLING = 0.02
 
@@ -309,7 +308,7 @@ def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(plat
 
 
 def test_a_lost_connection_costs_an_event_no_attempt(
-    platform: EventSQL, until: Until, session: Connection, monkeypatch: pytest.MonkeyPatch
+    platform: EventSQL, until: Until, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
     ids = fill(platform, 1)
@@ -320,7 +319,7 @@ def test_a_lost_connection_costs_an_event_no_attempt(
             write(events, connection)
             if losses:
                 losses.pop()
-                session.execute("SELECT pg_terminate_backend(%s, 60000)", [connection.info.backend_pid])
+                terminate(connection)
 
     with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1] or state(platform).attempts)

@@ -38,6 +38,7 @@ from tests.plain import REPLACE_ORDERS
 from tests.poolers.pgbouncer import running
 
 if TYPE_CHECKING:
+    from tests.fixtures import Terminate
     from tests.poolers.pgbouncer import PgBouncer
 
 
@@ -451,6 +452,21 @@ def test_an_ordered_queue_works_where_transactions_begin_at_another_level(
 
 
 # Its end
+
+
+def test_a_session_that_ends_behind_the_pooler_before_the_commit_is_a_database_that_is_unavailable(
+    pooled: EventSQL, terminate: Terminate
+) -> None:
+    register(pooled)
+    with (
+        pytest.raises(DatabaseUnavailableError, match="closed the connection"),
+        pooled.database.transaction() as connection,
+    ):
+        pooled.publisher.publish_all(orders(3), connection=connection)
+        terminate(connection)
+    pooled.publisher.publish_all(orders(60, 3))
+    pooled.transfer.run_once()
+    assert pooled.reader.count("orders") == 60
 
 
 def test_a_pooler_that_restarts_is_an_error_of_ours_and_is_found_again(

@@ -52,8 +52,6 @@ LEFT_OUT: Final[dict[str, str]] = {
     "tests/publishing/test_transfer.py::test_an_idle_look_is_one_statement": _COUNTED,
     "tests/publishing/test_straight.py::test_a_batch_takes_five_statements": _COUNTED,
     "tests/publishing/test_straight.py::test_what_lies_in_the_buffer_takes_three_more": _COUNTED,
-    "tests/consuming/test_failures.py::test_a_connection_that_is_lost": _ENDED,
-    "tests/consuming/test_dead_letters.py::test_what_was_committed_before_a_failure": _ENDED,
     "tests/publishing/test_transfer.py::test_an_event_of_a_prepared_transaction": _RESTARTED,
     "tests/publishing/test_transfer.py::test_a_server_that_is_down": _RESTARTED,
     "tests/publishing/test_transfer.py::test_the_loop_waits_for_a_server": _RESTARTED,

@@ -16,7 +16,7 @@ from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.storage import exchanging
 from eventsql_orchestration.storage.exchanging import Exchange
 from eventsql_orchestration.views import LogEntry, Logs, LogsView, Sorted, Views
-from tests.fixtures import Sessions, UntilBlocked
+from tests.fixtures import Sessions, Terminate, UntilBlocked
 from tests.views.conftest import DAY, MINUTE, NOON, SECOND
 
 LOGS = Logs("tracking", language="english")
@@ -286,13 +286,13 @@ def test_a_partition_is_left_if_others_lock_its_logs_during_the_sorting(
 
 
 def test_a_sorting_that_is_killed_leaves_the_partition_as_it_was(
-    database: Database, views: Views, tracking: LogsView, session: Connection, monkeypatch: pytest.MonkeyPatch
+    database: Database, views: Views, tracking: LogsView, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, replace = content(tracking), Exchange.replace
 
     def die(self: Exchange, connection: Connection, **names: Any) -> None:
         replace(self, connection, **names)
-        session.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
+        terminate(connection)
         connection.execute("SELECT")
 
     with monkeypatch.context() as patch:
