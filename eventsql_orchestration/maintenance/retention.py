@@ -8,17 +8,14 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Final
 
 import psycopg
-from psycopg import sql
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.role_statements import act_as_owner, grant
-from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
@@ -67,7 +64,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """A closed segment's content: number of events, newest offset, and when that event entered the log.
+    """A closed segment's content: number of events, newest offset, and the seconds since that event entered the log.
 
     `seen` is the offset of the last event that is there, 0 without one.
     """
@@ -75,7 +72,7 @@ class _Content:
     segment: Segment
     events: int
     newest: int
-    newest_at: datetime | None
+    seconds: float
     seen: int
 
 
@@ -221,8 +218,7 @@ class Retainer:
         ]
         dropped: list[_Content] = []
         held_by = None
-        (now,) = fetch_one(connection, sql.SQL("SELECT pg_catalog.clock_timestamp()"))
-        for content in _due(contents, newest, retention, now):
+        for content in _due(contents, newest, retention):
             # Detaching takes several transactions, and no seek may go back into the segment meanwhile. The rollback to
             # the savepoint releases the lock.
             with holder.transaction(force_rollback=True):
@@ -270,8 +266,8 @@ class Retainer:
     def _content(self, connection: Connection, topic: Topic, segment: Segment, newest: int) -> _Content:
         last = self._drops(topic).newest(connection, segment)
         if last is None:
-            return _Content(segment, 0, min(segment.end - 1, newest), None, 0)
-        return _Content(segment, last.events, last.offset, last.at, last.offset)
+            return _Content(segment, 0, min(segment.end - 1, newest), math.inf, 0)
+        return _Content(segment, last.events, last.offset, last.seconds, last.offset)
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
         """The consumer partition that has not consumed all events of the segment; None without one."""
@@ -312,7 +308,7 @@ def _reached(retention: Retention, *, seconds: float, size: int, events: int) ->
     return any(bound is not None and value >= bound for value, bound in bounds)
 
 
-def _due(contents: list[_Content], newest: int, retention: Retention, now: datetime) -> list[_Content]:
+def _due(contents: list[_Content], newest: int, retention: Retention) -> list[_Content]:
     """The closed segments that are due, oldest first."""
     due: list[_Content] = []
     events, size = sum(content.events for content in contents), sum(content.segment.bytes for content in contents)
@@ -321,8 +317,7 @@ def _due(contents: list[_Content], newest: int, retention: Retention, now: datet
             break
         events -= content.events
         size -= content.segment.bytes
-        age = math.inf if content.newest_at is None else (now - content.newest_at).total_seconds()
-        if not _reached(retention, seconds=age, size=size, events=events):
+        if not _reached(retention, seconds=content.seconds, size=size, events=events):
             break
         due.append(content)
     return due

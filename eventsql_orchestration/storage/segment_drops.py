@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import datetime
 from typing import Final, NamedTuple
 
 import psycopg
@@ -40,10 +39,10 @@ class Span(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest event of a segment, when it entered the log, and about how many events the segment has."""
+    """The newest event of a segment, the seconds since it entered the log, and about how many events the segment has."""
 
     offset: int
-    at: datetime
+    seconds: float
     events: int
 
 

@@ -241,6 +241,17 @@ def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
     assert platform.reader.read("busy", limit=1)[0].id == gone + 1
 
 
+@pytest.mark.parametrize("year", ["0044-03-15 BC", "20000-01-01"])
+def test_a_time_that_python_does_not_know_is_as_far_away_as_it_is(
+    platform: EventSQL, session: Connection, year: str
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))
+    fill(platform, 50)
+    last = last_before(platform, 10)
+    session.execute(f"UPDATE eventsql.{stored('orders')} SET eql_created_at = '{year}' WHERE eql_id = %s", [last])
+    assert platform.retention.run_once()[0].segments == (1 if year.endswith("BC") else 0)
+
+
 def test_two_that_retain_at_once_do_not_disturb_each_other(
     platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, dsn: str
 ) -> None:

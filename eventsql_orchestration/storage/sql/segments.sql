@@ -60,8 +60,9 @@ SELECT reltuples::bigint FROM pg_class WHERE oid = %(table)s::regclass;
 SELECT eql_id, extract(epoch FROM clock_timestamp() - eql_created_at)::float8
 FROM {schema}.{table} ORDER BY eql_id LIMIT 1;
 
--- last -- The newest offset of a segment, and when it entered the log.
-SELECT eql_id, eql_created_at::timestamptz FROM {schema}.{table} ORDER BY eql_id DESC LIMIT 1;
+-- last -- The newest offset of a segment, and the seconds since it entered the log.
+SELECT eql_id, extract(epoch FROM clock_timestamp() - eql_created_at)::float8
+FROM {schema}.{table} ORDER BY eql_id DESC LIMIT 1;
 
 -- size -- How many events a segment holds.
 SELECT count(*) FROM {schema}.{table};
