@@ -136,8 +136,11 @@ class Retainer:
         """
         while not stop.wait(every):
             try:
-                self.run_once()
-                self._compactor.run_once()
+                try:
+                    self.run_once()
+                finally:
+                    # A topic that keeps its old segments must not keep all topics from their compaction.
+                    self._compactor.run_once()
             except EventSQLError as error:
                 logger.warning("old segments are kept for now: %s", error)
             except Exception:

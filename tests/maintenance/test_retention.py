@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +13,13 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
-from eventsql_orchestration.maintenance.retention import Dropped
+from eventsql_orchestration.maintenance.compaction import Compactor
+from eventsql_orchestration.maintenance.retention import Dropped, Retainer
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
 from tests.forms import stored
 from tests.plain import REPLACE_ORDERS
+from tests.waiting import PATIENCE
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, UntilBlocked
@@ -250,6 +253,27 @@ def test_a_time_that_python_does_not_know_is_as_far_away_as_it_is(
     last = last_before(platform, 10)
     session.execute(f"UPDATE eventsql.{stored('orders')} SET eql_created_at = '{year}' WHERE eql_id = %s", [last])
     assert platform.retention.run_once()[0].segments == (1 if year.endswith("BC") else 0)
+
+
+def test_an_error_of_retention_keeps_no_log_from_its_compaction(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compacted, stop = list[Compactor](), threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise DatabaseBusyError("an open transaction still reads a segment")
+
+    def compact(self: Compactor) -> None:
+        compacted.append(self)
+        stop.set()
+
+    monkeypatch.setattr(Retainer, "run_once", fail)
+    monkeypatch.setattr(Compactor, "run_once", compact)
+    running = threading.Thread(target=platform.retention.run, args=[stop], kwargs={"every": 0.01}, daemon=True)
+    running.start()
+    running.join(PATIENCE)
+    stop.set()
+    assert len(compacted) == 1
 
 
 def test_two_that_retain_at_once_do_not_disturb_each_other(

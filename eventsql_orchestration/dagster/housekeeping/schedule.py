@@ -157,16 +157,19 @@ def _shard_op(
 
 
 def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
-    dropped = [
-        f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
-        + (f"; the next one stays, because {each.held_by} has not passed it" if each.held_by else "")
-        for each in shard.retention.run_once()
-    ]
-    compacted = [
-        f"the log of topic {each.topic} has {each.into} blocks instead of {each.blocks} small ones"
-        for each in shard.compactor.run_once()
-        if each.blocks
-    ]
+    try:
+        dropped = [
+            f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
+            + (f"; the next one stays, because {each.held_by} has not passed it" if each.held_by else "")
+            for each in shard.retention.run_once()
+        ]
+    finally:
+        # A topic that keeps its old segments must not keep all topics from their compaction.
+        compacted = [
+            f"the log of topic {each.topic} has {each.into} blocks instead of {each.blocks} small ones"
+            for each in shard.compactor.run_once()
+            if each.blocks
+        ]
     return "; ".join(dropped + compacted)
 
 
