@@ -71,7 +71,8 @@ class ShiftBy:
     events: int
 
     def __post_init__(self) -> None:
-        if not check_whole("the number of events to shift by", self.events):
+        # The smallest bigint has no positive counterpart.
+        if not check_whole("the number of events to shift by", self.events, least=1 - 2**63):
             raise ValidationError("a shift by 0 events moves nothing")
 
 

@@ -109,6 +109,7 @@ def test_offset_0_is_no_other_place_than_offset_1(database: Database) -> None:
         (-1, 20, 16, False),
         (-3, 17, 10, False),
         (-4, 17, 9, True),
+        (1 - 2**63, 17, 9, True),
         (-1, 0, 0, True),
     ],
 )
@@ -256,6 +257,7 @@ def test_the_statements_go_by_the_indexes_on_ids(platform: EventSQL, database: D
         (lambda: Back(timedelta(days=40_000)), "at most a hundred years"),
         (lambda: Back(60), "must be above 0"),  # type: ignore[arg-type]  # refused
         (lambda: ShiftBy(0), "moves nothing"),
+        (lambda: ShiftBy(-(2**63)), "whole number"),
         (lambda: ShiftBy(1.5), "whole number"),  # type: ignore[arg-type]  # refused
         (lambda: starting_at("now"), "'earliest', 'latest', an offset, a time .*, not 'now'"),  # type: ignore[arg-type]  # refused
         (lambda: starting_at(True), "not True"),
