@@ -26,7 +26,7 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
     for table in leftovers.begun_drops():
         yield warning(
             "leftovers",
-            f"segment {table} has left its log: a retention is about to drop it, or was interrupted",
+            f"a retention is about to drop segment {table}, or was interrupted",
             "eventsql topic retain",
         )
     for name in leftovers.unregistered():

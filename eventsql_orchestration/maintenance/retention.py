@@ -282,16 +282,10 @@ class Retainer:
 
     def _drop(self, connection: Connection, topic: Topic, content: _Content) -> bool:
         """Drop a segment. False if it was written to since it was looked at."""
-        drops, segment = self._drops(topic), content.segment
-        try:
-            with self._waiting(topic):
-                if not drops.drop(connection, segment, newest=content.seen):
-                    return False
-        except DatabaseBusyError:
-            # The detach may not have begun.
-            drops.unmark(connection, segment)
-            raise
-        logger.info("topic %r lost its events up to offset %d", topic.name, segment.end - 1)
+        with self._waiting(topic):
+            if not self._drops(topic).drop(connection, content.segment, newest=content.seen):
+                return False
+        logger.info("topic %r lost its events up to offset %d", topic.name, content.segment.end - 1)
         return True
 
     @contextmanager

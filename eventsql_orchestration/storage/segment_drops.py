@@ -108,39 +108,57 @@ class SegmentDrops:
         """
         look = _Look(segment.start, segment.end, segment.in_blocks, newest)
         self._mark(connection, segment, json.dumps(asdict(look)))
-        self._detach(connection, segment)
+        try:
+            self._detach(connection, segment)
+        except BaseException as error:
+            with suppress(psycopg.Error):
+                self._unmark(connection, segment, error)
+            raise
         return self._end(connection, segment, newest)
 
     def finish(self, connection: Connection, *, force: bool) -> None:
         """End the drops that earlier runs have begun. `force` drops what was written to as well. Raises as `drop`.
 
-        A detached segment without the mark stays: somebody detached it to keep it.
+        A segment without the mark stays: somebody detached it to keep it.
         """
-        for segment in segments(connection, self._schema, self._topic) or ():
+        marked = begun(connection, self._schema)
+        existing = [each for each in segments(connection, self._schema, self._topic) or () if each.table in marked]
+        detaching = {each.table: each for each in existing if each.detaching}
+        for segment in existing:
             if segment.detaching:
                 statement = "ALTER TABLE {log} DETACH PARTITION {segment} FINALIZE"
                 self._alter(connection, segment.table, statement, log=segment.log, wait=self._wait)
+            else:
+                # The earlier run died before it detached the segment.
+                self._mark(connection, segment, None)
         for table, noted in _detached(connection, self._schema, _prefix(self._topic)):
-            if noted is None or force:
+            if noted is not None:
+                look = _Look(**json.loads(noted))
+                form = log_form.form_now(connection, self._schema, self._topic)
+                log = log_form.store(self._topic, form, blocks=look.blocks)
+                self._end(connection, Segment(table, look.start, look.end, 0, False, log), look.newest, force=force)
+            elif table in detaching:
+                # Nobody noted what the first look saw, so attach the segment, and let this run decide anew.
+                self._end(connection, detaching[table], 0, force=force)
+            else:
                 self._alter(connection, table, "DROP TABLE IF EXISTS {segment}")
-                continue
-            look = _Look(**json.loads(noted))
-            form = log_form.form_now(connection, self._schema, self._topic)
-            log = log_form.store(self._topic, form, blocks=look.blocks)
-            self._end(connection, Segment(table, look.start, look.end, 0, False, log), look.newest)
 
-    def unmark(self, connection: Connection, segment: Segment) -> None:
-        """Remove the mark of a segment that is still attached: an operator may detach the segment to keep it."""
+    def _unmark(self, connection: Connection, segment: Segment, error: BaseException) -> None:
+        """Remove the mark of a segment, unless its detach has begun: an operator may detach the segment to keep it.
+
+        `error` ended the detach. It tells whether a detach that is under way is another session's.
+        """
         existing = segments(connection, self._schema, self._topic) or ()
-        if any(each.table == segment.table and not each.detaching for each in existing):
+        detaching = any(each.table == segment.table and each.detaching for each in existing)
+        if not detaching or isinstance(error, psycopg.errors.ObjectNotInPrerequisiteState):
             self._mark(connection, segment, None)
 
-    def _end(self, connection: Connection, segment: Segment, newest: int) -> bool:
+    def _end(self, connection: Connection, segment: Segment, newest: int, *, force: bool = False) -> bool:
         """Drop a detached segment, or attach it again if it has an event after `newest`. Returns whether it is dropped.
 
         Nobody writes to a detached segment, so an interruption here leaves the next run the same choice.
         """
-        last = self.newest(connection, segment)
+        last = None if force else self.newest(connection, segment)
         if last is None or last.offset <= newest:
             self._alter(connection, segment.table, "DROP TABLE IF EXISTS {segment}", wait=self._wait)
             return True
@@ -213,7 +231,7 @@ def try_retain(connection: Connection, schema: str, topic: str) -> bool:
 
 
 def begun(connection: Connection, schema: str) -> list[str]:
-    """The segments of all topics that retention has begun to detach and has neither dropped nor attached again."""
+    """The segments of all topics that retention has begun to drop: attached ones, and detached ones."""
     values = {"schema": schema, "mark": tables.DROPPED}
     return [str(table) for (table,) in fetch_all(connection, LogQueries("segments", schema)("begun"), values)]
 
@@ -231,9 +249,9 @@ def drop_detached(connection: Connection, schema: str, topic: str) -> None:
 def drop_leftovers(connection: Connection, schema: str, names: Iterable[str]) -> None:
     """Drop the segments of deleted topics, in the caller's transaction, which holds the registry.
 
-    A topic that was registered again meanwhile may have a segment with the name of a former one: that has no mark.
+    A topic that was registered again meanwhile may have a segment with the name of a former one: that is attached.
     """
-    for name in set(names).intersection(begun(connection, schema)):
+    for name in set(names).intersection(table for table, _ in _detached(connection, schema, "")):
         connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, name)))
 
 

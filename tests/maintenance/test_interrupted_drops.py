@@ -12,7 +12,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.doctor_consumers import leftover_findings
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
-from eventsql_orchestration.errors import DatabaseBusyError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.storage import segment_drops, segments
@@ -62,6 +62,78 @@ def test_a_segment_that_is_detached_and_not_dropped_yet_is_dropped_by_the_next_r
         "SELECT to_regclass(%s) IS NULL, to_regclass(%s) IS NULL", [f"eventsql.{ours}", f"eventsql.{theirs}"]
     )
     assert left.fetchone() == (True, False), "somebody detached the second one to keep it"
+
+
+@pytest.fixture
+def kept_aside(platform: EventSQL, session: Connection) -> Callable[[], bool]:
+    """Makes a topic whose first segment is due; tells whether the segment's table is still there."""
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
+    fill(platform, 50)
+    table = f"eventsql.{segments.segment_name('orders', 0)}"
+    return lambda: session.execute("SELECT to_regclass(%s) IS NOT NULL", [table]).fetchone() == (True,)
+
+
+def detach_first(connection: Connection) -> None:
+    """Detach the first segment of `orders`, as an operator who wants to keep it does."""
+    segment = segments.segment_name("orders", 0)
+    connection.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{segment} CONCURRENTLY")
+
+
+def test_a_due_segment_that_an_operator_is_detaching_stays(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, kept_aside: Callable[[], bool]
+) -> None:
+    reading, operator = sessions(), sessions()
+    operator.autocommit = True
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    with ThreadPoolExecutor(1) as executor:
+        detaching = executor.submit(detach_first, operator)
+        until_blocked()
+        with pytest.raises(DatabaseError):
+            platform.retention.run_once()
+        reading.commit()
+        detaching.result()
+    platform.retention.run_once()
+    assert kept_aside()
+
+
+def test_a_segment_that_a_run_has_marked_before_it_died_may_be_detached_and_kept(
+    platform: EventSQL, session: Connection, kept_aside: Callable[[], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        for step in ("_detach", "_unmark"):
+            patch.setattr(SegmentDrops, step, die)
+        with pytest.raises(KeyboardInterrupt):
+            platform.retention.run_once()
+    platform.registry.set_retention("orders", Retention(events=1_000))
+    platform.retention.run_once()
+    detach_first(session)
+    platform.retention.run_once()
+    assert kept_aside()
+
+
+def test_a_segment_whose_detach_an_earlier_version_began_is_dropped_only_if_it_was_consumed(
+    platform: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked
+) -> None:
+    """An earlier version noted nothing that would tell whether a segment was written to since."""
+    platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=27)))
+    platform.registry.register_consumer(Consumer("orders", "all"))
+    fill(platform, 50)
+    reading, killed = sessions(), sessions()
+    killed.autocommit = True
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    session.execute(f"COMMENT ON TABLE eventsql.{segments.segment_name('orders', 0)} IS '{DROPPED}'")
+    with ThreadPoolExecutor(1) as executor:
+        detaching = executor.submit(detach_first, killed)
+        until_blocked()
+        session.execute("SELECT pg_terminate_backend(%s, 60000)", [killed.info.backend_pid])
+        assert detaching.exception() is not None
+    reading.commit()
+    (kept,) = platform.retention.run_once()
+    assert (kept.segments, consume(platform, "all")) == (0, 50)
+    assert platform.retention.run_once()[0].segments == 2
 
 
 def test_a_topic_with_a_segment_that_is_kept_aside_can_be_deleted(platform: EventSQL, session: Connection) -> None:

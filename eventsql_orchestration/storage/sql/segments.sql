@@ -40,7 +40,7 @@ WHERE namespace.nspname = %(schema)s
   AND NOT segment.relispartition
   AND obj_description(segment.oid, 'pg_class') = %(mark)s;
 
--- begun -- The tables that retention has begun to detach, or has detached, to drop them.
+-- begun -- The tables that retention has begun to drop.
 SELECT segment.relname
 FROM pg_description mark
 JOIN pg_class segment ON segment.oid = mark.objoid
@@ -48,9 +48,6 @@ JOIN pg_namespace namespace ON namespace.oid = segment.relnamespace
 WHERE mark.classoid = 'pg_catalog.pg_class'::regclass AND mark.objsubid = 0 AND mark.description = %(mark)s
   AND namespace.nspname = %(schema)s
   AND segment.relkind = 'r'
-  AND NOT EXISTS (
-      SELECT FROM pg_inherits inherits WHERE inherits.inhrelid = segment.oid AND NOT inherits.inhdetachpending
-  )
 ORDER BY segment.relname;
 
 -- estimate -- How many events a segment holds by the planner's statistics, -1 where there are none yet.
