@@ -11,7 +11,7 @@ from assets.rides import answers, fares, projections, simulation, utilisation
 from assets.rides.commands import RIDE_ANSWERS
 from assets.rides.effects import DRIVER_UTILISATION, ZONE_FARES
 from assets.rides.order import RIDE_ORDERS
-from assets.setup import build_setup_job
+from assets.tables import prepare
 from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
     DEV_TAG,
@@ -22,11 +22,12 @@ from eventsql_orchestration.dagster import (
     build_lag_check,
     build_queue_checks,
     build_queue_sensor,
+    build_register_job,
     share_runs,
     topic_asset,
 )
 from eventsql_orchestration.spark import spark_config
-from sensors import alert_sensor, consumer_sensors, housekeeping, lag_sensor, transfer
+from sensors import alert_sensor, housekeeping, lag_sensor, transfer
 
 TOPICS = [RIDE_ORDERS, ZONE_FARES, DRIVER_UTILISATION, RIDE_ANSWERS, FILE_CHANGES, DIRECTORY_CHURN]
 
@@ -86,7 +87,8 @@ defs = dg.Definitions(
     ],
     asset_checks=[*CHECKS, *(check.definition for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))],
     jobs=[
-        build_setup_job(topics=TOPICS, consumers=CONSUMERS, workers=WORKERS),
+        # Run it after each deployment.
+        build_register_job(CONSUMERS, topics=TOPICS, workers=WORKERS, prepare=prepare),
         # In process: each step of its own process would take longer to start than to work.
         dg.define_asset_job(
             "simulation", selection=SOURCES, executor_def=dg.in_process_executor, tags={DEV_TAG: "simulation"}
@@ -97,12 +99,12 @@ defs = dg.Definitions(
             executor_def=dg.in_process_executor,
             tags={DEV_TAG: "verification"},
         ),
-        *{consumer.job.name: consumer.job for consumer in CONSUMERS}.values(),
+        *(consumer.job for consumer in CONSUMERS),
         *(worker.job for worker in WORKERS),
         *(job for backfill in BACKFILLS for job in backfill.jobs),
     ],
     sensors=[
-        *consumer_sensors(CONSUMERS),
+        *(sensor for consumer in CONSUMERS for sensor in consumer.sensors),
         *(worker.sensor for worker in WORKERS),
         lag_sensor(CONSUMERS, CONSUMER_CHECKS),
         build_queue_sensor(answers.QUEUES, checks=QUEUE_CHECKS),
@@ -114,9 +116,8 @@ defs = dg.Definitions(
     resources={
         "eventsql": eventsql,
         "spark": LazyPySparkResource(spark_config=spark_config()),
-        **{
-            f"{topic.name}_topic": TopicResource(eventsql=eventsql, topic=topic.name, partitions=topic.partitions)
-            for topic in TOPICS
-        },
+        "file_changes_topic": TopicResource(
+            eventsql=eventsql, topic=FILE_CHANGES.name, partitions=FILE_CHANGES.partitions
+        ),
     },
 )

@@ -8,7 +8,9 @@ from sqlalchemy import BigInteger, Column, Date, DateTime, Integer, MetaData, Ta
 from sqlalchemy.schema import CreateSchema
 
 from assets.rides.effects import CHANGES_PER_MINUTE, ORDER_TIMELINE
+from assets.rides.service import DISPATCH_QUEUE
 from eventsql_orchestration import Database, Shard
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.views import Views
 
 RIDES: Final = "rides"
@@ -90,6 +92,7 @@ def create(database: Database) -> None:
 
 
 def prepare(shard: Shard) -> None:
-    """Create on a shard the tables and the views that are missing."""
+    """Create on a shard the tables, the views and the queue of the ride service that are missing."""
     create(shard.database)
+    Queue(shard, DISPATCH_QUEUE).definition()
     Views(shard.database).declare(ORDER_TIMELINE, CHANGES_PER_MINUTE)

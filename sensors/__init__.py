@@ -1,4 +1,4 @@
-"""Drivers of the reference location: consumer sensors, the transfer, lag with its checks, alerts and housekeeping."""
+"""Sensors and schedules beside the consumers' own: the transfer, lag with its checks, alerts and housekeeping."""
 
 from __future__ import annotations
 
@@ -17,11 +17,6 @@ from eventsql_orchestration.dagster import (
     build_lag_sensor,
     build_transfer_schedule,
 )
-
-
-def consumer_sensors(consumers: Sequence[ConsumerDefinition]) -> list[dg.SensorDefinition]:
-    """The sensors of the consumers: one for each partition, one for a consumer, or one for some that share runs."""
-    return list({sensor.name: sensor for consumer in consumers for sensor in consumer.sensors}.values())
 
 
 def lag_sensor(consumers: Sequence[ConsumerDefinition], checks: Sequence[ConsumerCheck]) -> dg.SensorDefinition:

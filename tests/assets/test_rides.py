@@ -46,7 +46,7 @@ def test_tables_of_fares_and_of_drivers_hold_what_the_log_says_after_runs_over_t
             assert result.success
             return result
 
-        run("setup")
+        run("register")
         simulation = RideSimulation(platform, seed=7, commands=Queue(platform, RIDE_COMMANDS, ordered=True))
         for _ in range(2):
             simulation.run(15)

@@ -1,23 +1,25 @@
-"""The job that makes a database ready for the reference location."""
+"""The definitions of the reference location: its job `register`, and the executor of its assets."""
 
 from __future__ import annotations
 
 import dagster as dg
 import pytest
 
+from assets.rides.answers import QUEUES
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.queue import list_queues
 
 
-def test_setup_registers_dead_letters_of_every_consumed_topic_and_may_be_repeated(
+def test_registration_creates_queues_and_dead_letter_topics_of_every_consumed_topic_and_may_be_repeated(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", dsn)
     import definitions
 
-    setup = definitions.defs.resolve_job_def("setup")
+    register = definitions.defs.resolve_job_def("register")
     with dg.DagsterInstance.ephemeral() as instance:
         for _ in range(2):
-            assert setup.execute_in_process(instance=instance).success
+            assert register.execute_in_process(instance=instance).success
     registered = {topic.name for topic in platform.registry.topics()}
     consumed = {consumer.topic for consumer in definitions.CONSUMERS}
     assert registered == {
@@ -30,6 +32,8 @@ def test_setup_registers_dead_letters_of_every_consumed_topic_and_may_be_repeate
         assert platform.dead_letters.topic_of(consumer.topic.name) == consumer.topic.dead_letter_topic
         key = dg.AssetKey(["topic", consumer.topic.dead_letter_topic])
         assert not definitions.defs.resolve_asset_graph().get(key).is_executable
+    queues = {each.name for each in list_queues(platform.database)}
+    assert queues >= {spec.key.path[-1] for spec in QUEUES}
     with platform.database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM rides.order_status").fetchone() == (0,)
 
