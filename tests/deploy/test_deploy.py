@@ -150,3 +150,15 @@ def test_the_image_is_made_of_what_the_repository_has_and_the_build_needs() -> N
     assert needed <= copied()
     (sync,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
     assert argument(sync, "--extra") in project["project"]["optional-dependencies"]
+
+
+def test_the_image_has_the_bytecode_of_its_packages_and_of_the_location() -> None:
+    (sync,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
+    assert "--compile-bytecode" in sync
+    assert sync[sync.index("&&") :] == ["&&", ".venv/bin/python", "-c", "import definitions"]
+
+
+def test_the_user_of_the_image_may_write_to_its_home() -> None:
+    (users,) = [words for words in instructions("RUN") if "useradd" in words]
+    home = argument(users, "--home-dir")
+    assert users[users.index("chown") :] == ["chown", "-R", "eventsql:eventsql", home]
