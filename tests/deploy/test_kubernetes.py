@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -44,6 +45,18 @@ STEPS: list[dict[str, Any]] = [
     *PREPARE["spec"]["template"]["spec"]["containers"],
     *METRICS["spec"]["template"]["spec"]["containers"],
 ]
+
+
+READ_ONLY = """
+import os, sys
+
+def refuse(event, arguments):
+    if event == "os.mkdir" and os.path.dirname(os.path.abspath(arguments[0])) == os.getcwd():
+        raise PermissionError(13, "Permission denied", arguments[0])
+
+sys.addaudithook(refuse)
+"""
+"""Refuses new directories in the working directory."""
 
 
 def image(values: dict[str, Any]) -> str:
@@ -123,7 +136,7 @@ def test_commands_are_programs_of_the_image() -> None:
     commands = [step["command"] for step in STEPS] + [DAEMON["livenessProbe"]["exec"]["command"]]
     for program, *arguments in commands:
         if program == "env":
-            program = arguments[1]  # noqa: PLW2901  # `env --unset=NAME PROGRAM`
+            program = arguments[1]  # noqa: PLW2901  # `env NAME=VALUE PROGRAM`
         assert entry_points(group="console_scripts", name=program), program
     (extras,) = [words for words in instructions("RUN") if words[:2] == ["uv", "sync"]]
     assert {"dagster-spark", "metrics", "kubernetes"} <= set(extras)
@@ -154,11 +167,51 @@ def test_every_process_has_the_database_and_its_password_from_the_secret() -> No
             assert (parsed.host, str(parsed.port), parsed.database, parsed.password) == (*expected, None)
 
 
+def snake(values: Any) -> Any:
+    """The names of the chart's values as those of dagster.yaml."""
+    if isinstance(values, list):
+        return [snake(each) for each in values]
+    if not isinstance(values, dict):
+        return values
+    return {re.sub(r"(?=[A-Z])", "_", key).lower(): snake(value) for key, value in values.items()}
+
+
+def written_instance() -> dict[str, Any]:
+    """What the chart writes of the values into dagster.yaml, as far as limits of runs are concerned."""
+    concurrency = snake(VALUES.get("concurrency", {"enabled": False}))
+    config = snake(DAEMON["runCoordinator"]["config"]["queuedRunCoordinator"])
+    if concurrency.pop("enabled"):
+        limits = {"concurrency": concurrency}
+    else:
+        limits, config = {}, {"max_concurrent_runs": -1, **config}
+    coordinator = {"module": "dagster.core.run_coordinator", "class": DAEMON["runCoordinator"]["type"], "config": config}
+    return {"run_coordinator": coordinator, **limits, **VALUES["additionalInstanceConfig"]}
+
+
+def test_dagster_accepts_the_limits_that_the_chart_writes(tmp_path: Path) -> None:
+    (tmp_path / "dagster.yaml").write_text(yaml.safe_dump(written_instance()), encoding="utf-8")
+    with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
+        settings = instance.get_concurrency_config()
+    other = instance_config()["concurrency"]
+    assert settings.run_queue_config is not None
+    assert settings.run_queue_config.max_concurrent_runs == other["runs"]["max_concurrent_runs"]
+    assert settings.run_queue_config.tag_concurrency_limits == other["runs"]["tag_concurrency_limits"]
+    assert settings.pool_config.default_pool_limit == other["pools"]["default_limit"]
+
+
+def test_the_image_of_postgresql_has_its_registry_once() -> None:
+    # The chart writes registry/repository:tag. Its default registry is docker.io.
+    names = VALUES["postgresql"]["image"]
+    assert f"{names['registry']}/{names['repository']}:{names['tag']}" == "docker.io/library/postgres:18"
+
+
 def test_the_instance_has_the_settings_of_the_other_deployments() -> None:
     other = instance_config()
-    coordinator = DAEMON["runCoordinator"]["config"]["queuedRunCoordinator"]
-    assert coordinator["dequeueIntervalSeconds"] == other["run_coordinator"]["config"]["dequeue_interval_seconds"]
-    assert VALUES["additionalInstanceConfig"] == {"concurrency": other["concurrency"], "nux": other["nux"]}
+    written = written_instance()
+    interval = "dequeue_interval_seconds"
+    assert written["run_coordinator"]["config"][interval] == other["run_coordinator"]["config"][interval]
+    assert written["concurrency"] == other["concurrency"]
+    assert written["nux"] == other["nux"]
     monitoring = {"".join(word.capitalize() for word in key.split("_")): value for key, value in other["run_monitoring"].items()}  # fmt: skip  # noqa: E501
     assert {key[0].upper() + key[1:]: value for key, value in DAEMON["runMonitoring"].items()} == monitoring
     for key in ("sensor", "schedule"):
@@ -223,22 +276,26 @@ def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tm
     assert job.spec.ttl_seconds_after_finished == 86400
 
 
-def test_the_job_that_registers_is_the_location_s() -> None:
+def test_the_job_that_registers_is_the_location_s_and_has_an_empty_home_in_the_image() -> None:
     register = STEPS[2]["command"]
-    assert register[-4:] == ["-f", "definitions.py", "-j", "setup"]
-    assert isinstance(defs.resolve_job_def("setup"), dg.JobDefinition)
+    assert register[:2] == ["env", f"DAGSTER_HOME={VALUES['global']['dagsterHome']}"]
+    assert register[-4:] == ["-f", "definitions.py", "-j", "register"]
+    assert isinstance(defs.resolve_job_def("register"), dg.JobDefinition)
 
 
 @pytest.mark.nightly
 def test_the_job_before_an_upgrade_makes_an_empty_database_ready_and_may_be_repeated(dsn: str, tmp_path: Path) -> None:
     url = parse_dsn(dsn)
-    home = tmp_path / "home"
+    home, empty = tmp_path / "home", tmp_path / "dagster_home"
     home.mkdir()
+    empty.mkdir()
     (home / "dagster.yaml").write_bytes((REPOSITORY / "deploy" / "dagster.yaml").read_bytes())
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute((REPOSITORY / "deploy" / "dagster.sql").read_bytes())
     inherited = {name: value for name, value in os.environ.items() if not is_setting(name)}
 
+    # The image's directory belongs to root, and its processes do not.
+    (tmp_path / "sitecustomize.py").write_text(READ_ONLY, encoding="utf-8")
     for step in STEPS[:3] * 2:
         # The test's server has neither the host nor the TLS of the file.
         given = {
@@ -250,10 +307,11 @@ def test_the_job_before_an_upgrade_makes_an_empty_database_ready_and_may_be_repe
         }
         environment = {
             **inherited, **given, "PGPASSWORD": url.password or "", "DAGSTER_HOME": str(home),
-            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}", "PYTHONPATH": str(tmp_path),
         }  # fmt: skip
+        command = [word.replace("/opt/dagster/dagster_home", str(empty)) for word in step["command"]]
         done = subprocess.run(
-            step["command"], cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180, check=False
+            command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=180, check=False
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
