@@ -184,7 +184,11 @@ def written_instance() -> dict[str, Any]:
         limits = {"concurrency": concurrency}
     else:
         limits, config = {}, {"max_concurrent_runs": -1, **config}
-    coordinator = {"module": "dagster.core.run_coordinator", "class": DAEMON["runCoordinator"]["type"], "config": config}
+    coordinator = {
+        "module": "dagster.core.run_coordinator",
+        "class": DAEMON["runCoordinator"]["type"],
+        "config": config,
+    }
     return {"run_coordinator": coordinator, **limits, **VALUES["additionalInstanceConfig"]}
 
 
