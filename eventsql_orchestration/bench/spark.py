@@ -45,7 +45,7 @@ class Spark(Benchmark):
     def _compare(self, session: Session) -> list[Figure]:
         with (
             session.topic("spark", partitions=self.partitions, storage=self.storage) as source,
-            session.topic("spark_jdbc", partitions=self.partitions) as rows,
+            session.topic("spark_jdbc", partitions=self.partitions, storage=ROWS) as rows,
             session.topic("spark_target", partitions=self.partitions, storage=self.storage) as target,
             session.raw_table() as raw,
         ):
