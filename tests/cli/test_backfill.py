@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -80,7 +81,7 @@ pytestmark = pytest.mark.prepared.with_args(prepare)
 
 @pytest.fixture
 def ledger(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Ledger:
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
     return Ledger(platform)
 
@@ -321,7 +322,7 @@ def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: 
     ids = ledger.publish(50)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
-        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="2",
+        EVENTSQL_TEST_DELAY="2",
     )  # fmt: skip
     wait_until(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.send_signal(signal.SIGINT)
@@ -339,7 +340,7 @@ def test_a_backfill_of_a_killed_command_is_resumed_beside_its_last_runs(run: Run
     ids = ledger.publish(80)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
-        PYTHONPATH=str(ROOT), EVENTSQL_TEST_DELAY="0.5",
+        EVENTSQL_TEST_DELAY="0.5",
     )  # fmt: skip
     wait_until(lambda: len(ledger.effects()) >= location.BATCH, "a batch")
     process.kill()

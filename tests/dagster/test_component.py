@@ -271,7 +271,11 @@ def dg_command(project: Path, *arguments: str) -> str:
     done = subprocess.run(
         [str(Path(sys.executable).with_name("dg")), *arguments],
         cwd=project,
-        env={**os.environ, "PYTHONPATH": str(project / "src"), "EVENTSQL_DSN": "postgresql://nowhere"},
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{project / 'src'}{os.pathsep}{os.environ['PYTHONPATH']}",
+            "EVENTSQL_DSN": "postgresql://nowhere",
+        },
         capture_output=True,
         text=True,
         timeout=120,
