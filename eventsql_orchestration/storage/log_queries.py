@@ -8,6 +8,7 @@ from. `{row_store}` and `{block_store}` are the tables that hold rows and blocks
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -26,8 +27,7 @@ class LogQueries:
         self._schema = schema
         self._queries = Queries(file, schema, room=ROOM)
         variants = f"blocks_{file}"
-        exist = resources.files(ROOM).joinpath("sql", f"{variants}.sql").is_file()
-        self._variants = Queries(variants, schema, room=ROOM) if exist else None
+        self._variants = Queries(variants, schema, room=ROOM) if _exists(variants) else None
 
     def __call__(
         self, name: str, *, topic: str | None = None, table: str | None = None, form: Form = FORMS["rows"]
@@ -70,3 +70,9 @@ class LogQueries:
         if blocks and self._variants is not None and name in self._variants:
             return self._variants(name, **names)
         return self._queries(name, **names)
+
+
+@cache
+def _exists(file: str) -> bool:
+    """Whether the room has this file. A platform asks for many files when it opens."""
+    return resources.files(ROOM).joinpath("sql", f"{file}.sql").is_file()
