@@ -37,7 +37,7 @@ TRIGGER: Final = "event_buffer_granted"
 
 _CONSUME: Final = (
     "partition_waiting", "partition_events", "hold_claim", "end_claim", "advance_consumer", "filter_takes",
-    "fetch", "commit", "release", "renew", "fail",
+    "first_taken", "fetch", "commit", "release", "renew", "fail",
 )  # fmt: skip
 """The functions that consume in SQL, and the functions that they call."""
 

@@ -265,6 +265,36 @@ def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: C
 
 
 @pytest.mark.both_forms
+def test_one_fetch_passes_over_all_events_before_the_first_that_a_filter_takes(
+    topic: EventSQL, session: Connection
+) -> None:
+    fill(topic, 2_000)
+    topic.publisher.publish_all([Publication("orders", b"x", key="rare") for _ in range(3)])
+    topic.transfer.run_once()
+    fill(topic, 10)
+    topic.registry.register_consumer(
+        Consumer("orders", "picky", partitioned=False), filter=EventFilter(keys=frozenset({"rare"}))
+    )
+
+    claim, epoch, _, first, *_ = fetch(session, "'orders', 'picky', 1")[0]
+    assert first == 2_001
+    assert call(session, "fail", claim, epoch, first, "no") == "retry"
+    let_be_due(session)
+    rows = fetch(session, "'orders', 'picky', 2")
+    assert [row[3] for row in rows] == [2_001]
+    call(session, "commit", *rows[0][:2])
+    rows = fetch(session, "'orders', 'picky', 2")
+    assert [row[3] for row in rows] == [2_002, 2_003]
+    call(session, "commit", *rows[0][:2])
+    assert fetch(session, "'orders', 'picky', 2") == []
+
+    (state,) = topic.registry.consumer("orders", "picky")
+    assert (state.last_event_id, state.consumed_events) == (topic.reader.end("orders"), 2_013)
+    claims = session.execute("SELECT sum(eql_events) FROM eventsql.consumer_claim WHERE eql_state = 'committed'")
+    assert claims.fetchone() == (13,)
+
+
+@pytest.mark.both_forms
 def test_a_repartitioned_topic_is_fetched_layout_by_layout(topic: EventSQL, session: Connection) -> None:
     fill(topic, 21)
     topic.repartitioner.repartition("orders", 5)
