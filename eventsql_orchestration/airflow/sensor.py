@@ -12,7 +12,7 @@ from airflow.sdk import BaseSensorOperator, PokeReturnValue, conf
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
 from eventsql_orchestration.airflow.conditions import Condition, Kind
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.airflow.triggers import EventSQLConditionTrigger
+from eventsql_orchestration.airflow.triggers import EventSQLConditionTrigger, look
 from eventsql_orchestration.errors import ValidationError
 
 if TYPE_CHECKING:
@@ -56,8 +56,7 @@ class EventSQLSensor(BaseSensorOperator):
             raise ValidationError("a sensor waits for one thing: give events, max_lag or offset")
 
     def poke(self, context: Context) -> PokeReturnValue:  # noqa: ARG002 - the signature is Airflow's
-        with EventSQLHook(self.eventsql_conn_id) as hook:
-            found = self._condition().look(hook.shards)
+        found = look(self._condition(), EventSQLHook(self.eventsql_conn_id))
         return PokeReturnValue(found.holds, found.value)
 
     def execute(self, context: Context) -> Any:

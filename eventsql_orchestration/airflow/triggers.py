@@ -18,7 +18,7 @@ from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION, SCHEME
 from eventsql_orchestration.airflow.claim_producer import ClaimProducer, Watched
 from eventsql_orchestration.airflow.conditions import Condition, Found
 from eventsql_orchestration.airflow.hook import EventSQLHook
-from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import ConfigurationError, DatabaseError
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.validation import check_name, check_seconds
@@ -136,26 +136,22 @@ class EventSQLConditionTrigger(BaseTrigger):
     async def run(self) -> AsyncIterator[TriggerEvent]:
         condition = Condition(**self.condition)
         hook = await open_hook(self.eventsql_conn_id)
-        try:
-            while True:
-                try:
-                    found = await asyncio.to_thread(_look_for, condition, hook)
-                except EventSQLError as error:
-                    if isinstance(error, ConsumerNotFoundError | ValidationError):
-                        raise
-                    logger.warning("%s: looks again in %.0f s: %s", condition, self.poll_interval, error)
-                    found = None
-                if found is not None and found.holds:
+        while True:
+            try:
+                found = await asyncio.to_thread(look, condition, hook)
+            except DatabaseError as error:
+                logger.warning("%s: looks again in %.0f s: %s", condition, self.poll_interval, error)
+            else:
+                if found.holds:
                     yield TriggerEvent(asdict(found))
                     return
-                await asyncio.sleep(self.poll_interval)
-        finally:
-            await asyncio.to_thread(hook.close)
+            await asyncio.sleep(self.poll_interval)
 
 
-def _look_for(condition: Condition, hook: EventSQLHook) -> Found:
-    """Look, in a thread: the first use of the shards connects to them."""
-    return condition.look(hook.shards)
+def look(condition: Condition, hook: EventSQLHook) -> Found:
+    """Look, and disconnect: otherwise, each sensor that waits would keep a connection to the server."""
+    with hook:
+        return condition.look(hook.shards)
 
 
 async def open_hook(conn_id: str) -> EventSQLHook:

@@ -18,7 +18,12 @@ from eventsql_orchestration.airflow import EventSQLHook, EventSQLTrigger
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent, ClaimProducer
 from eventsql_orchestration.airflow.triggers import EventSQLConditionTrigger
 from eventsql_orchestration.consuming.claims import Claims
-from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseUnavailableError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 
 STORED = AdvanceOutcome(acked=1, failed=0)
@@ -331,6 +336,46 @@ def test_a_waiting_trigger_connects_outside_the_loop(rides: EventSQL, monkeypatc
     assert asyncio.run(test()) == [{"holds": True, "value": 0}]
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_a_waiting_trigger_keeps_no_connection_between_two_looks(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook, left_open = EventSQLHook(), []
+
+    async def opened(_: str) -> EventSQLHook:
+        return hook
+
+    async def asleep(_: float) -> None:
+        left_open.append(hook._platform)
+        if len(left_open) == 2:
+            publish(rides, 0)
+
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.open_hook", opened)
+    monkeypatch.setattr(asyncio, "sleep", asleep)
+    wanted = {"topic": "rides", "consumer": "billing", "kind": "events", "number": 1}
+
+    async def test() -> Any:
+        trigger = EventSQLConditionTrigger(condition=wanted, eventsql_conn_id="c", poll_interval=60.0)
+        return [event.payload async for event in trigger.run()]
+
+    assert asyncio.run(test()) == [{"holds": True, "value": 1}]
+    assert left_open == [None, None]
+
+
+def test_a_waiting_trigger_ends_when_its_topic_is_gone(connected: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def opened(_: str) -> EventSQLHook:
+        return EventSQLHook()
+
+    monkeypatch.setattr("eventsql_orchestration.airflow.triggers.open_hook", opened)
+    wanted = {"topic": "rides", "consumer": None, "kind": "offset", "number": 1}
+
+    async def test() -> Any:
+        trigger = EventSQLConditionTrigger(condition=wanted, eventsql_conn_id="c", poll_interval=60.0)
+        return await asyncio.wait_for(anext(trigger.run()), 30)  # type: ignore[arg-type]  # it is a generator
+
+    with pytest.raises(TopicNotFoundError):
+        asyncio.run(test())
 
 
 def test_airflows_message_queue_trigger_is_this_trigger() -> None:
