@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from typing import Self
 
 from airflow.sdk import BaseHook, Connection
 from sqlalchemy import URL
-from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.airflow.assets import DEFAULT_CONNECTION
@@ -90,7 +89,7 @@ class EventSQLHook(BaseHook, PlatformAccess):
 def urls_of(connection: Connection) -> tuple[str, ...]:
     """The URLs of all databases of a connection, with passwords.
 
-    Raises `ConfigurationError` for a connection of another type, without a host, or with parameters that are no query.
+    Raises `ConfigurationError` for a connection of another type, without a host, or whose fields are no text.
     """
     if connection.conn_type != EventSQLHook.conn_type:
         raise ConfigurationError(
@@ -99,11 +98,21 @@ def urls_of(connection: Connection) -> tuple[str, ...]:
         )
     if not connection.host:
         raise ConfigurationError(f"connection {connection.conn_id!r} names no host: edit it")
-    extra: dict[str, Any] = connection.extra_dejson
-    query = make_url(f"postgresql://host/?{extra.get('parameters') or ''}").query
     first = URL.create(
         "postgresql", connection.login or None, connection.password or None, connection.host,
-        int(connection.port) if connection.port else None, connection.schema or None, query,
-    )  # fmt: skip
-    more = split_urls(extra["shards"]) if extra.get("shards") else ()
-    return (first.render_as_string(hide_password=False), *more)
+        int(connection.port) if connection.port else None, connection.schema or None,
+    ).render_as_string(hide_password=False)  # fmt: skip
+    parameters, shards = _text(connection, "parameters"), _text(connection, "shards")
+    # As they stand: SQLAlchemy would drop those without a value, which the platform refuses.
+    return (f"{first}?{parameters}" if parameters else first, *(split_urls(shards) if shards else ()))
+
+
+def _text(connection: Connection, field: str) -> str:
+    """An extra field of a connection; empty if it has none."""
+    given = connection.extra_dejson.get(field) or ""
+    if not isinstance(given, str):
+        raise ConfigurationError(
+            f"{field} of connection {connection.conn_id!r} is one text, as in its form, and not of type "
+            f"{type(given).__name__}: edit it"
+        )
+    return given

@@ -64,6 +64,18 @@ def test_a_connection_without_a_host_is_refused() -> None:
         urls_of(Connection(conn_id="c", conn_type="eventsql"))
 
 
+@pytest.mark.parametrize(
+    "extra", [{"parameters": "sslmode"}, {"parameters": {"sslmode": "require"}}, {"shards": ["postgresql://two/app"]}]
+)
+def test_a_field_of_a_connection_that_cannot_be_used_is_refused_and_not_left_out(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any]
+) -> None:
+    connection = {"conn_type": "eventsql", "host": "127.0.0.1", "port": 1, "extra": extra}
+    monkeypatch.setenv("AIRFLOW_CONN_EVENTSQL_DEFAULT", json.dumps(connection))
+    with pytest.raises(ConfigurationError):
+        EventSQLHook().get_conn()
+
+
 def test_the_test_button_says_what_is_there_or_what_is_wrong(
     connected: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
