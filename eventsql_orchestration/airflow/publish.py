@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from airflow.sdk import Asset, BaseOperator
 
@@ -21,6 +21,9 @@ from eventsql_orchestration.orchestration.shards import command
 
 if TYPE_CHECKING:
     from airflow.sdk import Context
+
+
+_JSON: Final = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def publish_output(
@@ -96,13 +99,22 @@ class EventSQLPublishOperator(BaseOperator):
         self.eventsql_conn_id = eventsql_conn_id
 
     def execute(self, context: Context) -> dict[str, Any]:
+        from eventsql_orchestration.orchestration.frames import is_pandas_frame  # noqa: PLC0415 - as publication.py
+
         events = self.events if self.function is None else self.function(context)
         if events is None:
             # The task would count as done: if it is cleared after a correction, it publishes nothing.
             raise ValidationError("events is None, as an XCom that does not exist: give an empty list for no events")
+        if is_pandas_frame(type(events)):
+            # Its items are the names of its columns.
+            raise ValidationError("events is a frame of pandas: publish it with publish_output in a task of its own")
         publications = [self._publication(each) for each in listed(events)]
+        try:
+            batch = int(self.batch)
+        except ValueError:
+            raise ValidationError(f"batch is a whole number, not {self.batch!r}") from None
         with EventSQLHook(self.eventsql_conn_id) as hook:
-            summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=int(self.batch))
+            summary = publish_output(context, publications, topic=self.topic, eventsql=hook, batch=batch)
         self.log.info("%s", summary)
         # `TraceLink` reads it.
         self.published = summary
@@ -132,5 +144,8 @@ class EventSQLPublishOperator(BaseOperator):
 def _value(value: object) -> bytes:
     if isinstance(value, bytes):
         return value
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode()
+    try:
+        text = value if isinstance(value, str) else _JSON.encode(value)
+        return text.encode()
+    except (TypeError, ValueError) as error:
+        raise ValidationError(f"a value of type {type(value).__name__} cannot be written as JSON: {error}") from None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
+import pandas  # type: ignore[import-untyped]  # it has no types here
 import pytest
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
@@ -105,6 +107,25 @@ def test_nothing_is_published_to_a_topic_that_does_not_exist(connected: EventSQL
 def test_an_unknown_field_of_an_event_is_refused(rides: EventSQL) -> None:
     with pytest.raises(ValidationError, match="not kye"):
         execute({"value": "x", "kye": "k"})
+    assert logged(rides) == []
+
+
+@pytest.mark.parametrize(
+    ("events", "options"),
+    [
+        (pandas.DataFrame({"key": ["k"], "value": ["v"]}), {}),
+        ([float("nan")], {}),
+        ({"value": {"at": datetime(2026, 1, 1, tzinfo=UTC)}}, {}),
+        ("\ud800", {}),
+        ("x", {"batch": "first"}),
+    ],
+    ids=["a frame", "not a number", "a time", "half a character", "a batch that is no number"],
+)
+def test_events_that_cannot_be_published_as_they_are_are_refused(
+    rides: EventSQL, events: Any, options: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError):
+        execute(events, **options)
     assert logged(rides) == []
 
 
