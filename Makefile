@@ -146,7 +146,7 @@ airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, an
 	$(VENV_AIRFLOW)/bin/mypy --config-file .ci/mypy-airflow.ini
 	$(VENV_AIRFLOW)/bin/python -m pytest $(or $(ARGS),tests/airflow)
 
-bench: setup ## Measure the whole table of docs/benchmarks.md (ARGS=--quick: a small run)
+bench: setup ## Measure the figures of docs/benchmarks.md that need a database alone (ARGS=--quick: a small run)
 	$(BIN)/eventsql bench all $(ARGS)
 
 kafka: setup ## Measure Kafka beside the package on this machine, where Maven is (ARGS=--events N --batch N --rounds N)

@@ -70,7 +70,7 @@ class Store(Benchmark):
 
     name = "store"
     summary = "Append to the event store, and load aggregates."
-    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "raw_events"})
+    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "raw_events", "storage"})
 
     appends: int = option(1_500, "Appends of one measurement; appends of 100 changes are a tenth", quick=40)
     loads: int = option(1_000, "Loads of 100 changes", quick=20)

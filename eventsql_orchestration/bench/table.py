@@ -1,4 +1,4 @@
-"""Every benchmark by its name, and the whole table: every figure at the sizes of the documentation."""
+"""Every benchmark by its name, and all figures of a database at the sizes of the documentation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,13 @@ from eventsql_orchestration.bench.views import ViewsBenchmark
 
 @dataclass(frozen=True, kw_only=True)
 class All(Benchmark):
-    """Measure every figure at the sizes of docs/benchmarks.md, one after the other."""
+    """Measure the figures that need a database alone, one after the other, at the sizes of docs/benchmarks.md.
+
+    Queues, Spark, Dagster, Airflow and several servers have commands of their own.
+    """
 
     name = "all"
-    summary = "Measure the whole table."
+    summary = "Measure the figures that need a database alone."
 
     quick: bool = option(False, quick=True)
     retention_events: int = option(50_000_000, "Events of the topic that loses its oldest half", quick=20_000)
@@ -35,9 +38,11 @@ class All(Benchmark):
     def stored_events(self) -> int:
         return self.retention_events
 
-    def measure(self, session: Session) -> list[Figure]:
-        common: dict[str, Any] = {"quick": self.quick, "partitions": self.partitions}
-        benchmarks: list[Benchmark] = [
+    @property
+    def parts(self) -> list[Benchmark]:
+        """The benchmarks of the table, in order."""
+        common: dict[str, Any] = {"quick": self.quick, "partitions": self.partitions, "storage": self.storage}
+        return [
             Stream.sized(**common),
             Stream.sized(publishers=4, **common),
             Stream.sized(straight=False, hold_xmin=True, **common),
@@ -45,7 +50,9 @@ class All(Benchmark):
             Retention.sized(events=self.retention_events, **common),
             *(each.sized(**common) for each in (Capture, Store, ViewsBenchmark)),
         ]
-        return [figure for benchmark in benchmarks for figure in benchmark.measure(session)]
+
+    def measure(self, session: Session) -> list[Figure]:
+        return [figure for benchmark in self.parts for figure in benchmark.measure(session)]
 
 
 _ALONE: Final = (
