@@ -86,7 +86,7 @@ def _option(field: Field[Any], option: Option) -> click.Option:
 
 
 def _defaults(default: Any, option: Option) -> str:
-    if default is MISSING or default in (None, ()):
+    if default is MISSING or default in (None, (), ""):
         return ""
     quick = "" if option.quick is None else f"; --quick: {_text(option.quick)}"
     return f"  [default: {_text(default)}{quick}]"

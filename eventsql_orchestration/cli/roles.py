@@ -33,9 +33,10 @@ def create(
 ) -> None:
     """Create the roles, or give existing roles the rights that they lack.
 
-    The roles are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer and PREFIX_reader.
-    They may not log in: grant them to the logins of your services. --topic also creates a publisher, a consumer and a
-    reader for that topic alone, such as PREFIX_publisher_TOPIC. Safe to run again.
+    The roles are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer, PREFIX_reader,
+    PREFIX_eraser, PREFIX_sender and PREFIX_worker. They may not log in: grant them to the logins of your services.
+    --topic also creates a publisher, a consumer and a reader for that topic alone, such as PREFIX_publisher_TOPIC.
+    Safe to run again.
 
     PREFIX_admin becomes the owner of the platform's tables, and their former owner becomes a member of it.
     """

@@ -25,7 +25,7 @@ from eventsql_orchestration.cli.output import (
     write_json,
     write_lines,
 )
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Follow, Moment, Name, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.validation import check_name
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def tail(
     types: Annotated[tuple[str, ...], option("Only this type of aggregate; repeat it for several.", "--type")],
     kinds: Annotated[tuple[str, ...], option("Only this kind of change; repeat it for several.", "--kind")],
     most: Annotated[int | None, option("End after N changes.", "--max", type=POSITIVE)],
-    follow: Follow,
+    follow: Annotated[bool, option("Go on with new changes, until Ctrl-C.")],
 ) -> None:
     """Print the changes of all aggregates as JSON lines, in the global order.
 

@@ -176,7 +176,11 @@ def rollup(
     tenant: Tenant,
     quantile: Annotated[
         tuple[float, ...],
-        option("Show this quantile, from 0 to 1; repeat it  [default: 0.5 0.9 0.99].", type=click.FloatRange(0, 1)),
+        option(
+            "Show this quantile, from 0 to 1; repeat it  [default: 0.5 0.9 0.99].",
+            type=click.FloatRange(0, 1),
+            metavar="Q",
+        ),
     ],
     plot: Annotated[Path | None, option("Draw counts and sums to this file: .png, .svg or .pdf.", type=FILE)],
     as_json: AsJson,
