@@ -35,8 +35,8 @@ class SparkProjection(Projection):
     def frames(self, changes: DataFrame) -> Mapping[str, DataFrame]:
         """The rows of each of `tables` after `changes`, of the projection's types and kinds.
 
-        `changes` has the columns of a read with the option `aggregates` (docs/spark.md). A frame has columns of its
-        table, by name; columns of the table that the frame leaves out get their defaults.
+        `changes` has the columns of a read with the option `aggregates` (docs/spark_reading.md). A frame has columns
+        of its table, by name; columns of the table that the frame leaves out get their defaults.
         """
 
 

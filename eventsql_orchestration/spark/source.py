@@ -28,7 +28,10 @@ _COMMITTING: Final = "pyspark.sql.worker.python_streaming_sink_runner"
 
 
 class EventSQLDataSource(DataSource):
-    """Topics as tables and as streams, and the changes of the event store. docs/spark.md lists the options."""
+    """Topics as tables and as streams, and the changes of the event store.
+
+    docs/spark_reading.md and docs/spark_writing.md list the options.
+    """
 
     @classmethod
     def name(cls) -> str:

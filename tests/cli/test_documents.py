@@ -51,13 +51,19 @@ def test_the_example_of_a_service_publishes_and_consumes_each_event_once(dsn: st
     assert dict(rows) == {str(number): 2 if number in {42, 43} else 1 for number in range(1_000)}
 
 
-def test_the_outboxes_of_the_guide_for_services_publish_each_order(dsn: str, platform: EventSQL) -> None:
-    [example] = examples(REPOSITORY / "docs" / "services.md")
-    play(example, localhost=dsn)
+def test_the_outboxes_of_the_guide_for_services_publish_each_order_and_its_consumer_gets_each(
+    dsn: str, platform: EventSQL
+) -> None:
+    outboxes, consumer = examples(REPOSITORY / "docs" / "services.md")
+    play(outboxes, localhost=dsn)
     platform.transfer.run_once()
     assert sorted(event.key or "" for event in platform.reader.read("order_placed")) == ["1", "2", "3"]
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT id FROM shop_order ORDER BY id").fetchall() == [(2,), (3,)]
+
+    play(consumer, localhost=dsn)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT * FROM mail ORDER BY 1").fetchall() == [("1",), ("2",), ("3",)]
 
 
 def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +128,12 @@ def test_the_example_of_metrics_serves_them(dsn: str) -> None:
         names["platform"].close()
 
 
-BESIDE_THE_TOPICS = REPOSITORY / "docs" / "queues_store_views.md"
+QUEUES = REPOSITORY / "docs" / "queues.md"
+EVENT_STORE = REPOSITORY / "docs" / "event_store.md"
 
 
 def test_the_example_of_a_queue_does_each_piece_of_work_once(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[0], localhost=dsn)["left"] == QueueDepth(visible=0, invisible=1)
+    assert play(examples(QUEUES)[0], localhost=dsn)["left"] == QueueDepth(visible=0, invisible=1)
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT image FROM thumbnail").fetchall() == [("cat.png",)]
 
@@ -134,12 +141,12 @@ def test_the_example_of_a_queue_does_each_piece_of_work_once(dsn: str) -> None:
 def test_the_example_of_a_topic_consumed_as_a_queue_handles_its_event(
     dsn: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    play(examples(BESIDE_THE_TOPICS)[1], localhost=dsn)
+    play(examples(QUEUES)[1], localhost=dsn)
     assert capsys.readouterr().out == "cat 7\n"
 
 
 def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, platform: EventSQL) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[2], localhost=dsn)
+    names = play(examples(EVENT_STORE)[0], localhost=dsn)
     assert [names[each].balance for each in ("mine", "other", "earlier")] == [30, 30, 100]
     assert names["other"].version == 2
     platform.transfer.run_once()
@@ -147,7 +154,7 @@ def test_the_example_of_an_aggregate_lets_one_of_two_decisions_stand(dsn: str, p
 
 
 def test_the_example_of_typed_events_reads_what_it_stored(dsn: str) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[3], localhost=dsn)
+    names = play(examples(EVENT_STORE)[1], localhost=dsn)
     assert names["stored"] == [names["Deposited"](cents=250, currency="EUR")]
     # A platform that is used after its closing connects anew.
     with names["platform"]:
@@ -155,7 +162,7 @@ def test_the_example_of_typed_events_reads_what_it_stored(dsn: str) -> None:
 
 
 def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platform: EventSQL) -> None:
-    names = play(examples(BESIDE_THE_TOPICS)[4], localhost=dsn)
+    names = play(examples(EVENT_STORE)[2], localhost=dsn)
     # The example ends as soon as it has begun; whoever subscribes next goes on.
     platform.store.subscribe("mailer", names["write_letter"], background=False).run_once()
     with psycopg.connect(dsn) as connection:
@@ -163,7 +170,7 @@ def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platfor
 
 
 def test_the_example_of_a_projection_counts_what_is_stored(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[5], localhost=dsn)["applied"] == 2
+    assert play(examples(EVENT_STORE)[3], localhost=dsn)["applied"] == 2
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM public.payment").fetchall() == [("44", 2)]
 
@@ -188,10 +195,10 @@ def test_the_example_of_a_rebuild_has_what_was_published(dsn: str) -> None:
 
 
 def test_the_example_of_a_table_goes_on_where_it_was(dsn: str) -> None:
-    assert play(examples(BESIDE_THE_TOPICS)[6], localhost=dsn)["prices"] == {"tea": 4}
+    assert play(examples(EVENT_STORE)[5], localhost=dsn)["prices"] == {"tea": 4}
     with psycopg.connect(dsn) as connection:
         connection.execute("INSERT INTO public.price_change (item, price) VALUES ('rice', 2)")
-    again = play(examples(BESIDE_THE_TOPICS)[6].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
+    again = play(examples(EVENT_STORE)[5].replace("('tea', 3), ('tea', 4)", "('salt', 1)"), localhost=dsn)
     assert again["prices"] == {"rice": 2, "salt": 1}
 
 
@@ -211,6 +218,8 @@ def understood(words: list[str]) -> bool:
     command: click.Command = main
     left = iter(words)
     for word in left:
+        if word == "--help":
+            return True
         if word.startswith("-"):
             option = next((each for each in command.params if word.partition("=")[0] in each.opts), None)
             if not isinstance(option, click.Option):

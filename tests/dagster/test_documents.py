@@ -12,7 +12,7 @@ from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import CheckAlert
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
-OPERATIONS = DOCUMENTS / "operations.md"
+OPERATIONS = DOCUMENTS / "dagster_operations.md"
 DAGSTER = DOCUMENTS / "dagster.md"
 LINEAGE = DOCUMENTS / "lineage.md"
 

@@ -384,7 +384,7 @@ def test_the_history_of_a_simulated_week_is_bounded(stored: dg.DagsterInstance, 
         for table in TABLES:
             connection.execute(f"VACUUM FULL {STORAGE_SCHEMA}.{table}")
     left = _bytes(platform)
-    print(json.dumps({"before": before, "bytes": size, "after": after, "bytes left": left}))  # noqa: T201 - figures of docs/operations.md
+    print(json.dumps({"before": before, "bytes": size, "after": after, "bytes left": left}))  # noqa: T201 - figures of docs/dagster_operations.md
     assert sum(left.values()) < sum(size.values()) / 2
 
 

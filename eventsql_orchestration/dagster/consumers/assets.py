@@ -93,7 +93,7 @@ def consumer_asset(
     The asset's name is `name` (by default the function's name), and the job's name is `consume_<name>`. With
     `sensor="partition"`, each partition has its own sensor, which can be watched and stopped by itself. With
     `"consumer"`, one sensor looks at all partitions with one statement. By default, up to four partitions have a sensor
-    each, and more partitions share one sensor (docs/dagster.md). Raises `ValidationError` or
+    each, and more partitions share one sensor (docs/dagster_runs.md). Raises `ValidationError` or
     `DagsterInvalidDefinitionError` at definition.
     """
     check_kind("topic", topic, Topic)

@@ -67,8 +67,8 @@ class AssetOptions(dg.Resolvable):
     - `kinds`: added to the kinds of every consumer. None adds `pyspark` for `range_asset`, and nothing for
       `consumer_asset`.
     - `tags`: the tags of its runs.
-    - `pool`: the pool that limits its runs (docs/operations.md). An asset of kind `pyspark` is in `SPARK_POOL` by
-      default; name that pool for any other function that starts a session.
+    - `pool`: the pool that limits its runs (docs/dagster_operations.md). An asset of kind `pyspark` is in `SPARK_POOL`
+      by default; name that pool for any other function that starts a session.
     - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run
       goes on with its claim from the offset reached. A failing event is tried `max_attempts` times, whatever the
       policy.
