@@ -292,6 +292,10 @@ class ClaimLostError(EventSQLError):
     """The claim is lost: another owner took the partition, or its offset moved."""
 
 
+class ClaimNotFoundError(ClaimLostError):
+    """No claim has this number: it was never made, it ended long ago, or its consumer or topic was deleted."""
+
+
 # Using the log
 
 

@@ -44,6 +44,7 @@ from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, query_first
 from eventsql_orchestration.errors import (
     ClaimLostError,
+    ClaimNotFoundError,
     DatabaseBusyError,
     DatabaseError,
     EventSQLError,
@@ -103,11 +104,12 @@ class Claims:
         return claimed
 
     def get(self, claim_id: int) -> tuple[Claim, str]:
-        """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimLostError` for an unknown id."""
+        """A claim and its state: `claimed`, `committed` or `released`. Raises `ClaimNotFoundError`."""
         row = query_first(self._database, self._queries("claim"), {"claim": claim_id}, prepare=False)
         if row is None:
-            raise ClaimLostError(
-                f"claim {claim_id} does not exist: it ended long ago, or its consumer or topic was deleted"
+            raise ClaimNotFoundError(
+                f"claim {claim_id} does not exist: it was never made, it ended long ago, or its consumer or topic was "
+                "deleted"
             )
         return Claim.of_row(row), str(row[9])
 

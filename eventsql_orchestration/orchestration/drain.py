@@ -126,7 +126,7 @@ class Draining:
         return replace(claim, shard=self.shard.name)
 
     def committed(self, claim_id: int) -> Claim | None:
-        """The claim if it was committed, else None. Raises `ClaimLostError` for an unknown id."""
+        """The claim if it was committed, else None. Raises `ClaimNotFoundError`."""
         claim, state = self.shard.claims.get(claim_id)
         return self._mine(claim) if state == "committed" else None
 

@@ -125,7 +125,7 @@ class Publications:
     def hold(self, claim_id: int, shard: str | None = None) -> ClaimHold:
         """A claim as it is now, to be committed later. `shard` is its shard, if there are several.
 
-        Raises `ClaimLostError` for an unknown id, `ShardSetError` for an unknown shard.
+        Raises `ClaimNotFoundError`, and `ShardSetError` for an unknown shard.
         """
         if shard is None and self._sharded:
             raise ConfigurationError(

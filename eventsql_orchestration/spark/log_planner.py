@@ -12,7 +12,7 @@ from psycopg.errors import InsufficientPrivilege, ReadOnlySqlTransaction
 
 from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.database import Database, Queries
-from eventsql_orchestration.errors import ClaimLostError, EventSQLError, ValidationError
+from eventsql_orchestration.errors import ClaimLostError, ClaimNotFoundError, EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange, Topic, check_partition
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.spark.adbc import report_loss
@@ -251,12 +251,12 @@ class Logs:
     def claimed(self, claim: int) -> tuple[OffsetRange, EventFilter | None]:
         """The unread range of a claim, and the filter of its consumer.
 
-        Raises `ClaimLostError` for a claim that is not live.
+        Raises `ClaimNotFoundError`, and `ClaimLostError` for a claim that is not live.
         """
         with self.database.connection() as connection:
             row = connection.execute(self._queries("claim"), {"claim": claim}).fetchone()
         if row is None:
-            raise ClaimLostError(f"option claim: there is no claim {claim}, or its consumer is gone")
+            raise ClaimNotFoundError(f"option claim: there is no claim {claim}, or its consumer is gone")
         topic, consumer, partition, after, upto, live, position, chosen = row
         if not live:
             raise ClaimLostError(

@@ -23,7 +23,7 @@ from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import NOT_PARTITIONED, EventSQL, OffsetRange, Publication, Topic
 from eventsql_orchestration.errors import (
-    ClaimLostError,
+    ClaimNotFoundError,
     ConfigurationError,
     DatabaseError,
     DatabaseUnavailableError,
@@ -264,7 +264,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"consumer": "mailer"}, ConfigurationError, "option consumer cannot be used here: it is for streams"),
         ({"numPartitions": "2", "minPartitions": "2"}, ConfigurationError, "option minPartitions cannot be used here"),
         ({"claim": "1"}, ConfigurationError, "option subscribe cannot be used here"),
-        ({"subscribe": None, "claim": "1"}, ClaimLostError, "option claim: there is no claim 1"),
+        ({"subscribe": None, "claim": "1"}, ClaimNotFoundError, "option claim: there is no claim 1"),
         ({"dsn": None}, ConfigurationError, "option dsn is missing"),
         ({"dsn": "mysql://host/db"}, ConfigurationError, "must be PostgreSQL"),
         ({"schema": "No Schema"}, ConfigurationError, "schema"),

@@ -30,6 +30,7 @@ from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClaimLostError,
+    ClaimNotFoundError,
     ConfigurationError,
     DatabaseBusyError,
     DatabaseError,
@@ -509,7 +510,7 @@ def schema_of(text: str) -> StructType:
         (FARE, {"batchId": "-1"}, ValidationError, "option batchId: -1 is out of range"),
         (FARE, {"batchId": "1"}, ConfigurationError, "option batchId cannot be used here: .* no writerId is given"),
         (FARE, {"claim": "first"}, ValidationError, "option claim: 'first' is not a whole number"),
-        (FARE, {"claim": "77"}, ClaimLostError, "claim 77 does not exist"),
+        (FARE, {"claim": "77"}, ClaimNotFoundError, "claim 77 does not exist"),
         (FARE, {"writer": "me"}, ConfigurationError, "option writer is not known: did you mean writerId"),
         (FARE, {"partition": "2"}, ConfigurationError, "option partition cannot be used here: it is for reads"),
         (FARE, {"headers": "{"}, ValidationError, "option headers is not a JSON object"),
