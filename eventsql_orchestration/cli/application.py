@@ -111,7 +111,8 @@ class Application(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            # A broken pipe is of a command's help: click ends as for the program's help. `write` raises its own error.
             raise
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)

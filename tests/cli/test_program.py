@@ -173,13 +173,17 @@ def test_output_that_cannot_be_written_is_one_line(start: Start, arguments: tupl
     assert errors == b"eventsql: standard output cannot be written: No space left on device\n"
 
 
-def test_sql_whose_reader_has_gone_ends_silently(start: Start) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [(("roles", "sql"), 0), (("--help",), 1), (("init", "--help"), 1), (("topic", "list", "-h"), 1)],
+)
+def test_output_whose_reader_has_gone_ends_silently(start: Start, arguments: tuple[str, ...], code: int) -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    process = start("roles", "sql", stdout=writer)
+    process = start(*arguments, stdout=writer)
     os.close(writer)
     _, errors = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, errors) == (0, b"")
+    assert (process.returncode, errors) == (code, b"")
 
 
 def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, closed_port: int) -> None:
