@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import psycopg
 
@@ -18,12 +18,13 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
-from eventsql_orchestration.consuming.delivery import Delivery, HandOut, arrays, number_of_key
+from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, HandOut, Standing, arrays, number_of_key
 from eventsql_orchestration.consuming.failures import backoff_after, without_letter
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
@@ -45,28 +46,8 @@ class WorkerLostError(ClaimLostError):
     """Internal: this process did not renew its lease in time, and another process has ended it."""
 
 
-class _Cursor(NamedTuple):
-    number: int
-    offset: int
-    claimed_upto: int
-    unacknowledged: int
-    by_key: bool
-
-
-class _Fresh(NamedTuple):
-    """An event that was never handed out, and whether this process gets it now."""
-
-    event: Event
-    key: int | None
-    own: bool
-
-
-class _Standing(NamedTuple):
-    unacknowledged: int
-    lowest: int | None
-    free: int
-    not_own: int
-    failed: int | None
+def _consumed_otherwise(locked: LockedPartition) -> bool:
+    return locked.leased and locked.state.lease_owner != OWNER
 
 
 class Deliveries:
@@ -102,12 +83,12 @@ class Deliveries:
     def renew(self, worker: int) -> bool:
         """Prolong a lease; gives whether it is still there."""
         values = {"worker": worker, "lease": self._lease}
-        with self._database.urgent() as connection:
+        with self._database.urgent() as connection, read_committed(connection):
             return fetch_first(connection, self._queries("renew"), values, prepare=False) is not None
 
     def leave(self, worker: int) -> None:
         """End a lease. The events that the process holds may be handed out again at once."""
-        with self._database.connection() as connection:
+        with self._database.connection() as connection, read_committed(connection):
             connection.execute(self._queries("leave"), {"worker": worker}, prepare=False)
 
     def _check_order(self, connection: Connection) -> None:
@@ -126,9 +107,6 @@ class Deliveries:
     def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
         """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
 
-        With 0, only the offset moves, also of a paused consumer and after the end of the lease, and the call waits for
-        others who have the partition locked. It is the last one of a process: the partition's lease would stay.
-
         Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
         """
         while True:
@@ -141,58 +119,73 @@ class Deliveries:
                 limit //= 2
 
     def _hand_out(self, connection: Connection, worker: int, partition: int, limit: int) -> HandOut:
-        key = ConsumerPartition(self._topic, self._consumer, partition)
-        if not limit:
-            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
-        locked = lock(connection, self._consumers, key, wait=not limit)
-        if locked is None or (locked.state.paused and limit) or (locked.leased and locked.state.lease_owner != OWNER):
+        locked = lock(connection, self._consumers, self._key(partition), wait=False)
+        if locked is None or locked.state.paused or _consumed_otherwise(locked):
             return HandOut((), taken=False)
         renewed = {"worker": worker, "lease": self._lease}
-        if limit and fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
-            raise WorkerLostError(f"{key}: the lease of this process has ended")
-        connection.execute(self._queries("expire"), self._own, prepare=False)
-
-        cursor = self._cursor(connection, locked)
-        own = {"cursor": cursor.number, "worker": worker, "offset": cursor.offset}
-        standing = _Standing(*fetch_one(connection, self._queries("standing"), own, prepare=False))
+        if fetch_first(connection, self._queries("renew"), renewed, prepare=False) is None:
+            raise WorkerLostError(f"{locked.key}: the lease of this process has ended")
+        cursor, own, standing = self._open(connection, locked, worker)
         freed = self._take_free(connection, locked, own, limit) if standing.free else []
 
         room = min(limit - len(freed), self._most - standing.unacknowledged)
         events = self._read(connection, locked, cursor, room)
-        held = self._held_keys(connection, own) if events and standing.not_own else set()
-        fresh = [_Fresh(event, key, key not in held) for event, key in self._keyed(locked, events)]
+        others = self._held_keys(connection, own) if events and standing.not_own else set()
+        fresh = [Fresh(event, key, key not in others) for event, key in self._keyed(locked, events)]
         self._deliver(connection, fresh, own)
 
-        claimed_upto = events[-1].id if events else cursor.claimed_upto
-        lowest = standing.lowest if standing.lowest is not None else (fresh[0].event.id if fresh else None)
-        settled = {
-            "upto": claimed_upto if lowest is None else lowest - 1, "claimed_upto": claimed_upto,
-            "unacknowledged": standing.unacknowledged + len(fresh), "first": fresh[0].event.id if fresh else None,
-            # Events that retention dropped count as consumed, too.
-            "consumed": max(0, cursor.unacknowledged - standing.unacknowledged),
-        }  # fmt: skip
-        self._settle(connection, locked, cursor, standing, settled)
+        upto = events[-1].id if events else cursor.claimed_upto
+        held = self._settle(connection, locked, cursor, standing, claimed_upto=upto, fresh=fresh)
 
         deliveries = [*freed, *((each.event, each.key, 0) for each in fresh if each.own)]
         return HandOut(
             [Delivery(cursor.number, worker, partition, *each, locked.state.max_attempts) for each in deliveries],
-            more=len(deliveries) >= limit > 0 or len(events) == room > 0,
+            more=len(deliveries) >= limit or len(events) == room > 0,
             others=standing.not_own > len(freed) or len(deliveries) < len(freed) + len(fresh),
-            held=settled["unacknowledged"] != 0,
+            held=held,
         )
 
-    def _cursor(self, connection: Connection, locked: LockedPartition) -> _Cursor:
+    def move_offset(self, worker: int, partition: int) -> None:
+        """Move a partition's offset past what is acknowledged, also of a paused consumer, and after the lease's end.
+
+        It is the last call of a process: the partition's lease would stay. Waits for others who have the partition
+        locked. Raises `DatabaseBusyError` if that takes too long, and `RedefinitionError` as `register`.
+        """
+        with self._database.transaction() as connection:
+            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+            locked = lock(connection, self._consumers, self._key(partition), wait=True)
+            if locked is None or _consumed_otherwise(locked):
+                return
+            cursor, _, standing = self._open(connection, locked, worker)
+            self._settle(connection, locked, cursor, standing, claimed_upto=cursor.claimed_upto, fresh=())
+
+    def _key(self, partition: int) -> ConsumerPartition:
+        return ConsumerPartition(self._topic, self._consumer, partition)
+
+    def _open(
+        self, connection: Connection, locked: LockedPartition, worker: int
+    ) -> tuple[Cursor, dict[str, int], Standing]:
+        """The cursor of a locked partition, the values of its statements, and its events that are not acknowledged.
+
+        Ends the leases of other processes that were not renewed in time.
+        """
+        connection.execute(self._queries("expire"), self._own, prepare=False)
+        cursor = self._cursor(connection, locked)
+        own = {"cursor": cursor.number, "worker": worker, "offset": cursor.offset}
+        return cursor, own, Standing(*fetch_one(connection, self._queries("standing"), own, prepare=False))
+
+    def _cursor(self, connection: Connection, locked: LockedPartition) -> Cursor:
         values = {**locked.key.parameters(), "offset": locked.offset, "by_key": self._by_key}
         row = fetch_first(connection, self._queries("cursor"), values, prepare=False)
-        if row is not None and _Cursor(*row).offset != locked.offset:
+        if row is not None and Cursor(*row).offset != locked.offset:
             # Moved by another way of consuming or by a new layout. Handlers may still have events.
             limit_waits(connection, LOCK_SECONDS, "lock_timeout")
             forgotten = {"topic": self._topic, "consumer": self._consumer, "partitions": [locked.key.partition]}
             connection.execute(self._queries("forget"), forgotten, prepare=False)
             row = None
         if row is None:
-            return _Cursor(*fetch_one(connection, self._queries("open"), values, prepare=False))
-        cursor = _Cursor(*row)
+            return Cursor(*fetch_one(connection, self._queries("open"), values, prepare=False))
+        cursor = Cursor(*row)
         if cursor.by_key != self._by_key:
             self._check_order(connection)
         return cursor
@@ -235,7 +228,7 @@ class Deliveries:
             connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
         return [(event, keys[event.id], attempts[event.id]) for event in chosen]
 
-    def _read(self, connection: Connection, locked: LockedPartition, cursor: _Cursor, room: int) -> Sequence[Event]:
+    def _read(self, connection: Connection, locked: LockedPartition, cursor: Cursor, room: int) -> Sequence[Event]:
         """The next events that were never handed out."""
         if room <= 0:
             return ()
@@ -252,7 +245,7 @@ class Deliveries:
         for event in matching(locked.state.filter, events):
             yield event, number_of_key(event.key) if self._by_key and event.key is not None else None
 
-    def _deliver(self, connection: Connection, fresh: Sequence[_Fresh], own: dict[str, int]) -> None:
+    def _deliver(self, connection: Connection, fresh: Sequence[Fresh], own: dict[str, int]) -> None:
         """Note new events as handed out."""
         if fresh:
             rows = {
@@ -262,10 +255,18 @@ class Deliveries:
             connection.execute(self._queries("deliver"), {**own, **rows}, prepare=False)
 
     def _settle(
-        self, connection: Connection, locked: LockedPartition, cursor: _Cursor, standing: _Standing,
-        settled: dict[str, int | None],
-    ) -> None:  # fmt: skip
-        """Note how far the partition is handed out and acknowledged."""
+        self, connection: Connection, locked: LockedPartition, cursor: Cursor, standing: Standing,
+        *, claimed_upto: int, fresh: Sequence[Fresh],
+    ) -> bool:  # fmt: skip
+        """Note how far the partition is handed out and acknowledged; gives whether events are not acknowledged."""
+        first = fresh[0].event.id if fresh else None
+        lowest = first if standing.lowest is None else standing.lowest
+        settled = {
+            "upto": claimed_upto if lowest is None else lowest - 1, "claimed_upto": claimed_upto, "first": first,
+            "unacknowledged": standing.unacknowledged + len(fresh),
+            # Events that retention dropped count as consumed, too.
+            "consumed": max(0, cursor.unacknowledged - standing.unacknowledged),
+        }  # fmt: skip
         own = {"cursor": cursor.number}
         moved = {**own, **settled, "by_key": self._by_key}
         connection.execute(self._queries("move_cursor"), moved, prepare=False)
@@ -283,12 +284,12 @@ class Deliveries:
         connection.execute(
             self._queries("settle"), {**locked.key.parameters(), **settled, **noted, **lease}, prepare=False
         )
+        return held
 
     def give_back_others(self, worker: int, partition: int, known: Collection[Delivery]) -> None:
         """Give back what this process has of a partition, except the `known` deliveries."""
-        key = ConsumerPartition(self._topic, self._consumer, partition)
-        values = {**key.parameters(), **arrays(known), "worker": worker}
-        with self._database.connection() as connection:
+        values = {**self._key(partition).parameters(), **arrays(known), "worker": worker}
+        with self._database.connection() as connection, read_committed(connection):
             connection.execute(self._queries("give_back_others"), values, prepare=False)
 
     # The end of a delivery
@@ -317,7 +318,7 @@ class Deliveries:
 
     def acknowledge(self, deliveries: Sequence[Delivery]) -> set[Delivery]:
         """Acknowledge events in one transaction. Returns the events that this process still held."""
-        with self._database.connection() as connection:
+        with self._database.connection() as connection, read_committed(connection):
             rows = set(fetch_all(connection, self._queries("acknowledge"), arrays(deliveries), prepare=False))
         return {each for each in deliveries if (each.cursor, each.event.id, each.worker) in rows}
 
@@ -378,10 +379,9 @@ class Deliveries:
 
     def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
         """Publish an event's dead letter and acknowledge the event; gives whether one was made."""
-        key = ConsumerPartition(self._topic, self._consumer, delivery.partition)
         with self._database.transaction() as connection:
             # Lock the consumer's row first, as a move of the consumer does.
-            connection.execute(self._consumers("count_given_up"), key.parameters())
+            connection.execute(self._consumers("count_given_up"), self._key(delivery.partition).parameters())
             self._acknowledge_in(connection, delivery)
             buried = self._dead_letters.bury(connection, delivery.event, cause)
             if not buried:

@@ -1,10 +1,11 @@
-"""An event that was handed out to be acknowledged by itself."""
+"""Events that were handed out to be acknowledged by themselves, and how far a partition is handed out."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from eventsql_orchestration.model import Event
 
@@ -41,6 +42,37 @@ class HandOut:
     """Whether the partition has events that are not acknowledged."""
     taken: bool = True
     """Whether the partition could be locked and consumed."""
+
+
+class Cursor(NamedTuple):
+    """How far a partition is handed out. `offset` is the consumer's offset when the cursor was last moved."""
+
+    number: int
+    offset: int
+    claimed_upto: int
+    unacknowledged: int
+    by_key: bool
+
+
+class Fresh(NamedTuple):
+    """An event that was never handed out, and whether this process gets it now."""
+
+    event: Event
+    key: int | None
+    own: bool
+
+
+class Standing(NamedTuple):
+    """The events of a partition that are not acknowledged: their number, and the lowest id.
+
+    No live process holds `free` of them, and this process does not hold `not_own`. `failed` is the first that failed.
+    """
+
+    unacknowledged: int
+    lowest: int | None
+    free: int
+    not_own: int
+    failed: int | None
 
 
 def number_of_key(key: str) -> int:

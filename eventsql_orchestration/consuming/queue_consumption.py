@@ -370,7 +370,7 @@ class QueueConsumption(Running):
         try:
             for partition in list(self._due):
                 with suppress(DatabaseBusyError):
-                    self._deliveries.hand_out(self._worker, partition, 0)
+                    self._deliveries.move_offset(self._worker, partition)
         except EventSQLError as error:
             self._report(error)
         with self._working:

@@ -92,7 +92,7 @@ class Machine(RuleBasedStateMachine):
             self.keys[event.id] = event.key
             self.open.add(event.id)
 
-    @rule(process=PROCESSES, limit=st.integers(0, 4))
+    @rule(process=PROCESSES, limit=st.integers(1, 4))
     def hand_out(self, process: int, limit: int) -> None:
         out = self.deliveries.hand_out(self.workers[process], -1, limit)
         handed = out.deliveries
@@ -107,6 +107,10 @@ class Machine(RuleBasedStateMachine):
         if len(ids) < limit and not out.more and len(self.rows()) < MOST:
             free = self.open - held - set(ids) - self.retried - self.locked()
             assert not [event for event in free if not self.blocked(process, event)]
+
+    @rule(process=PROCESSES)
+    def move_offset(self, process: int) -> None:
+        self.deliveries.move_offset(self.workers[process], -1)
 
     @precondition(lambda self: any(self.held))
     @rule(process=PROCESSES, data=st.data())
@@ -176,7 +180,7 @@ class Machine(RuleBasedStateMachine):
                 [self.workers[process]],
             )
         # Whoever comes first ends it.
-        self.deliveries.hand_out(self.workers[(process + 1) % 3], -1, 0)
+        self.deliveries.move_offset(self.workers[(process + 1) % 3], -1)
         with pytest.raises(WorkerLostError):
             self.deliveries.hand_out(self.workers[process], -1, 1)
         self.workers[process] = self.deliveries.register(f"process {process}")
@@ -241,7 +245,7 @@ class Machine(RuleBasedStateMachine):
             for each in self.first_of_keys(2):
                 assert self.deliveries.acknowledge([each])
                 self.forget(2, each)
-        self.hand_out(2, 0)
+        self.move_offset(2)
         (state,) = self.platform.registry.consumer(self.topic, "mailer")
         assert state.last_event_id == max(self.keys, default=0)
         assert self.moved or state.consumed_events == len(self.keys)
