@@ -14,6 +14,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, role_statements, tables
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.errors import (
     InvalidNameError,
     RedefinitionError,
@@ -310,7 +311,7 @@ class Registry:
         self._set(
             topic, name, eql_paused=False, eql_attempts=0, eql_failed_event_id=None, eql_failure=None, eql_retry_at=None
         )
-        with self._database.connection() as connection:
+        with self._database.connection() as connection, read_committed(connection):
             resumed = Queries("deliveries", self._database.schema)("resume")
             connection.execute(resumed, {"topic": topic, "consumer": name}, prepare=False)
 

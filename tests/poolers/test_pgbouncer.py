@@ -18,6 +18,7 @@ from sqlalchemy.engine import make_url
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.database import Connection, Database, is_pooled
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
@@ -435,6 +436,28 @@ def test_a_message_is_settled_after_the_commit_that_it_waited_for_also_at_anothe
         until_blocked()
         changing.commit()
         settling.result()
+
+
+def test_an_event_is_acknowledged_after_the_commit_that_it_waited_for_also_at_another_level(
+    pooled_dsn: str, direct_dsn: str, repeatable_read: None, until_blocked: UntilBlocked
+) -> None:
+    with (
+        EventSQL(pooled_dsn, transfer=False) as platform,
+        psycopg.connect(direct_dsn) as changing,
+        ThreadPoolExecutor() as executor,
+    ):
+        register(platform)
+        platform.publisher.publish_all(orders(3))
+        platform.transfer.run_once()
+        shard = platform.shards[0]
+        own = Deliveries(shard.database, shard.dead_letters, "orders", "sums", by_key=True, lease=60.0, most=10)
+        worker = own.register("worker")
+        handed = [each for partition in range(3) for each in own.hand_out(worker, partition, 10).deliveries]
+        changing.execute("UPDATE eventsql.consumer_delivery SET eql_due_at = eql_due_at")
+        acknowledging = executor.submit(own.acknowledge, handed)
+        until_blocked()
+        changing.commit()
+        assert acknowledging.result() == set(handed)
 
 
 def test_an_ordered_queue_works_where_transactions_begin_at_another_level(
