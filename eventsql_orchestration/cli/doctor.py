@@ -20,6 +20,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
     dead_letter_findings,
     idle_findings,
     leftover_findings,
+    unattended_findings,
 )
 from eventsql_orchestration.cli.doctor_database import creator_findings, schema_finding, server_finding
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
@@ -358,7 +359,7 @@ def _order(shard: Shard) -> Iterator[Finding]:
 
 _CHECKS: Final = (
     _sequences, _blocks, _compressions, _captures, _stranded, _order, leftover_findings, consumer_findings,
-    idle_findings, dead_letter_findings, _views,
+    idle_findings, unattended_findings, dead_letter_findings, _views,
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.cli.output import counted
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused
+from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 from eventsql_orchestration.shards.shard import Shard
@@ -54,6 +55,17 @@ def consumer_findings(shard: Shard) -> Iterator[Finding]:
     yield from findings
     if not findings:
         yield ok("consumers", f"{counted(len(states), 'partition')}, none blocked or paused")
+
+
+def unattended_findings(shard: Shard) -> Iterator[Finding]:
+    """Consumers that `start_queue` consumed, and does not any more."""
+    for topic, name, partitions in unattended(shard.database):
+        yield warning(
+            "consumers",
+            f"{name} of topic {topic} was consumed by start_queue, and no process runs it: "
+            f"{counted(partitions, 'partition')} cannot be consumed in another way, and retention keeps the events",
+            "run start_queue, which finishes them, or move the consumer by eventsql seek --force",
+        )
 
 
 def idle_findings(shard: Shard) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ from eventsql_orchestration.consuming.failures import backoff_after, without_let
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
@@ -44,6 +44,14 @@ call of a process waits for a locked partition."""
 
 class WorkerLostError(ClaimLostError):
     """Internal: this process did not renew its lease in time, and another process has ended it."""
+
+
+def unattended(database: Database) -> list[tuple[str, str, int]]:
+    """Consumers whose processes ended and left events: topic, name, and the number of partitions with such events.
+
+    A process that was killed may have acknowledged all of its events, and not have moved the offset.
+    """
+    return query_all(database, Queries("deliveries", database.schema)("unattended"), {"owner": OWNER}, prepare=False)
 
 
 def _consumed_otherwise(locked: LockedPartition) -> bool:

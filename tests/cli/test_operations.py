@@ -19,6 +19,7 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
@@ -235,6 +236,28 @@ def test_a_consumer_that_nobody_runs_any_more_is_named_after_a_day(
 
     # It has consumed an event since, so a process runs it, however old its next event is.
     platform.consumers.consume_once(TOPIC, consumer, lambda _event, _connection: None, max_events=1)
+    assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
+
+
+@pytest.mark.usefixtures("java")
+def test_a_consumer_that_a_killed_process_consumed_as_a_queue_is_named(
+    run: Run, consumer: str, platform: EventSQL
+) -> None:
+    publish(platform, b"1")
+    shard = platform.shards[0]
+    killed = Deliveries(shard.database, shard.dead_letters, TOPIC, consumer, by_key=True, lease=60.0, most=10)
+    worker = killed.register("killed")
+    killed.acknowledge(killed.hand_out(worker, 0, 10).deliveries)
+    assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
+
+    with platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer_worker SET eql_expires_at = now()")
+    code, findings = diagnose(run)
+    assert code == 0
+    (left,) = [each for each in findings["consumers"] if each["status"] == "warning"]
+    assert left["message"].startswith(f"{consumer} of topic {TOPIC} was consumed by start_queue")
+    with platform.consumers.start_queue(TOPIC, consumer, lambda _event: None):
+        pass
     assert {each["status"] for each in diagnose(run)[1]["consumers"]} == {"ok"}
 
 

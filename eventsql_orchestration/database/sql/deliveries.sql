@@ -36,6 +36,17 @@ SELECT count(*), min(d.eql_id), count(*) FILTER (WHERE w.eql_id IS NULL),
 FROM {schema}.consumer_delivery d LEFT JOIN {schema}.consumer_worker w ON w.eql_id = d.eql_worker
 WHERE d.eql_cursor = %(cursor)s AND d.eql_id > %(offset)s;
 
+-- unattended -- Consumers with partitions that are kept for events handed out, and without a live process: topic, name,
+-- number of these partitions.
+SELECT c.eql_topic, c.eql_name, count(*)
+FROM {schema}.consumer c
+WHERE c.eql_lease_owner = %(owner)s AND NOT EXISTS (
+    SELECT FROM {schema}.consumer_worker w
+    WHERE w.eql_topic = c.eql_topic AND w.eql_consumer = c.eql_name AND w.eql_expires_at > clock_timestamp()
+)
+GROUP BY c.eql_topic, c.eql_name
+ORDER BY c.eql_topic, c.eql_name;
+
 -- failed -- The attempts, the failure and the due time of a delivery.
 SELECT eql_attempts, eql_failure, eql_due_at
 FROM {schema}.consumer_delivery WHERE eql_cursor = %(cursor)s AND eql_id = %(id)s;
