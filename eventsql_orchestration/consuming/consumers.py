@@ -239,11 +239,16 @@ class Consumers:
         ]
 
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
-        """The partitions that have the requested number of events, with the seconds until each may be consumed."""
+        """The partitions that have the requested number of events, with the seconds until each may be consumed.
+
+        The consumer may have been deleted, and registered in the other form: then these are the partitions of that one.
+        """
         asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
         with self._database.connection() as connection:
             query = self._on_log.on(connection, "ready" if partitioned else "ready_topic", topic)
             rows = fetch_all(connection, query, asking, prepare=True)
+        if rows and all((partition != NOT_PARTITIONED) != partitioned for partition, _, _ in rows):
+            return self._ready(topic, consumer, asked, partitioned=not partitioned)
         found = {partition: ready_in for partition, ready_in, waiting in rows if waiting}
         if len(found) < len(rows):
             settled = self._layouts.settle(topic, consumer).entered

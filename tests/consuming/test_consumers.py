@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import psycopg
@@ -448,6 +449,31 @@ def test_a_topic_that_is_deleted_under_a_consumer_is_one_line_in_the_log_until_i
         platform.registry.register_consumer(Consumer("payments", "mailer"))
         ids = fill(platform, 3, "payments")
         until(lambda: seen.ids == ids)
+
+
+@pytest.mark.both_forms
+@pytest.mark.parametrize("partitioned", [True, False])
+@pytest.mark.parametrize("way", ["start", "start_batch", "start_leased", "start_queue"])
+def test_a_consumer_that_is_registered_anew_in_the_other_form_is_consumed(
+    platform: EventSQL, until: Until, way: str, partitioned: bool
+) -> None:
+    consumer = Consumer("orders", "mailer" if partitioned else "auditor", partitioned)
+    handled: set[int] = set()
+    handlers: dict[str, Callable[..., None]] = {
+        "start": lambda event, connection: handled.add(event.id),
+        "start_batch": lambda events, connection: handled.update(event.id for event in events),
+        "start_leased": lambda events, lease: handled.update(event.id for event in events),
+        "start_queue": lambda event: handled.add(event.id),
+    }
+    first = set(fill(platform, 3))
+    with getattr(platform.consumers, way)("orders", consumer.name, handlers[way], polling_delay=0.02):
+        until(lambda: handled == first)
+        platform.registry.unregister_consumer("orders", consumer.name)
+        platform.registry.register_consumer(replace(consumer, partitioned=not partitioned), start="latest")
+        second = set(fill(platform, 3))
+        until(lambda: handled == first | second)
+        own = [lag for lag in platform.lag("orders") if lag.consumer == consumer.name]
+        assert len(own) == (1 if partitioned else 3)
 
 
 def test_a_consumption_that_has_stopped_is_not_kept(platform: EventSQL, until: Until) -> None:

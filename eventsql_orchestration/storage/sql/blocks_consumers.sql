@@ -31,8 +31,8 @@ LEFT JOIN LATERAL (
 ) waiting ON true
 
 -- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
--- be consumed, true. Also the partitions that have consumed all of their layout, with false. One step in the index for
--- each block that is needed.
+-- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
+-- false. One step in the index for each block that is needed.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
 LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
@@ -49,25 +49,28 @@ LEFT JOIN LATERAL (
     WHERE next.held > 0 AND next.total >= CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END
     LIMIT 1
 ) waiting ON true
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+  AND (waiting.some OR c.eql_until IS NOT NULL OR c.eql_partition < 0);
 
--- ready_topic -- The same of a consumer of the whole topic, which has no layout.
-SELECT c.eql_partition, {due}, true
-FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-JOIN {schema}.consumer c
-  ON c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = asked.eql_partition
-CROSS JOIN LATERAL (
-    SELECT
+-- ready_topic -- The same of a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
+-- consumer, with false.
+SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
+FROM {schema}.consumer c
+LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
+  ON asked.eql_partition = c.eql_partition
+LEFT JOIN LATERAL (
+    SELECT true AS some
     FROM (
         SELECT sum({left}) OVER (ORDER BY e.eql_id) AS total
         FROM {schema}.{block_table} e
-        WHERE e.eql_id > {offset}
+        WHERE c.eql_partition < 0 AND e.eql_id > {offset}
         ORDER BY e.eql_id
-        LIMIT asked.least
+        LIMIT coalesce(asked.least, 1)
     ) next
-    WHERE next.total >= asked.least
+    WHERE next.total >= coalesce(asked.least, 1)
     LIMIT 1
-) waiting;
+) waiting ON true
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_partition >= 0);
 
 -- standings -- Every partition of a consumer, with its claims. Uses one index step for each partition, as `ready`.
 SELECT {standing}

@@ -8,8 +8,8 @@ CASE WHEN NOT c.eql_paused THEN greatest(
 )::float8 END
 
 -- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
--- be consumed, true. Also the partitions that have consumed all of their layout, with false. The row comparison leaves
--- only the index of partition and id: one step in it for each partition under any plan, even if its events are rare.
+-- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
+-- false. The row comparison leaves only the index of partition and id: one step in it for each partition under any plan, even if its events are rare.
 -- The condition on the id alone excludes the segments before the offset.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
@@ -23,19 +23,22 @@ LEFT JOIN LATERAL (
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1 OFFSET CASE WHEN c.eql_until IS NULL THEN coalesce(asked.least, 1) ELSE 1 END - 1
 ) waiting ON true
-WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_until IS NOT NULL);
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
+  AND (waiting.some OR c.eql_until IS NOT NULL OR c.eql_partition < 0);
 
--- ready_topic -- The same of a consumer of the whole topic, which has no layout.
-SELECT c.eql_partition, {due}, true
-FROM unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
-JOIN {schema}.consumer c
-  ON c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND c.eql_partition = asked.eql_partition
-CROSS JOIN LATERAL (
-    SELECT FROM {schema}.{event_table} e
-    WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
+-- ready_topic -- The same of a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
+-- consumer, with false.
+SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
+FROM {schema}.consumer c
+LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
+  ON asked.eql_partition = c.eql_partition
+LEFT JOIN LATERAL (
+    SELECT true AS some FROM {schema}.{event_table} e
+    WHERE c.eql_partition < 0 AND e.eql_id > coalesce(c.eql_last_event_id, 0)
     ORDER BY e.eql_id
-    LIMIT 1 OFFSET asked.least - 1
-) waiting;
+    LIMIT 1 OFFSET coalesce(asked.least, 1) - 1
+) waiting ON true
+WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s AND (waiting.some OR c.eql_partition >= 0);
 
 -- part standing -- Whether events (or a layout) wait after a partition's offset; whether it is leased; the owner of its
 -- latest claim, and the seconds since that claim ended (or began, if it is live); the live claim.
