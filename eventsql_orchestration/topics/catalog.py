@@ -14,6 +14,7 @@ from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
+    DatabaseBusyError,
     InvalidNameError,
     PartitionOutOfRangeError,
     RedefinitionError,
@@ -22,6 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.storage import log_table
+from eventsql_orchestration.storage.exchanging import attempt
 
 logger = logging.getLogger(__name__)
 
@@ -183,6 +185,10 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """
     driver = driver_connection(connection)
     driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
+    _limit_waits(driver)
+
+
+def _limit_waits(driver: psycopg.Connection[Any]) -> None:
     driver.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
 
 
@@ -201,9 +207,23 @@ def lock_buffer(connection: Connection) -> None:
 
 
 def lock_log(connection: Connection, name: str) -> None:
-    """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`."""
-    log_table.hold_log(driver_connection(connection), schema_of(connection), name)
-    lock_buffer(connection)
+    """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`.
+
+    Gives way again and again: a transaction may read the log and then publish, and another may do it the other way
+    round. Raises `DatabaseBusyError` if such transactions do not end in `LOCK_SECONDS`.
+    """
+
+    def hold(driver: psycopg.Connection[Any]) -> None:
+        log_table.hold_log(driver, schema_of(connection), name)
+        lock_buffer(connection)
+
+    driver = driver_connection(connection)
+    if not attempt(driver, hold, seconds=LOCK_SECONDS):
+        raise DatabaseBusyError(
+            f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "
+            f"{LOCK_SECONDS} s: try again"
+        )
+    _limit_waits(driver)
 
 
 def lock_empty(connection: Connection, name: str) -> bool:

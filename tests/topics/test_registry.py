@@ -260,6 +260,24 @@ def test_publishers_do_not_wait_while_a_topic_that_is_read_waits_to_be_dropped(
 
 
 @pytest.mark.both_forms
+@pytest.mark.parametrize("force", [True, False])
+def test_a_transaction_that_has_published_may_read_a_topic_that_waits_to_be_dropped(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, force: bool
+) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("payments"))
+    handler = sessions()
+    platform.publisher.publish(Publication("payments", b""), connection=handler)
+    with ThreadPoolExecutor(1) as executor:
+        dropped = executor.submit(platform.registry.unregister_topic, "orders", force=force)
+        until_blocked()
+        assert handler.execute("SELECT FROM eventsql.orders_event").fetchall() == []
+        assert not dropped.done()
+        handler.commit()
+        dropped.result()
+    assert platform.registry.topics() == [Topic("payments")]
+
+
+@pytest.mark.both_forms
 def test_a_topic_whose_events_keep_it_is_not_locked(platform: EventSQL, sessions: Sessions) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.publisher.publish(Publication("orders", b""))
