@@ -27,6 +27,8 @@ class StreamProgress:
         self.filters: dict[str, EventFilter | None] = {}
         """The consumer's filter for each topic."""
         self._written: dict[TopicPartition, int] = {}
+        self._left_at: dict[tuple[str, int], int] = {}
+        """The offset of each partition of the consumer, as this stream has left it."""
         for tp in logs.topic_partitions:
             states = self._states(tp)
             self.filters[tp.topic] = states[0].filter
@@ -51,16 +53,24 @@ class StreamProgress:
     def write(self, tp: TopicPartition, upto: int) -> None:
         """Record that everything up to an offset is processed. An offset never moves back.
 
-        Raises `PartitionLeasedError` if another owner consumes the same partition.
+        Raises `PartitionLeasedError` if another owner consumes the same partition, or another stream has come further
+        with this consumer: retention may then drop events that this stream has not read.
         """
         if self._written.get(tp, -1) >= upto:
             return
         with self._logs.database.transaction() as connection:
             locked = self._lock(connection, tp)
             for partition, offset, _ in locked:
+                if offset > max(upto, self._left_at.get((tp.topic, partition), offset)):
+                    raise PartitionLeasedError(
+                        f"option consumer: another stream, or a seek, has moved {self._consumer!r} partition "
+                        f"{partition} of topic {tp.topic!r} to offset {offset}, and this stream is at {upto}: a stream "
+                        "needs its own consumer"
+                    )
                 if offset < upto:
                     self._advance(connection, tp.topic, partition, offset, upto)
         self._written[tp] = upto
+        self._left_at |= {(tp.topic, partition): max(offset, upto) for partition, offset, _ in locked}
         if any(waits for *_, waits in locked):
             # The consumer has reached the offset at which the topic was repartitioned.
             while self._layouts.settle(tp.topic, self._consumer).entered:

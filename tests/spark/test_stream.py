@@ -252,6 +252,24 @@ def test_a_consumer_that_somebody_else_leases_is_left_alone(platform: EventSQL, 
     assert position(platform, orders, "mailer") == {-1: 0}
 
 
+def test_a_stream_that_another_one_with_its_consumer_has_overtaken_stops(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    platform.registry.register_consumer(Consumer(orders, "lake"))
+    with streaming(dsn, orders, consumer="lake") as slow, streaming(dsn, orders, consumer="lake") as fast:
+        slow.commit({orders: {"0": 101}})
+        fast.commit({orders: {"0": 501}})
+        with pytest.raises(PartitionLeasedError):
+            slow.commit({orders: {"0": 201}})
+        fast.commit({orders: {"0": 601}})
+        # A stream that is as far, or a new one from an older checkpoint, goes on.
+        slow.commit({orders: {"0": 701}})
+        with streaming(dsn, orders, consumer="lake") as restarted:
+            restarted.commit({orders: {"0": 301}})
+            restarted.commit({orders: {"0": 401}})
+    assert position(platform, orders, "lake") == {-1: 700}
+
+
 def test_a_consumer_that_cannot_hold_the_offsets_is_refused(platform: EventSQL, dsn: str, orders: str) -> None:
     platform.registry.register_consumer(Consumer(orders, "whole"))
     with (
