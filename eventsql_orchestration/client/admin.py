@@ -1,7 +1,8 @@
-"""Seeking, erasure, compaction, repartitioning and lag, on one database or over several shards."""
+"""Seeking, erasure, compaction, retention, repartitioning and lag, on one database or over several shards."""
 
 from __future__ import annotations
 
+import threading
 import time
 from builtins import list as list_of
 from collections import Counter
@@ -22,12 +23,14 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.maintenance.compaction import Compaction
 from eventsql_orchestration.maintenance.erasure import Erasure, ErasureRecord
 from eventsql_orchestration.maintenance.repartitioning import RETRY_SECONDS, Repartitioning, Step
+from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.maintenance.seek import Choose, Move
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
+from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.positions import AtOffset, Position
 
@@ -304,3 +307,49 @@ class ClusterLag:
         for _, found in self._cluster.each_up(lambda shard: shard.buffered()):
             counts.update(found)
         return dict(counts)
+
+
+@checked
+class ClusterRetainer:
+    """Drops events that their topic's retention no longer keeps. The retention applies to each shard separately."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def run_once(
+        self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
+    ) -> list[Dropped]:
+        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
+
+        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
+        then. Closes the current segment when it holds an eighth of the events to keep. With `execute=False`, nothing
+        changes.
+
+        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long, after the
+        other shards are done; the next run continues.
+        """
+        wanted = None if topics is None else list(topics)
+        failed: list[DatabaseBusyError] = []
+
+        def run(shard: Shard) -> list[Dropped]:
+            try:
+                return shard.retention.run_once(wanted, force=force, execute=execute)
+            except DatabaseBusyError as error:
+                failed.append(error)
+                return []
+
+        done = self._cluster.each_up(run)
+        if failed:
+            raise failed[0]
+        return [replace(each, shard=shard.name) for shard, dropped in done for each in dropped]
+
+    def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
+        """Run once every `every` seconds until `stop` is set. Each shard has a thread, also a shard that joins."""
+        running: dict[Shard, threading.Thread] = {}
+        while not stop.is_set():
+            for shard in self._cluster.shards:
+                if shard not in running:
+                    running[shard] = start_thread("retention", shard.retention.run, stop, every=every)
+            stop.wait(1.0)
+        for thread in running.values():
+            thread.join()

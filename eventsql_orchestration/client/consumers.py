@@ -1,4 +1,4 @@
-"""Consuming, transfer and retention: each shard separately; a shard that is down takes part when it is back."""
+"""Consuming and transfer: each shard separately; a shard that is down takes part when it is back."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import replace
 from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -21,14 +20,12 @@ from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
-    DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
     PartitionOutOfRangeError,
 )
 from eventsql_orchestration.forks import after_fork
-from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
@@ -357,44 +354,3 @@ class ClusterTransfer:
         for thread in running.values():
             thread.join(10.0)
         return None
-
-
-@checked
-class ClusterRetainer:
-    """Drops events that their topic's retention no longer keeps. The retention applies to each shard separately."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-
-    def run_once(
-        self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
-    ) -> list[Dropped]:
-        """Drop the due segments of `topics`, or of all topics with a retention. Gives what was dropped by topic.
-
-        A segment that a registered consumer has not passed stays, unless `force` is set; the consumer loses its events
-        then. Closes the current segment when it holds an eighth of the events to keep. With `execute=False`, nothing
-        changes.
-
-        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long, after the
-        other shards are done; the next run continues.
-        """
-        wanted = None if topics is None else list(topics)
-        failed: list[DatabaseBusyError] = []
-
-        def run(shard: Shard) -> list[Dropped]:
-            try:
-                return shard.retention.run_once(wanted, force=force, execute=execute)
-            except DatabaseBusyError as error:
-                failed.append(error)
-                return []
-
-        done = self._cluster.each_up(run)
-        if failed:
-            raise failed[0]
-        return [replace(each, shard=shard.name) for shard, dropped in done for each in dropped]
-
-    def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
-        """Run once every `every` seconds until `stop` is set."""
-        threads = [start_thread("retention", shard.retention.run, stop, every=every) for shard in self._cluster.shards]
-        for thread in threads:
-            thread.join()

@@ -14,10 +14,11 @@ from eventsql_orchestration.client.admin import (
     ClusterEraser,
     ClusterLag,
     ClusterRepartitioner,
+    ClusterRetainer,
     ClusterSeeker,
 )
 from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
-from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterRetainer, ClusterTransfer
+from eventsql_orchestration.client.consumers import ClusterConsumers, ClusterTransfer
 from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.client.publisher import ClusterPublisher
 from eventsql_orchestration.client.registry import ClusterRegistry

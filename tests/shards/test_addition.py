@@ -83,6 +83,25 @@ def publication(key: str, number: int) -> Publication:
     return Publication("orders", b"%d" % number, key=key)
 
 
+def test_a_shard_that_joins_is_retained_too(dsns: list[str], addition: Adding, opened: Open, until: Until) -> None:
+    platform, stop = opened(*dsns[:2]).open(), threading.Event()
+    platform.registry.register_topic(Topic("small", retention=Retention(events=1)))
+    retaining = start_thread("retaining", platform.retention.run, stop, every=0.05)
+    addition(dsns).execute()
+    platform.add_url(dsns[2])
+    joined = platform.shards[2]
+
+    def dropped() -> bool:
+        joined.publisher.publish_all([Publication("small", b"x")] * 3)
+        joined.transfer.run_once()
+        return joined.reader.read("small")[0].id > 1
+
+    until(dropped)
+    stop.set()
+    retaining.join(PATIENCE)
+    assert not retaining.is_alive()
+
+
 def test_a_plan_says_what_will_move_and_changes_nothing(dsns: list[str], addition: Adding) -> None:
     plan = addition(dsns).plan()
     assert (plan.name, plan.names, plan.topics, plan.consumers) == ("shard-3", ("shard-1", "shard-2"), 1, 1)

@@ -29,7 +29,7 @@ PARTS = [
     (Consumers, consumers.ClusterConsumers),
     (Consumption, consumers.ClusterConsumption),
     (Transfer, consumers.ClusterTransfer),
-    (Retainer, consumers.ClusterRetainer),
+    (Retainer, admin.ClusterRetainer),
     (Seeker, admin.ClusterSeeker),
     (DeadLetters, dead_letters.ClusterDeadLetters),
     (Repartitioner, admin.ClusterRepartitioner),
