@@ -271,14 +271,20 @@ def _why(lag: ConsumerLag) -> str | None:
             return f"{lag.cause.value}, {lag.detail}"
 
 
-_OBJECT: Final[Columns] = {
-    **same("topic", "consumer", "partition", "events", "seconds"), "offset": "last_event_id",
-    **same("end", "buffered", "cause", "detail"),
+def _known(attribute: str) -> Callable[[ConsumerLag], object]:
+    """A number of a partition; None if its shard is unreachable."""
+    return lambda lag: None if lag.cause is LagCause.UNREACHABLE else getattr(lag, attribute)
+
+
+_NUMBERS: Final[Columns] = {
+    "events": _known("events"), "seconds": "seconds", "offset": _known("last_event_id"), "end": _known("end"),
+    "buffered": _known("buffered"),
 }  # fmt: skip
 
+_OBJECT: Final[Columns] = {**same("topic", "consumer", "partition"), **_NUMBERS, **same("cause", "detail")}
+
 _LAG: Final[Columns] = {
-    **same("topic", "consumer", "shard"), "partition": partition_of, **same("events", "seconds"),
-    "offset": "last_event_id", **same("end", "buffered"), "why": _why,
+    **same("topic", "consumer", "shard"), "partition": partition_of, **_NUMBERS, "why": _why
 }  # fmt: skip
 
 

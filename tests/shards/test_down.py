@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.cli.application import main
 from eventsql_orchestration.client.consumers import ClusterConsumption
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.running import Running
@@ -226,6 +228,22 @@ def test_a_look_that_finds_a_shard_down_shows_the_others(
     second.stop()
     assert look(platform)
     assert [shard.down is None for shard in platform.shards] == [True, False]
+
+
+def test_numbers_of_a_shard_that_is_unreachable_are_unknown(
+    dsns: list[str], second: EmbeddedPostgres, capfd: pytest.CaptureFixture[str]
+) -> None:
+    second.stop()
+    urls = [part for dsn in dsns for part in ("--dsn", dsn)]
+    with pytest.raises(SystemExit):
+        main([*urls, "lag", "--json"])
+    found = json.loads(capfd.readouterr().out)
+    assert {each["shard"]: (each["events"], each["offset"], each["end"], each["buffered"]) for each in found} == {
+        "shard-1": (0, 0, 0, 0), "shard-2": (None, None, None, None)
+    }  # fmt: skip
+    with pytest.raises(SystemExit):
+        main([*urls, "lag"])
+    assert capfd.readouterr().out.count(" - ") >= 4
 
 
 def test_the_lag_shows_a_shard_as_unreachable_from_the_first_look_on(
