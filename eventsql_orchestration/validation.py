@@ -6,6 +6,7 @@ import json
 import operator
 import re
 import reprlib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -54,6 +55,12 @@ def shown(value: object) -> str:
         return reprlib.repr(value)
     except Exception:  # noqa: BLE001 - an int of 5,000 digits has no text, and a caller's `__repr__` may do anything
         return f"this {type(value).__name__}"
+
+
+def advised(words: str, *names: str) -> str:
+    """The command `eventsql` that a message advises, as a shell takes it: its words and options, then the names."""
+    end = "-- " if any(name.startswith("-") for name in names) else ""
+    return f"eventsql {words} {end}{shlex.join(names)}"
 
 
 def split_urls(text: str) -> tuple[str, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
+
+from eventsql_orchestration.validation import advised
 
 TRIGGERS: Final = {
     "insert": "REFERENCING NEW TABLE AS new_rows",
@@ -24,7 +25,7 @@ def trigger_name(capture: int, operation: str) -> str:
 
 def drop_command(table: str, topic: str) -> str:
     """The command that ends a capture."""
-    return shlex.join(["eventsql", "capture", "drop", table, topic])
+    return advised("capture drop", table, topic)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from datetime import UTC, datetime
 from typing import Annotated, Final
 
@@ -23,6 +22,7 @@ from eventsql_orchestration.consumer import EVERY_EVENT, Consumer, ConsumerState
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.topics.positions import Earliest, Place
 from eventsql_orchestration.topics.side_consumers import backfill_of
+from eventsql_orchestration.validation import advised
 
 _START: Final = (
     "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "
@@ -75,8 +75,7 @@ def create(
 
     say(f"{registered}{'' if conditions is None else f'; only events with {conditions}'}")
     if start is not None and not registered.created:
-        seek = shlex.join(["eventsql", "seek", topic, consumer])
-        say(f"--start does not move a consumer that exists: `{seek}` moves its offsets")
+        say(f"--start does not move a consumer that exists: `{advised('seek', topic, consumer)}` moves its offsets")
 
 
 def _filter(keys: tuple[str, ...], key_prefix: str | None, metadata: tuple[tuple[str, str], ...]) -> EventFilter | None:

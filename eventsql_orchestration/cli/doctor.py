@@ -44,6 +44,7 @@ from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.store.store import Store
+from eventsql_orchestration.validation import advised
 from eventsql_orchestration.views.catalog import Views
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
@@ -314,7 +315,7 @@ def _views(shard: Shard) -> Iterator[Finding]:
             "views",
             f"a rebuild of view {name} began at {timestamp(began)} and has not ended: if no process runs it, it was "
             "killed, and its table takes room",
-            f"eventsql view give-up {shlex.quote(name)}",
+            advised("view give-up", name),
         )
     for name, partitions in overdue.items():
         yield warning(

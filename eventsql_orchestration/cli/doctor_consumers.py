@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
@@ -17,6 +16,7 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
+from eventsql_orchestration.validation import advised
 
 
 def leftover_findings(shard: Shard) -> Iterator[Finding]:
@@ -34,8 +34,7 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
         yield warning(
             "leftovers",
             f"the buffer has events for topic {name}, which does not exist: they are moved when it is registered",
-            f"eventsql topic create {shlex.quote(name)}, and if nobody needs them, then eventsql topic delete "
-            f"{shlex.quote(name)} --force",
+            f"{advised('topic create', name)}, and if nobody needs them, then {advised('topic delete --force', name)}",
         )
     for topic in shard.registry.topics():
         for each in leftovers.lacking(topic.name):
@@ -43,8 +42,8 @@ def leftover_findings(shard: Shard) -> Iterator[Finding]:
                 "consumers",
                 f"{each.consumer} of topic {topic.name} has {each.partitions} of {each.needed} partitions, and gets no "
                 "events of the others",
-                f"eventsql consumer create {topic.name} {shlex.quote(each.consumer)} --partitioned, which adds the "
-                "others from their earliest events on",
+                f"{advised('consumer create --partitioned', topic.name, each.consumer)}, which adds the others "
+                "from their earliest events on",
             )
 
 
@@ -84,7 +83,7 @@ def idle_findings(shard: Shard) -> Iterator[Finding]:
                 "consumers",
                 f"{name} of topic {topic} has consumed nothing for a day, and {counted(events, 'event')} wait for it",
                 "start the process or the location that runs it; if it was removed: "
-                f"eventsql consumer delete {topic} {shlex.quote(name)}",
+                f"{advised('consumer delete', topic, name)}",
             )
 
 
@@ -109,7 +108,7 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
 def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
     partition = "" if state.partition < 0 else f" partition {state.partition}"
     name = f"{state.name} of topic {state.topic}{partition}"
-    resume = f"eventsql consumer resume {state.topic} {shlex.quote(state.name)}"
+    resume = advised("consumer resume", state.topic, state.name)
     if state.failing:
         failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
         dead_letters = state.topic + DEAD_LETTER_SUFFIX

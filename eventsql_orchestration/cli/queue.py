@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -39,7 +38,7 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import advised, check_name
 
 _SENT_AT_ONCE: Final = 1_000
 
@@ -57,8 +56,8 @@ def queue() -> None:
 def _existing(platform: EventSQL, name: str) -> Queue:
     if not _is_there(platform, name):
         raise QueueNotFoundError(
-            f"there is no queue {name!r}: create it with `eventsql queue create {shlex.quote(name)}`, or look its name "
-            "up with `eventsql queue list`"
+            f"there is no queue {name!r}: create it with `{advised('queue create', name)}`, or look its name up "
+            "with `eventsql queue list`"
         )
     return Queue(platform, name)
 
@@ -264,7 +263,7 @@ def delete(
         target.delete(force=force)
     say(f"queue {name!r} deleted")
     if dead_letters is not None:
-        say(f"its queue of dead letters stays: `eventsql queue delete {shlex.quote(dead_letters)}` deletes it")
+        say(f"its queue of dead letters stays: `{advised('queue delete', dead_letters)}` deletes it")
 
 
 @command(queue)

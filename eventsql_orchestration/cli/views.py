@@ -31,7 +31,7 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import FILE, POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.cli.topic_output import age
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import advised, check_name
 
 if TYPE_CHECKING:
     from eventsql_orchestration.views import (
@@ -318,7 +318,7 @@ def _views(context: CliContext) -> Iterator[Views]:
 def _wanted(views: Views, name: str, kind: str) -> Any:
     definition = views.definition(name)
     if definition.kind != kind:
-        raise click.UsageError(f"view {name!r} is a {definition.kind}: `eventsql {definition.kind} {name}` shows it")
+        raise click.UsageError(f"view {name!r} is a {definition.kind}: `{advised(definition.kind, name)}` shows it")
     return definition
 
 

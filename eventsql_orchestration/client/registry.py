@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
@@ -25,6 +24,7 @@ from eventsql_orchestration.topics.catalog import check_form, no_consumer
 from eventsql_orchestration.topics.positions import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
 from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings
+from eventsql_orchestration.validation import advised
 
 
 @checked
@@ -278,13 +278,13 @@ class ClusterRegistry:
         if lacking or mixed:
             called = f"consumer {name!r} of topic {topic!r}"
             if mixed:
-                remedy = shlex.join(["eventsql", "consumer", "delete", topic, name])
+                remedy = advised("consumer delete", topic, name)
                 raise ShardsDifferError(
                     f"{called} is partitioned on some shards only: delete it with `{remedy}`, and create it again",
                     remedy=remedy,
                 )
-            partitioned = [] if states[0].partition == NOT_PARTITIONED else ["--partitioned"]
-            remedy = shlex.join(["eventsql", "consumer", "create", topic, name, *partitioned])
+            partitioned = "" if states[0].partition == NOT_PARTITIONED else " --partitioned"
+            remedy = advised(f"consumer create{partitioned}", topic, name)
             raise ShardsDifferError(
                 f"{called} is missing on shard {lacking[0]!r}: complete it with `{remedy}`", remedy=remedy
             )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -14,6 +13,7 @@ from eventsql_orchestration.errors import ConsumerNotFoundError, TopicNotFoundEr
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue import list_queues
 from eventsql_orchestration.topics.side_consumers import backfill_of
+from eventsql_orchestration.validation import advised
 
 REGISTER_JOB: Final = "register"
 
@@ -69,7 +69,7 @@ def undeclared_consumer(topic: str, consumer: str) -> str:
     """The message for a consumer that is registered and that the location does not declare."""
     return (
         f"consumer {consumer!r} of topic {topic!r} is registered, and not declared here. If it was removed, delete it "
-        f"and its offsets: eventsql consumer delete {shlex.quote(topic)} {shlex.quote(consumer)}"
+        f"and its offsets: {advised('consumer delete', topic, consumer)}"
     )
 
 
@@ -106,8 +106,8 @@ def other_form(consumer: Consumer) -> str:
     return (
         f"consumer {consumer.name!r} of topic {consumer.topic!r} is registered as {is_now}partitioned, but its asset "
         f"declares it as {declared}partitioned: give the asset partitioned={not consumer.partitioned}, or delete the "
-        f"consumer and its offsets with `eventsql consumer delete {shlex.quote(consumer.topic)} "
-        f"{shlex.quote(consumer.name)}` and {LAUNCH_IT}"
+        f"consumer and its offsets with `{advised('consumer delete', consumer.topic, consumer.name)}` and "
+        f"{LAUNCH_IT}"
     )
 
 

@@ -22,6 +22,7 @@ from eventsql_orchestration.orchestration.errors import (
     RangeFailedError,
     ReplayError,
 )
+from eventsql_orchestration.validation import advised
 
 STALLED_AFTER: Final = 300.0
 """Seconds after which the server ends the batch of a process that stands still or is cut off. Its transaction locks the
@@ -159,7 +160,7 @@ class RangeConsumer:
         topic = claim.range.topic
         # If dead letters are accepted, the partition does not wait for a person to resume it.
         blocked = failure.outcome == Failure.BLOCKED and not self.shard.dead_letters.accepts(topic)
-        then = f"run `eventsql consumer resume {topic} {claim.consumer}` to unblock its partition"
+        then = f"run `{advised('consumer resume', topic, claim.consumer)}` to unblock its partition"
         self.log.error(
             "%s failed, attempt %d: %s", claim, failure.attempts, then if blocked else "it is retried after a pause"
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -15,6 +14,7 @@ from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.rows import archived, peeked
 from eventsql_orchestration.queue.values import ArchivedMessage, PeekedMessage, QueueDefinition, QueueStatistics
 from eventsql_orchestration.retry import while_busy
+from eventsql_orchestration.validation import advised
 
 PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
@@ -80,15 +80,15 @@ class QueueUpkeep:
         if origins:
             raise QueueInUseError(
                 f"queue {name!r} is kept, because it takes the dead letters of {', '.join(map(repr, origins))}: delete "
-                f"that queue first, or give it another one: `eventsql queue create {shlex.quote(origins[0])} "
-                "--dead-letters NAME`"
+                f"that queue first, or give it another one: `"
+                f"{advised('queue create --dead-letters NAME', origins[0])}`"
             )
         held = {"messages": messages, "archived messages": archive, "dead letters that could be redriven": letters}
         if not force and any(held.values()):
             what = " and ".join(kind for kind, found in held.items() if found)
             raise QueueInUseError(
-                f"queue {name!r} is kept, because it has {what}: delete it all the same with `eventsql queue delete "
-                f"{shlex.quote(name)} --force` (in Python force=True)"
+                f"queue {name!r} is kept, because it has {what}: delete it all the same with `"
+                f"{advised('queue delete --force', name)}` (in Python force=True)"
             )
 
     def delete(self, *, force: bool) -> None:

@@ -7,7 +7,6 @@ each consumer until the consumer has consumed all events before the fences of th
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.layouts import bounds_at, layouts
+from eventsql_orchestration.validation import advised
 
 _BARRIER: Final = 0x6576_656E_7473_6867
 """The advisory lock of a process that holds consumers of a shard back, or checks whether they may go on."""
@@ -130,7 +130,7 @@ class ShardStore:
             captured = fetch_first(driver, Queries("capture", self._database.schema)("any_capture"))
             if state.name is None and captured is not None:
                 table, topic = captured
-                drop = shlex.join(["eventsql", "capture", "drop", table, topic])
+                drop = advised("capture drop", table, topic)
                 raise ShardSetError(
                     f"{self._database} cannot become a shard: its table {table} is captured to topic {topic!r}, "
                     f"and keys may belong to another shard. `{drop}` ends that"

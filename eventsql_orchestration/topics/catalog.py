@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -24,6 +23,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.storage import log_table
 from eventsql_orchestration.storage.exchanging import attempt
+from eventsql_orchestration.validation import advised
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +72,8 @@ def existing_topic(connection: Connection, name: str) -> Topic:
 def no_consumer(topic: str, name: str) -> ConsumerNotFoundError:
     """The error for a consumer that does not exist."""
     return ConsumerNotFoundError(
-        f"topic {topic!r} has no consumer {name!r}: create it with `eventsql consumer create {topic} {name}`, or look "
-        f"its name up with `eventsql consumer list {topic}`"
+        f"topic {topic!r} has no consumer {name!r}: create it with `{advised('consumer create', topic, name)}`, or "
+        f"look its name up with `eventsql consumer list {topic}`"
     )
 
 
@@ -147,7 +147,7 @@ def check_form(consumer: Consumer, existing: Sequence[ConsumerState]) -> None:
     form, option = ("not partitioned", "without") if consumer.partitioned else ("partitioned", "with")
     raise RedefinitionError(
         f"consumer {name!r} of topic {topic!r} exists and is {form}: register it {option} `--partitioned`, or delete "
-        f"it and its offsets first with `eventsql consumer delete {shlex.quote(topic)} {shlex.quote(name)}`"
+        f"it and its offsets first with `{advised('consumer delete', topic, name)}`"
     )
 
 

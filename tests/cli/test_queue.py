@@ -75,7 +75,7 @@ def test_a_queue_is_deleted_by_force_where_it_has_messages(run: Run, database: D
     Queue(database, "jobs", max_receives=1).send(b"1")
     kept = run("queue", "delete", "jobs")
     assert kept.exit_code == 1
-    assert "eventsql queue delete jobs --force" in kept.stderr
+    assert "eventsql queue delete --force jobs" in kept.stderr
     needed = run("queue", "delete", "jobs_dead", "--force")
     assert needed.exit_code == 1
     assert "'jobs'" in needed.stderr

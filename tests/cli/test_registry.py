@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -335,6 +337,13 @@ def test_a_claim_shows_as_a_lease(run: Run, platform: EventSQL, topic: str) -> N
     platform.claims.claim(topic, "mailer", owner="run 7")
     (described,) = json.loads(run("consumer", "describe", topic, "mailer", "--json").stdout)
     assert (described["state"], described["lease_owner"]) == ("leased", "run 7")
+
+
+def test_a_command_that_a_message_advises_takes_any_name(run: Run, platform: EventSQL, topic: str) -> None:
+    unknown = run("consumer", "describe", topic, "--", "-x y").stderr
+    (advised,) = re.findall("`(eventsql consumer create [^`]*)`", unknown)
+    assert run(*shlex.split(advised)[1:]).exit_code == 0
+    assert [state.name for state in platform.registry.consumers(topic)] == ["-x y"]
 
 
 def test_a_consumer_is_deleted(run: Run, platform: EventSQL, topic: str) -> None:

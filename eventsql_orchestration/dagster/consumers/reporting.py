@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.validation import advised
 
 
 def name_of(consumer: Consumer, partition: int) -> str:
@@ -74,7 +75,7 @@ class ClaimLostFailure(dg.Failure):
 def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: bool) -> dg.Failure:
     """The failure of an event. `refused` means that the dead letter factory made no dead letter of the event."""
     topic = consumer.topic
-    resume = f"`eventsql consumer resume {topic} {consumer.name}`"
+    resume = f"`{advised('consumer resume', topic, consumer.name)}`"
     if failure.outcome == Failure.BLOCKED and refused:
         advice = (
             "the partition is blocked, because the dead letter factory made no dead letter of the event: correct the "

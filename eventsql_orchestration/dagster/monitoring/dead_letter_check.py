@@ -27,6 +27,7 @@ from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.shards import command, place, shards_of
+from eventsql_orchestration.validation import advised
 
 DELIVERED_CHECK: Final = "delivered"
 
@@ -123,7 +124,7 @@ class _DeliveredRule:
 
         reasons = [_blocked(state, reason) for state, reason in blocked]
         if blocked:
-            metadata["resume"] = f"eventsql consumer resume {topic} {shlex.quote(name)}"
+            metadata["resume"] = advised("consumer resume", topic, name)
         if letters:
             reasons.append(_given_up(letters))
             metadata |= _letters_metadata(topic, name, letters[:LETTERS_SHOWN])

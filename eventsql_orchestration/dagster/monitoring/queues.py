@@ -17,6 +17,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationEr
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
+from eventsql_orchestration.validation import advised
 
 AGE: Final = "Age seconds"
 DEPTH: Final = "Depth"
@@ -165,7 +166,7 @@ class _DeliveredRule:
         return Verdict(
             False,
             f"{state.dead} dead letters: `eventsql queue peek` on the queue of dead letters shows their history, "
-            f"`eventsql queue redrive {self.queue}` moves them back",
+            f"`{advised('queue redrive', self.queue)}` moves them back",
             state.metadata(),
             # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
