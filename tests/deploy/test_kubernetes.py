@@ -24,6 +24,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.build_definitions import DSN_VARIABLE
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, instance_config
 from eventsql_orchestration.database.urls import parse_dsn
+from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from tests.conftest import is_setting
 from tests.deploy.test_deploy import argument, instructions
 
@@ -34,6 +35,8 @@ PROGRAMS = Path(sys.executable).parent
 VALUES: dict[str, Any] = yaml.safe_load((KUBERNETES / "values.yaml").read_text(encoding="utf-8"))
 (PREPARE,) = yaml.safe_load_all((KUBERNETES / "prepare.yaml").read_text(encoding="utf-8"))
 METRICS, SERVICE = yaml.safe_load_all((KUBERNETES / "metrics.yaml").read_text(encoding="utf-8"))
+SPARK_TEXT = (KUBERNETES / "spark.yaml").read_text(encoding="utf-8")
+SPARK_CONFIG, SPARK_SERVICE, SPARK_MASTER, SPARK_WORKER, SPARK_POLICY = yaml.safe_load_all(SPARK_TEXT)
 
 (CODE,) = VALUES["dagster-user-deployments"]["deployments"]
 WEBSERVER = VALUES["dagsterWebserver"]
@@ -44,6 +47,9 @@ STEPS: list[dict[str, Any]] = [
     *PREPARE["spec"]["template"]["spec"]["initContainers"],
     *PREPARE["spec"]["template"]["spec"]["containers"],
     *METRICS["spec"]["template"]["spec"]["containers"],
+]
+SPARK: list[dict[str, Any]] = [
+    container for each in (SPARK_MASTER, SPARK_WORKER) for container in each["spec"]["template"]["spec"]["containers"]
 ]
 
 
@@ -71,7 +77,7 @@ def pods() -> Iterator[dict[str, Any]]:
         "pod": LAUNCHER["runK8sConfig"]["podSpecConfig"]["securityContext"],
         "container": LAUNCHER["securityContext"],
     }
-    for manifest in (PREPARE, METRICS):
+    for manifest in (PREPARE, METRICS, SPARK_MASTER, SPARK_WORKER):
         spec = manifest["spec"]["template"]["spec"]
         for container in itertools.chain(spec.get("initContainers", ()), spec["containers"]):
             yield {"pod": spec["securityContext"], "container": container["securityContext"]}
@@ -82,8 +88,16 @@ def test_kubernetes_knows_each_field_of_the_manifests() -> None:
     from dagster_k8s.models import k8s_model_from_dict, k8s_snake_case_dict
     from kubernetes import client  # type: ignore[import-untyped]  # it has no types
 
-    for model, manifest in ((client.V1Job, PREPARE), (client.V1Deployment, METRICS), (client.V1Service, SERVICE)):
-        k8s_model_from_dict(model, k8s_snake_case_dict(model, manifest))
+    kinds = {
+        client.V1Job: [PREPARE],
+        client.V1Deployment: [METRICS, SPARK_MASTER, SPARK_WORKER],
+        client.V1Service: [SERVICE, SPARK_SERVICE],
+        client.V1ConfigMap: [SPARK_CONFIG],
+        client.V1NetworkPolicy: [SPARK_POLICY],
+    }
+    for model, manifests in kinds.items():
+        for manifest in manifests:
+            k8s_model_from_dict(model, k8s_snake_case_dict(model, manifest))
 
 
 def test_kubernetes_knows_each_field_of_the_values_that_the_chart_passes_on() -> None:
@@ -111,9 +125,10 @@ def test_every_process_is_the_user_of_the_image_and_has_no_rights() -> None:
 
 
 def test_every_process_has_the_same_image_limits_of_memory_and_probes() -> None:
-    images = {image(each["image"]) for each in (CODE, WEBSERVER, DAEMON)} | {step["image"] for step in STEPS}
+    images = {image(each["image"]) for each in (CODE, WEBSERVER, DAEMON)}
+    images |= {container["image"] for container in (*STEPS, *SPARK)}
     assert len(images) == 1
-    for each in (CODE, WEBSERVER, DAEMON, *STEPS):
+    for each in (CODE, WEBSERVER, DAEMON, *STEPS, *SPARK):
         assert "memory" in each["resources"]["limits"]
         assert {"cpu", "memory"} <= each["resources"]["requests"].keys()
     staying = (*METRICS["spec"]["template"]["spec"]["containers"], CODE, WEBSERVER, DAEMON)
@@ -222,7 +237,8 @@ def test_the_instance_has_the_settings_of_the_other_deployments() -> None:
         assert VALUES["retention"][key]["purgeAfterDays"] == other["retention"][key]["purge_after_days"]
 
 
-def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tmp_path: Path) -> None:
+def run_job(tmp_path: Path, **more: Any) -> Any:
+    """The Job that Dagster makes for a run. `more` is what the code server has beside its values."""
     from dagster_k8s import K8sRunLauncher
     from dagster_k8s.container_context import K8sContainerContext
     from dagster_k8s.job import construct_dagster_k8s_job
@@ -260,16 +276,20 @@ def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tm
         k8s_client_core_api=client.CoreV1Api(),
     )
     chart = {key: config[key] for key in ("security_context", "run_k8s_config")}
-    server = {"env": CODE["env"], "resources": CODE["resources"]}
+    server = {"env": CODE["env"] + more.pop("env", []), "resources": CODE["resources"], **more}
     context = K8sContainerContext.create_from_config({"k8s": chart}).merge(
         K8sContainerContext.create_from_config({"k8s": server})
     )
-    job = construct_dagster_k8s_job(
+    return construct_dagster_k8s_job(
         context.get_k8s_job_config(job_image=image(CODE["image"]), run_launcher=launcher),
         args=["dagster", "api", "execute_run"],
         job_name="run",
         user_defined_k8s_config=context.run_k8s_config,
     )
+
+
+def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tmp_path: Path) -> None:
+    job = run_job(tmp_path)
     spec = job.spec.template.spec
     (container,) = spec.containers
     assert container.image == image(CODE["image"])
@@ -278,6 +298,20 @@ def test_dagster_makes_a_run_a_job_of_the_code_server_s_image_and_environment(tm
     assert container.resources.limits == CODE["resources"]["limits"]
     assert {variable.name for variable in container.env} >= {DSN_VARIABLE, "PGPASSWORD", "DAGSTER_HOME"}
     assert job.spec.ttl_seconds_after_finished == 86400
+
+
+def test_a_run_of_a_code_server_as_the_spark_file_says_finds_the_cluster_and_may_reach_it(tmp_path: Path) -> None:
+    said = yaml.safe_load("\n".join(line[4:] for line in SPARK_TEXT.splitlines() if line.startswith("#   ")))
+    job = run_job(tmp_path, **{re.sub("M", "_m", key): value for key, value in said.items()})
+    spec = job.spec.template.spec
+    (container,) = spec.containers
+    (volume,) = [each for each in spec.volumes if each.config_map.name == SPARK_CONFIG["metadata"]["name"]]
+    (mount,) = [each for each in container.volume_mounts if each.name == volume.name]
+    (file,) = SPARK_CONFIG["data"]
+    environment = {variable.name: variable.value for variable in container.env}
+    assert environment[SPARK_CONFIG_VARIABLE] == f"{mount.mount_path}/{file}"
+    (allowed,) = SPARK_POLICY["spec"]["ingress"][0]["from"]
+    assert job.spec.template.metadata.labels["app"] in allowed["podSelector"]["matchExpressions"][0]["values"]
 
 
 def test_the_job_that_registers_is_the_location_s_and_has_an_empty_home_in_the_image() -> None:
