@@ -91,11 +91,16 @@ defs = dg.Definitions(
         build_register_job(CONSUMERS, topics=TOPICS, workers=WORKERS, prepare=prepare),
         # In process: each step of its own process would take longer to start than to work.
         dg.define_asset_job(
-            "simulation", selection=SOURCES, executor_def=dg.in_process_executor, tags={DEV_TAG: "simulation"}
+            "simulation",
+            selection=SOURCES,
+            description="Publishes events to look at: orders of rides, and the history of a git repository.",
+            executor_def=dg.in_process_executor,
+            tags={DEV_TAG: "simulation"},
         ),
         dg.define_asset_job(
             "verification",
             selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))),
+            description="Evaluates every check now: lag, dead letters, and the tables against the log.",
             executor_def=dg.in_process_executor,
             tags={DEV_TAG: "verification"},
         ),

@@ -20,7 +20,7 @@ from eventsql_orchestration.errors import (
     InvalidNameError,
     TopicNotFoundError,
 )
-from eventsql_orchestration.model import Topic, check_topic_name
+from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, Topic, check_topic_name
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.storage.reading import LogReader
 
@@ -104,7 +104,7 @@ def topic_asset(
     spec = dg.AssetSpec(
         key=topic_key(topic.name),
         deps=list(deps),
-        description=description or f"Events of topic {topic.name}.",
+        description=description or _described(topic.name),
         metadata={"topic": topic.name, "partitions": topic.partitions, **declared_columns(columns), **(metadata or {})},
         group_name=group_name,
         owners=list(owners),
@@ -113,6 +113,12 @@ def topic_asset(
         tags=dict(tags or {}),
     )
     return translated(translator, topic.name, None, spec)
+
+
+def _described(topic: str) -> str:
+    if topic.endswith(DEAD_LETTER_SUFFIX):
+        return f"Dead letters: events of topic {topic.removesuffix(DEAD_LETTER_SUFFIX)} that a consumer gave up."
+    return f"Events of topic {topic}."
 
 
 def freshness_policy(freshness: dg.FreshnessPolicy | timedelta | None) -> dg.FreshnessPolicy | None:

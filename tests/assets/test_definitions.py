@@ -42,3 +42,13 @@ def test_assets_that_are_materialized_together_share_one_process_and_its_spark_s
     import definitions
 
     assert definitions.defs.resolve_implicit_global_asset_job_def().executor_def is dg.in_process_executor
+
+
+def test_the_ui_describes_every_definition() -> None:
+    import definitions
+
+    location = definitions.defs.get_repository_def()
+    jobs = [job for job in location.get_all_jobs() if not job.name.startswith("__")]
+    shown = [*jobs, *location.sensor_defs, *location.schedule_defs, *definitions.defs.resolve_all_asset_specs()]
+    checks = [location.asset_graph.get(key) for key in location.asset_graph.asset_check_keys]
+    assert [each for each in (*shown, *checks) if not each.description] == []

@@ -90,9 +90,11 @@ def build_housekeeping_schedule(
         after_history=True,
     )
 
+    description = "Applies the retention of topics, and deletes old runs, ticks and reports of the platform."
+
     @dg.job(
         name=name,
-        description="Applies the retention of topics, and deletes old runs, ticks and reports of the platform.",
+        description=description,
         executor_def=dg.in_process_executor,
         tags=INTERNAL_RUN,
     )
@@ -106,8 +108,9 @@ def build_housekeeping_schedule(
         delete_old_windows(history)
 
     return dg.ScheduleDefinition(
-        name=name, job=housekeeping, cron_schedule=cron_schedule, default_status=default_status, tags=INTERNAL_RUN
-    )
+        name=name, job=housekeeping, cron_schedule=cron_schedule, default_status=default_status, tags=INTERNAL_RUN,
+        description=description,
+    )  # fmt: skip
 
 
 def _history_op(retention: HistoryRetention, checks: Collection[dg.AssetCheckKey]) -> dg.OpDefinition:

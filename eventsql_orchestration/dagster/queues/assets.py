@@ -163,7 +163,12 @@ def worker_asset(
         spec = translated(options.translator, None, asset_name, spec, queue=queue).replace_attributes(skippable=True)
         step = _Step(queue, declared, user, limits, backoff, spec.key, topics)
         published = [
-            topic_asset(topic, deps=[spec.key], translator=options.translator).replace_attributes(skippable=True)
+            topic_asset(
+                topic,
+                description=f"Events that {asset_name} publishes.",
+                deps=[spec.key],
+                translator=options.translator,
+            ).replace_attributes(skippable=True)
             for topic in topics
         ]
         asset = step_of_assets(
