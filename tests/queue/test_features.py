@@ -22,6 +22,7 @@ from eventsql_orchestration.queue import (
     drop_expired_archives,
     list_queues,
 )
+from tests.fixtures import UntilBlocked
 from tests.queue.test_ordered import bodies, expire
 
 
@@ -225,6 +226,19 @@ def test_acknowledged_messages_are_archived_until_their_retention_ends(database:
         )
     assert len(drop_expired_archives(database)) == 2
     assert queue.archived() == []
+
+
+def test_acknowledgements_at_once_make_the_archive_once(database: Database, until_blocked: UntilBlocked) -> None:
+    queue = Queue(database, "commands", retention=timedelta(days=3))
+    queue.send_all([b"1", b"2"])
+    first, second = queue.receive(max_messages=2)
+    with ThreadPoolExecutor(1) as executor:
+        with database.transaction() as connection:
+            queue.acknowledge(first, connection=connection)
+            waiting = executor.submit(queue.acknowledge, second)
+            until_blocked()
+        waiting.result()
+    assert len(queue.archived()) == 2
 
 
 def test_a_receiver_hears_of_a_new_message(platform: EventSQL) -> None:

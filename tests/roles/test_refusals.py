@@ -224,6 +224,12 @@ def test_hostile_arguments_make_no_segments(owner: EventSQL, login: Login, state
     assert owner.registry.topic("orders").partitions == 2
 
 
+@pytest.mark.parametrize("expires", ["now() + interval '2 years'", "now() - interval '2 years'", "'infinity'", "NULL"])
+def test_a_worker_makes_no_archive_beyond_the_longest_retention(login: Login, expires: str) -> None:
+    with psycopg.connect(login("worker"), autocommit=True) as session, pytest.raises(psycopg.DataError):
+        session.execute(f"SELECT eventsql.make_queue_archive({expires})".encode())
+
+
 @pytest.mark.parametrize("arguments", ["'orders', 'mailer'", "'payments', 'mailer'", "NULL, NULL", "'x''y', ''"])
 def test_a_consumer_that_waits_for_no_layout_is_left_as_it_is(owner: EventSQL, login: Login, arguments: str) -> None:
     before = owner.registry.consumers()
