@@ -53,8 +53,9 @@ def _revision(database: Database) -> str | None:
 
 
 def _migrate(shard: Shard, before: str | None, times_in: str) -> None:
-    database, after = shard.database, migrations.head()
+    database = shard.database
     database.migrate(times_in=times_in)
+    after = database.revision()
     named = "" if shard.name is None else f"shard {shard.name!r}: "
     at = f"{named}schema {database.schema!r} of {database}"
     if before == after:

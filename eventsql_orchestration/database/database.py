@@ -366,7 +366,7 @@ class Database:
                         role=role, prefix=prefix,
                     ) from error  # fmt: skip
                 raise
-        logger.info("schema %s of %s is at revision %s", self.schema, self, migrations.head())
+        logger.info("schema %s of %s is up to date", self.schema, self)
 
     def check_open(self) -> None:
         """Raise `ClosedError` after `close`."""

@@ -17,7 +17,7 @@ from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
-from tests.fixtures import Until, Worker
+from tests.fixtures import Until, UntilBlocked, Worker
 from tests.forms import in_blocks, stored
 
 
@@ -83,6 +83,22 @@ def test_a_process_that_comes_during_a_migration_waits_for_it(fresh: str) -> Non
         waiting.migrate()
         assert second.revision() == migrations.head()
         waiting.close()
+
+
+def test_a_process_that_waits_for_the_migration_of_a_newer_package_uses_its_schema(
+    direct_dsn: str, until_blocked: UntilBlocked
+) -> None:
+    at = "UPDATE eventsql.schema_version SET version_num = %s"
+    with psycopg.connect(direct_dsn) as newer, Database(direct_dsn) as older, ThreadPoolExecutor(1) as executor:
+        newer.execute(at, ["0001"])
+        newer.commit()
+        newer.execute("SELECT pg_advisory_xact_lock(%s)", (migrations._ADVISORY_LOCK,))
+        using = executor.submit(older.ensure_schema)
+        until_blocked()
+        newer.execute(at, ["9999"])
+        newer.commit()
+        using.result()
+        assert older.revision() == "9999"
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:

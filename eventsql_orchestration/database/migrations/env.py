@@ -5,7 +5,7 @@ from sqlalchemy.schema import CreateSchema
 
 from eventsql_orchestration.database import role_statements
 from eventsql_orchestration.database.connections import driver_connection
-from eventsql_orchestration.database.migrations import SYSTEM_PATH
+from eventsql_orchestration.database.migrations import SYSTEM_PATH, known
 from eventsql_orchestration.database.migrations.holding import hold_publishers
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.tables import VERSION_TABLE
@@ -25,8 +25,11 @@ connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 # While ALTER TABLE waits for an open transaction, later statements wait behind it. So it does not wait for long.
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
-if context.get_context().get_current_revision() != context.get_revision_argument():
-    hold_publishers(driver_connection(connection), schema)
-context.run_migrations()
-if has_roles:
-    role_statements.grant(driver_connection(connection), schema)
+found = context.get_context().get_current_revision()
+# A newer package may have migrated while this one waited for it. Its schema is used as it is.
+if found is None or known(found):
+    if found != context.get_revision_argument():
+        hold_publishers(driver_connection(connection), schema)
+    context.run_migrations()
+    if has_roles:
+        role_statements.grant(driver_connection(connection), schema)
