@@ -36,7 +36,7 @@ from eventsql_orchestration.database.translation import (
     translate,
     translate_own,
 )
-from eventsql_orchestration.database.urls import label, parse_dsn, render, split_direct
+from eventsql_orchestration.database.urls import connect_arguments, label, parse_dsn, render, split_direct
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DatabaseUnavailableError,
@@ -241,9 +241,9 @@ class Database:
         anything that a session keeps.
         """
         self.ensure_schema()
-        arguments, options = self.engine.dialect.create_connect_args(self._direct_url)
+        arguments = {**connect_arguments(self._direct_url), **self._connect_args}
         with self.errors(), hiding(self.dsn):
-            connection = psycopg.connect(*arguments, **{**options, **self._connect_args}, autocommit=True)
+            connection = psycopg.connect(**arguments, autocommit=True)
             try:
                 connection.isolation_level = ISOLATION
                 open_session(connection)

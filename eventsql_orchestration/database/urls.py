@@ -11,8 +11,10 @@ import re
 from typing import Any, Final
 from urllib.parse import quote
 
+import psycopg
 import sqlalchemy
 from psycopg import pq
+from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy.engine import URL, make_url
 
 from eventsql_orchestration.errors import ConfigurationError
@@ -24,6 +26,9 @@ DIRECT: Final = "direct"
 _DIRECT_FORM: Final = re.compile(
     r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/@,\[\]]+)(?::(?P<port>\d{1,5}))?(?:/(?P<database>[^/@]+))?"
 )
+
+_SLASH: Final = re.compile("%2f", re.IGNORECASE)
+"""How libpq has the slashes of a socket's directory in a host written."""
 
 _NUMBERS: Final = frozenset(
     {"connect_timeout", "keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"}
@@ -73,7 +78,12 @@ def parse_dsn(dsn: str) -> URL:
         _check_option(name, value)
     # COPY and Arrow write and read UTF-8. The URL says so, for every program that gets it.
     encoding = {**url.query, "client_encoding": "UTF8"}
-    return _with_password(url.set(drivername="postgresql+psycopg", query=encoding))
+    url = _with_password(url.set(drivername="postgresql+psycopg", query=encoding))
+    try:
+        connect_arguments(url.difference_update_query([DIRECT]))
+    except psycopg.ProgrammingError:
+        raise ConfigurationError("libpq cannot read the database URL: write % in a host as %25") from None
+    return url
 
 
 def _check_server(url: URL, dsn: str) -> None:
@@ -115,9 +125,8 @@ def _check_option(name: str, value: str | tuple[str, ...]) -> None:
         raise ConfigurationError(f"the database URL has an option that libpq does not know{meant}")
     option = f"the option {name} of the database URL"
     if not isinstance(value, str):
-        if name not in ("host", "port", DIRECT):
-            raise ConfigurationError(f"{option} is given more than once: give it once")
-        return
+        several = ", with commas between its values" if name in ("host", "port") else ""
+        raise ConfigurationError(f"{option} is given more than once: give it once{several}")
     if name in _NUMBERS and re.fullmatch(r"\s*-?\d{1,10}\s*", value, re.ASCII) is None:
         raise ConfigurationError(f"{option} must be a whole number")
     if name == "port" and re.fullmatch(r"(\d{1,5})?(,(\d{1,5})?)*", value, re.ASCII) is None:
@@ -165,9 +174,11 @@ def split_direct(url: URL) -> tuple[URL, URL]:
             f"the option {DIRECT} of the database URL names the server behind a pooler as host:port or "
             "host:port/database; user and password are those of the URL"
         )
-    past = pooled.difference_update_query(["host", "port"])
+    past = pooled.difference_update_query(["host", "hostaddr", "port"])
     return pooled, past.set(
-        host=found["host"].strip("[]"), port=int(found["port"] or 5432), database=found["database"] or pooled.database
+        host=found["host"].strip("[]").replace("%", "%25"),
+        port=int(found["port"] or 5432),
+        database=found["database"] or pooled.database,
     )
 
 
@@ -184,7 +195,7 @@ def label(url: URL) -> str:
     place = url.set(
         drivername="postgresql",
         username=user if is_plain(user or "") else HIDDEN,
-        host=host if is_plain_host(host or "") else HIDDEN,
+        host=host if is_plain_host(_SLASH.sub("/", host or "")) else HIDDEN,
         database=database if is_plain(database or "") else HIDDEN,
     )
     shown = place.difference_update_query(place.query).render_as_string(hide_password=True)
@@ -192,6 +203,5 @@ def label(url: URL) -> str:
 
 
 def connect_arguments(url: URL) -> dict[str, Any]:
-    """The arguments of `psycopg.connect` for a URL."""
-    _, options = url.get_dialect()().create_connect_args(url)
-    return dict(options)
+    """The arguments of `psycopg.connect` for a URL, as libpq reads it: SQLAlchemy reads hosts and ports otherwise."""
+    return conninfo_to_dict(render(url))

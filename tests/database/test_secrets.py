@@ -20,7 +20,12 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.database.urls import parse_dsn, with_password_of_environment
+from eventsql_orchestration.database.urls import (
+    connect_arguments,
+    parse_dsn,
+    split_direct,
+    with_password_of_environment,
+)
 from eventsql_orchestration.errors import ConfigurationError, EventSQLError
 from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.spark.adbc import CopyConnection
@@ -186,6 +191,7 @@ def test_a_database_that_refuses_the_password_tells_it_nobody(direct_dsn: str) -
         ("port=many", "port"),
         ("sslmod=require", "is sslmode meant"),
         ("sslmode=require&sslmode=disable", "more than once"),
+        ("host=one&host=two", "with commas"),
         ("direct=a:b:c", "host:port"),
     ],
 )
@@ -233,6 +239,35 @@ def test_options_with_spaces_are_those_that_libpq_reads(direct_dsn: str) -> None
 def test_a_url_of_several_hosts_shows_them_all_and_no_password() -> None:
     assert str(Database(f"postgresql://u:{SIGN}@a,b:1/db")) == "postgresql://u:***@a,b:1/db"
     assert parse_dsn("postgresql://[::1]:1/db").host == "::1"
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("postgresql://u@%2Frun%2Fpostgresql:5433/db", "/run/postgresql", "5433"),
+        ("postgresql://u@/db?host=one,two&port=5433", "one,two", "5433"),
+        ("postgresql://u@one,two:5433/db", "one,two", ",5433"),
+        ("postgresql://u@[fe80::1%25eth0]:5433/db", "fe80::1%eth0", "5433"),
+        ("postgresql://u@pooler/db?hostaddr=10.0.0.1&direct=[::1]:5433", "::1", "5433"),
+    ],
+)
+def test_connections_lead_where_libpq_reads_that_a_url_leads(url: str, host: str, port: str) -> None:
+    _, past_pooler = split_direct(parse_dsn(url))
+    arguments = connect_arguments(past_pooler)
+    assert arguments == {
+        "user": "u", "dbname": "db", "host": host, "port": port, "client_encoding": "UTF8",
+    }  # fmt: skip
+    Database(url).close()
+
+
+def test_the_directory_of_a_socket_is_shown() -> None:
+    assert str(Database(f"postgresql://u:{SIGN}@%2Frun/db")) == "postgresql://u:***@%2Frun/db"
+
+
+def test_a_url_that_libpq_cannot_read_is_refused_without_repeating_it() -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        Database(f"postgresql://u@{SIGN}%zz/db")
+    assert SIGN not in str(refused.value)
 
 
 @pytest.mark.parametrize(
