@@ -205,5 +205,7 @@ def plain(connection: Connection) -> Iterator[Connection]:
     finally:
         # A handler may have set others. SQLAlchemy and the next user read tuples, and send parameters to the server.
         connection.row_factory, connection.cursor_factory = tuple_row, cursors
-        if not connection.closed and connection.info.encoding != UTF8:
+        if not connection.closed and (
+            connection.info.encoding != UTF8 or connection.read_only is not None or connection.deferrable is not None
+        ):
             connection.close()

@@ -114,6 +114,15 @@ def test_a_kind_of_cursor_that_a_handler_set_does_not_outlive_it(database: Datab
         assert connection.execute("SELECT 1", binary=True).fetchone() == (1,)
 
 
+@pytest.mark.parametrize("name", ["read_only", "deferrable"])
+def test_a_kind_of_transaction_that_a_handler_set_does_not_outlive_it(database: Database, name: str) -> None:
+    with database.connection() as connection:
+        setattr(connection, name, True)
+    with database.transaction() as connection:
+        kind = connection.execute(f"SHOW transaction_{name}".encode()).fetchone()
+    assert kind == ("off",)
+
+
 def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(database: Database) -> None:
     with database.connection() as connection:
         connection.execute("BEGIN")
