@@ -181,7 +181,7 @@ class Listener:
                             deaf = True
                 except ClosedError:
                     return
-                except (psycopg.Error, EventSQLError) as error:
+                except (psycopg.Error, EventSQLError, OSError) as error:
                     failures += 1
                     delay = retry_delay(failures)
                     if failures == 1:

@@ -132,7 +132,7 @@ class Notifier:
                         self._pending.pop(payload, None)
                     try:
                         connection, heard = self._send(connection, due)
-                    except (psycopg.Error, EventSQLError) as error:
+                    except (psycopg.Error, EventSQLError, OSError) as error:
                         connection = None
                         if failures == 0:
                             logger.warning(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 from collections import Counter
@@ -157,6 +158,22 @@ def test_a_listener_that_loses_its_connection_says_so_and_listens_again(
     until(lambda: states == [True, False, True])
     notifier.notify(LOG, "orders")
     until(lambda: len(states) == 4)
+
+
+def test_a_listener_for_which_the_process_has_no_file_left_listens_later(
+    listener: Listener, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detect, refusals = notifications._detect_silence, [OSError(errno.EMFILE, "Too many open files")]
+
+    def detect_unless_full(connection: Connection) -> None:
+        if refusals:
+            raise refusals.pop()
+        detect(connection)
+
+    monkeypatch.setattr(notifications, "_detect_silence", detect_unless_full)
+    listener.subscribe(LOG, "orders", lambda: None)
+    until(lambda: listener.listening)
+    assert not refusals
 
 
 def test_both_survive_a_restart_of_the_server(
