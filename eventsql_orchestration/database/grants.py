@@ -313,8 +313,8 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
     to = f'"{role}"' if role else "it"
-    if kind == "schema":
-        # Each kind has this right, so the error does not know the kind that the role needs.
+    if found is None or kind == "schema":
+        # The server speaks another language, or each kind has this right: the kind that the role needs is not known.
         kinds = ", ".join(each for each in KINDS if each != "reader")
         advice = (
             f"`GRANT {prefix or DEFAULT_PREFIX}_reader TO {to}` to read, or another role in place of reader: {kinds}"
@@ -345,7 +345,7 @@ def may_not_migrate(
 
 
 def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str]]:
-    """The roles that have the right, by the end of their names, and the work of each."""
+    """The roles that have the right, by the end of their names, and the work of each. `detail` is in English."""
     if kind == "topic":
         alone = [(f"publisher_{name}", "publishes to this topic alone")] if name else []
         return [("publisher", _DOES["publisher"]), *alone, (ADMIN, "changes it")]

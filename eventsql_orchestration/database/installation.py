@@ -7,7 +7,7 @@ from typing import Self
 
 from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.connections import Connection
-from eventsql_orchestration.database.grants import ADMIN
+from eventsql_orchestration.database.grants import ADMIN, TRIGGER
 from eventsql_orchestration.database.queries import Queries
 
 
@@ -22,7 +22,8 @@ class CurrentRole:
     @classmethod
     def of(cls, connection: Connection, schema: str) -> Self:
         """The role of a connection, with its rights in a schema, which need not exist."""
-        row = connection.execute(Queries("sessions", schema)("role"), {"schema": schema}).fetchone()
+        values = {"schema": schema, "trigger": TRIGGER}
+        row = connection.execute(Queries("sessions", schema)("role"), values).fetchone()
         assert row is not None, "a left join gives a row"
         name, owner, may_transfer = row
         admin = f"_{ADMIN}"

@@ -14,6 +14,7 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -52,6 +53,16 @@ def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str,
         Roles(owner.database).drop()
         owner.publisher.publish(Publication("orders", b"v"))
         assert owner.transfer.run_once() == {"orders": 1}
+
+
+def test_an_owner_with_the_name_of_an_admin_makes_no_roles(direct_dsn: str, prefix: str) -> None:
+    admin = sql.Identifier(f"{prefix}_admin")
+    with Database(direct_dsn) as database, database.connection() as connection:
+        connection.execute(sql.SQL("CREATE ROLE {}").format(admin))
+        connection.execute(sql.SQL("ALTER TABLE eventsql.event_buffer OWNER TO {}").format(admin))
+        assert CurrentRole.of(connection, database.schema).prefix is None
+        Roles(database).create(prefix=prefix)
+        assert CurrentRole.of(connection, database.schema).prefix == prefix
 
 
 def test_views_and_the_archive_of_queues_of_before_the_roles_are_the_admins(

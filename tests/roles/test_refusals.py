@@ -349,6 +349,16 @@ def test_a_consumer_of_another_topic_is_refused_by_name(as_: As, prefix: str, ac
         platform.registry.consumer("orders", "nobody")
 
 
+@pytest.mark.parametrize(
+    "said", ["keine Berechtigung für Tabelle orders_event", "droit refusé pour la table « orders_event »"]
+)
+def test_a_refusal_in_another_language_does_not_call_for_the_admins_rights(said: str) -> None:
+    advice = str(grants.permission_error(said, "here", "app", "shop"))
+    assert "GRANT shop_admin TO" not in advice
+    assert '`GRANT shop_reader TO "app"`' in advice
+    assert all(kind in advice for kind in grants.KINDS)
+
+
 def test_a_role_without_any_right_learns_which_it_lacks(as_: As, prefix: str) -> None:
     with pytest.raises(PermissionDeniedError) as raised:
         as_().open()

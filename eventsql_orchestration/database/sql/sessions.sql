@@ -28,10 +28,13 @@ SELECT to_regclass(%(table)s) IS NOT NULL;
 -- revision -- The revision of a schema.
 SELECT version_num FROM {schema}.schema_version;
 
--- role -- The current role, the owner of the buffer, and whether the current role may take events out of it.
-SELECT current_user, pg_get_userbyid(buffer.owner), has_table_privilege(buffer.oid, 'DELETE')
+-- role -- The current role, the owner of the buffer if the installation has roles, and whether the current role may take
+-- events out of the buffer.
+SELECT current_user, buffer.owner, has_table_privilege(buffer.oid, 'DELETE')
 FROM (SELECT) one LEFT JOIN (
-    SELECT c.oid, c.relowner AS owner
+    SELECT c.oid, (
+        SELECT pg_get_userbyid(c.relowner) FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = %(trigger)s
+    ) AS owner
     FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
     WHERE n.nspname = %(schema)s AND c.relname = 'event_buffer'
 ) buffer ON true;
