@@ -17,12 +17,15 @@ from eventsql_orchestration.database import grants, role_statements
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
 from eventsql_orchestration.database.grants import ADMIN, DEFAULT_PREFIX, KINDS, TOPIC_KINDS, Role, role_name
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.role_statements import RoleState, Statements, ddl
 from eventsql_orchestration.errors import RegistryError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.model import check_schema_name
 
 LOCK_SECONDS: Final = 10
 """How long a change of roles waits for each table. Later statements wait behind it."""
+
+_LOCK: Final = ddl("SELECT pg_catalog.pg_advisory_xact_lock({})", sql.Literal(REGISTRY_LOCK))
 
 
 class Roles:
@@ -39,6 +42,7 @@ class Roles:
         of the same name is no group; `PermissionDeniedError` if the current role may not make roles.
         """
         with self._database.transaction() as connection:
+            connection.execute(_LOCK)
             made = self._wanted(connection, prefix, topics)
             role_statements.run(connection, self._statements(connection, made))
             return [state.role for state in role_statements.states(connection, self._database.schema)]
@@ -47,7 +51,7 @@ class Roles:
         """The statements of `create`, in one transaction, to be applied by hand. Raises the same errors."""
         with self._database.transaction() as connection:
             made = self._wanted(connection, prefix, topics)
-            statements = [each.as_string(connection) for each in self._statements(connection, made)]
+            statements = [each.as_string(connection) for each in (_LOCK, *self._statements(connection, made))]
         return "".join(f"{statement};\n" for statement in ("BEGIN", *statements, "COMMIT"))
 
     def states(self) -> list[RoleState]:
@@ -63,6 +67,7 @@ class Roles:
         """
         schema = self._database.schema
         with self._database.transaction() as connection:
+            connection.execute(_LOCK)
             known = [state.role for state in role_statements.states(connection, schema)]
             roles = [role for role in known if not topics or role.topic in topics]
             try:

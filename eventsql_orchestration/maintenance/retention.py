@@ -15,6 +15,7 @@ import psycopg
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.role_statements import act_as_owner, grant
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
@@ -25,7 +26,7 @@ from eventsql_orchestration.storage import altering, log_form, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.segment_drops import LOCK_SECONDS, SegmentDrops, drop_leftovers, is_of, try_retain
 from eventsql_orchestration.storage.segments import Segment
-from eventsql_orchestration.topics.catalog import REGISTRY_LOCK, lock_registry
+from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.registry import Registry
 

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, any_, func, select, true
 
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
@@ -29,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS: Final = 10
 """Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
-
-REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
-"""The advisory lock of every change of topics, their logs and consumers' offsets by the registry."""
 
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 

@@ -11,12 +11,12 @@ import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.retention import Dropped, Retainer
 from eventsql_orchestration.model import Retention
-from eventsql_orchestration.topics.catalog import REGISTRY_LOCK
 from tests.forms import stored
 from tests.plain import REPLACE_ORDERS
 from tests.waiting import PATIENCE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,14 +14,16 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database, Queries
+from eventsql_orchestration.database import Database, Queries, role_statements
 from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import PermissionDeniedError
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.views import Retained, Timeline, Views
 
 if TYPE_CHECKING:
+    from tests.fixtures import UntilBlocked
     from tests.roles.conftest import As, Login
 
 
@@ -63,6 +66,18 @@ def test_an_owner_with_the_name_of_an_admin_makes_no_roles(direct_dsn: str, pref
         assert CurrentRole.of(connection, database.schema).prefix is None
         Roles(database).create(prefix=prefix)
         assert CurrentRole.of(connection, database.schema).prefix == prefix
+
+
+def test_roles_are_made_beside_registrations_of_topics(
+    owner: EventSQL, prefix: str, until_blocked: UntilBlocked
+) -> None:
+    with ThreadPoolExecutor(1) as executor:
+        with owner.database.transaction() as registering:
+            lock_registry(registering)
+            role_statements.grant(registering, owner.database.schema, ["orders"])
+            making = executor.submit(Roles(owner.database).create, prefix=prefix)
+            until_blocked()
+        assert making.result()
 
 
 def test_views_and_the_archive_of_queues_of_before_the_roles_are_the_admins(
