@@ -16,7 +16,6 @@ from eventsql_orchestration import Topic
 from eventsql_orchestration.dagster import (
     DEV_TAG,
     EventSQLResource,
-    TopicResource,
     build_backfill,
     build_delivered_check,
     build_lag_check,
@@ -121,8 +120,5 @@ defs = dg.Definitions(
     resources={
         "eventsql": eventsql,
         "spark": LazyPySparkResource(spark_config=spark_config()),
-        "file_changes_topic": TopicResource(
-            eventsql=eventsql, topic=FILE_CHANGES.name, partitions=FILE_CHANGES.partitions
-        ),
     },
 )

@@ -12,22 +12,23 @@ from assets.churn import sums, verification
 from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
 from assets.churn.git_history import LAST_COMMIT, new_changes
 from assets.range_sums import SPARK_LIMITS, check_result, publish_sums
-from eventsql_orchestration import Claim, Connection, Event, Publication
+from eventsql_orchestration import Claim, Connection, Event
 from eventsql_orchestration.dagster import (
-    PUBLISHED_EVENTS,
-    PUBLISHED_TOPIC,
     AssetOptions,
     EventSQLResource,
     RunLimits,
-    TopicResource,
     consumer_asset,
+    publish_events,
     range_asset,
     topic_key,
 )
 
 
 class HistoryConfig(dg.Config):
-    """Which repository's history a round publishes, and how many of its newest commits."""
+    """Which repository's history a round publishes, and how many of its newest commits.
+
+    The working directory, which is the default, need not have a history.
+    """
 
     repository: str = "."
     commits: int = 50
@@ -41,33 +42,31 @@ class HistoryConfig(dg.Config):
     metadata={"partitions": FILE_CHANGES.partitions},
 )
 def file_changes(
-    context: dg.AssetExecutionContext, config: HistoryConfig, file_changes_topic: TopicResource
+    context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource
 ) -> dg.MaterializeResult[None]:
-    """Publish the file changes of the commits that came since the last time, in one commit of the database."""
+    """Publish the file changes of the commits that came since the last time. A retried run publishes them once."""
+    last = _last_commit(context)
     try:
-        changes = new_changes(Path(config.repository), since=_last_commit(context), limit=config.commits)
+        changes = new_changes(Path(config.repository), since=last, limit=config.commits)
     except ValueError as error:
+        if config.repository != ".":
+            raise dg.Failure(str(error), allow_retries=False) from error
         context.log.warning("there are no file changes to publish: %s", error)
         changes = []
-    published = file_changes_topic.publish_all(
-        (
-            Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
-            for change in changes
-        ),
-        context=context,
-    )
-    context.log.info("published %d file changes to topic %s", published, FILE_CHANGES.name)
-    commit = {LAST_COMMIT: changes[-1]["commit"]} if changes else {}
-    return dg.MaterializeResult(metadata={PUBLISHED_TOPIC: FILE_CHANGES.name, PUBLISHED_EVENTS: published, **commit})
+    events = ({"key": change["path"], "value": json.dumps(change, ensure_ascii=False).encode()} for change in changes)
+    published = publish_events(context, events, eventsql=eventsql, topic=FILE_CHANGES.name)
+    if changes:
+        last = changes[-1]["commit"]
+    return dg.MaterializeResult(metadata={**published, **({} if last is None else {LAST_COMMIT: last})})
 
 
 def _last_commit(context: dg.AssetExecutionContext) -> str | None:
-    """The commit up to which this asset has published, which its last materialization that published anything names."""
-    for record in context.instance.fetch_materializations(context.asset_key, limit=100).records:
-        materialization = record.asset_materialization
-        if materialization is not None and LAST_COMMIT in materialization.metadata:
-            return str(materialization.metadata[LAST_COMMIT].value)
-    return None
+    """The commit up to which this asset has published, which its last materialization names."""
+    latest = context.instance.get_latest_materialization_event(context.asset_key)
+    materialization = None if latest is None else latest.asset_materialization
+    if materialization is None or LAST_COMMIT not in materialization.metadata:
+        return None
+    return str(materialization.metadata[LAST_COMMIT].value)
 
 
 @range_asset(
