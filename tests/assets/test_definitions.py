@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import dagster as dg
 import pytest
 
@@ -49,6 +51,11 @@ def test_the_ui_describes_every_definition() -> None:
 
     location = definitions.defs.get_repository_def()
     jobs = [job for job in location.get_all_jobs() if not job.name.startswith("__")]
-    shown = [*jobs, *location.sensor_defs, *location.schedule_defs, *definitions.defs.resolve_all_asset_specs()]
+    shown: list[Any] = [
+        *jobs,
+        *location.sensor_defs,
+        *location.schedule_defs,
+        *definitions.defs.resolve_all_asset_specs(),
+    ]
     checks = [location.asset_graph.get(key) for key in location.asset_graph.asset_check_keys]
     assert [each for each in (*shown, *checks) if not each.description] == []
