@@ -62,13 +62,15 @@ CHECKS = [
 
 eventsql = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_DSN"), db_schema=os.environ.get("EVENTSQL_SCHEMA", "eventsql"))
 
-# The lag sensor evaluates these by itself.
+# The sensors `lag` and `queues` evaluate these by themselves.
 CONSUMER_CHECKS = [
     *(build_lag_check(consumer, max_events=100_000, max_seconds=300.0, grace=60.0) for consumer in CONSUMERS),
     *(build_delivered_check(consumer) for consumer in CONSUMERS),
 ]
 
 QUEUE_CHECKS = [check for queue in answers.QUEUES for check in build_queue_checks(queue)]
+
+REPORTED_CHECKS = [*CONSUMER_CHECKS, *QUEUE_CHECKS]
 
 # They take what a consumer gave up; its check links to them.
 DEAD_LETTER_TOPICS = [Topic(name) for name in dict.fromkeys(each.topic.dead_letter_topic for each in CONSUMERS)]
@@ -84,23 +86,20 @@ defs = dg.Definitions(
         *(worker.asset for worker in WORKERS),
         *(backfill.asset for backfill in BACKFILLS),
     ],
-    asset_checks=[*CHECKS, *(check.definition for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))],
+    asset_checks=[*CHECKS, *(check.definition for check in REPORTED_CHECKS)],
     jobs=[
         # Run it after each deployment.
         build_register_job(CONSUMERS, topics=TOPICS, workers=WORKERS, prepare=prepare),
-        # In process: each step of its own process would take longer to start than to work.
         dg.define_asset_job(
             "simulation",
             selection=SOURCES,
             description="Publishes events to look at: orders of rides, and the history of a git repository.",
-            executor_def=dg.in_process_executor,
             tags={DEV_TAG: "simulation"},
         ),
         dg.define_asset_job(
             "verification",
-            selection=dg.AssetSelection.checks(*CHECKS, *(check.key for check in (*CONSUMER_CHECKS, *QUEUE_CHECKS))),
+            selection=dg.AssetSelection.all_asset_checks(),
             description="Evaluates every check now: lag, dead letters, and the tables against the log.",
-            executor_def=dg.in_process_executor,
             tags={DEV_TAG: "verification"},
         ),
         *(consumer.job for consumer in CONSUMERS),
@@ -112,10 +111,11 @@ defs = dg.Definitions(
         *(worker.sensor for worker in WORKERS),
         lag_sensor(CONSUMERS, CONSUMER_CHECKS),
         build_queue_sensor(answers.QUEUES, checks=QUEUE_CHECKS),
-        alert_sensor([*CONSUMER_CHECKS, *QUEUE_CHECKS, *CHECKS]),
+        alert_sensor([*REPORTED_CHECKS, *CHECKS]),
     ],
-    schedules=[transfer, housekeeping([*CONSUMER_CHECKS, *QUEUE_CHECKS])],
-    # Assets that somebody materializes together have one Spark session, one after the other, and not one each at once.
+    schedules=[transfer, housekeeping(REPORTED_CHECKS)],
+    # A step's own process would take longer to start than to work. Assets that somebody materializes together have one
+    # Spark session, one after the other, and not one each at once.
     executor=dg.in_process_executor,
     resources={
         "eventsql": eventsql,
