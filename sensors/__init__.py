@@ -30,7 +30,7 @@ def alert_sensor(checks: Sequence[ReportedCheck | dg.AssetChecksDefinition]) -> 
 
 
 def notify(alert: CheckAlert) -> None:
-    """Where a team calls its pager or its chat; here it is a line in the daemon's log."""
+    """Where a team calls its pager or its chat; here it is a line in the code server's log."""
     logging.getLogger("eventsql.alerts").log(logging.INFO if alert.passed else logging.ERROR, "%s", alert)
 
 
