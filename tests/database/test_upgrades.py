@@ -307,9 +307,10 @@ def test_the_schema_of_a_java_database_lacks_nothing_of_a_new_one(
     [
         ("0035", "0036", "take_messages", "take_messages(integer, integer, double precision, timestamptz)"),
         ("0043", "0044", "take_in_order", "take_others_in_order(integer, integer, double precision, tid[], bytea)"),
+        ("0049", "0050", "filter_takes", "first_taken(text, smallint, bigint, bigint, jsonb)"),
     ],
 )
-def test_rights_on_receiving_that_were_given_by_hand_outlive_its_new_function(
+def test_rights_that_were_given_by_hand_outlive_a_new_function(
     old: str, before: str, after: str, given: str, checked: str
 ) -> None:
     upgrade(old, before)

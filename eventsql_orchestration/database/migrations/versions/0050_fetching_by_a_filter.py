@@ -55,6 +55,30 @@ END
 $$;
 """
 
+# It gets the rights of filter_takes, which it calls. If nobody changed those, everybody has both.
+_RIGHTS = """
+DO $$
+DECLARE
+    rights aclitem[] := (
+        SELECT p.proacl FROM pg_catalog.pg_proc p
+        WHERE p.pronamespace = '{schema}'::regnamespace AND p.proname = 'filter_takes'
+    );
+    grantee text;
+BEGIN
+    IF rights IS NULL THEN
+        RETURN;
+    END IF;
+    REVOKE EXECUTE ON FUNCTION {schema}.first_taken FROM PUBLIC;
+    FOR grantee IN
+        SELECT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(acl.grantee)) END
+        FROM aclexplode(rights) acl WHERE acl.privilege_type = 'EXECUTE'
+    LOOP
+        EXECUTE 'GRANT EXECUTE ON FUNCTION {schema}.first_taken TO ' || grantee;
+    END LOOP;
+END
+$$;
+"""
+
 _FETCH = """
 CREATE OR REPLACE FUNCTION {schema}.fetch(
     topic text, consumer text, max_events integer DEFAULT 100, lease double precision DEFAULT 60,
@@ -72,14 +96,11 @@ DECLARE
     ready text;
     candidate smallint;
     own {schema}.consumer;
-    until bigint;
-    most bigint;
-    passed bigint;
-    look bigint;
+    look integer;
     looks integer := 0;
-    first bigint;
+    passing boolean;
+    taken bigint;
     waiting record;
-    reached bigint;
 BEGIN
     IF (max_events >= 1 AND max_events <= 10000) IS NOT TRUE OR (lease > 0 AND lease <= 31536000) IS NOT TRUE THEN
         RAISE EXCEPTION 'max_events must be 1 to 10000, and lease more than 0 seconds, up to 31536000'
@@ -113,82 +134,80 @@ BEGIN
     );
     FOR turn IN 1..2 LOOP
         FOR candidate IN EXECUTE ready USING topic, consumer LOOP
-            SELECT * INTO own FROM {schema}.consumer c
-            WHERE c.eql_topic = topic AND c.eql_name = consumer AND c.eql_partition = candidate AND NOT c.eql_paused
-              AND (c.eql_lease_owner IS NOT NULL AND c.eql_lease_expires_at > clock_timestamp()) IS NOT TRUE
-              AND (c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0) AND (
-                  c.eql_retry_at > clock_timestamp()
-                  OR c.eql_attempts >= c.eql_max_attempts AND NOT EXISTS (
-                      SELECT FROM {schema}.topic t WHERE t.eql_name = "fetch".topic || '_dlt')
-              )) IS NOT TRUE
-            FOR UPDATE SKIP LOCKED;
-            CONTINUE WHEN NOT FOUND;
-            own.eql_last_event_id := coalesce(own.eql_last_event_id, 0);
-            until := coalesce(own.eql_until, 9223372036854775807);
-            -- An event that failed is fetched alone.
-            most := CASE WHEN own.eql_failed_event_id > own.eql_last_event_id THEN 1 ELSE max_events END;
-            passed := own.eql_last_event_id;
-            waiting := {schema}.partition_waiting(topic, candidate, passed, until, most);
-            CONTINUE WHEN waiting.events = 0;
-            IF own.eql_filter IS NOT NULL THEN
+            look := 0;
+            LOOP
+                SELECT * INTO own FROM {schema}.consumer c
+                WHERE c.eql_topic = topic AND c.eql_name = consumer AND c.eql_partition = candidate AND NOT c.eql_paused
+                  AND (c.eql_lease_owner IS NOT NULL AND c.eql_lease_expires_at > clock_timestamp()) IS NOT TRUE
+                  AND (c.eql_failed_event_id > coalesce(c.eql_last_event_id, 0) AND (
+                      c.eql_retry_at > clock_timestamp()
+                      OR c.eql_attempts >= c.eql_max_attempts AND NOT EXISTS (
+                          SELECT FROM {schema}.topic t WHERE t.eql_name = "fetch".topic || '_dlt')
+                  )) IS NOT TRUE
+                FOR UPDATE SKIP LOCKED;
+                EXIT WHEN NOT FOUND;
+                own.eql_last_event_id := coalesce(own.eql_last_event_id, 0);
+                waiting := {schema}.partition_waiting(
+                    topic, candidate, own.eql_last_event_id, coalesce(own.eql_until, 9223372036854775807),
+                    -- An event that failed is fetched alone.
+                    CASE WHEN own.eql_failed_event_id > own.eql_last_event_id THEN 1 ELSE greatest(max_events, look) END
+                );
+                EXIT WHEN waiting.events = 0;
                 IF EXISTS (SELECT FROM json_object_keys(own.eql_filter::json) AS condition
                            WHERE condition <> ALL (ARRAY['keys', 'key_prefix', 'metadata'])) THEN
                     RAISE EXCEPTION 'the filter of consumer % is not understood by this version',
                         quote_literal(consumer) USING ERRCODE = 'feature_not_supported';
                 END IF;
-                -- Events that the filter does not take are passed over, more of them with each look.
-                look := most;
-                LOOP
-                    first := {schema}.first_taken(topic, candidate, passed, waiting.last, own.eql_filter::jsonb);
-                    EXIT WHEN first IS NOT NULL;
-                    passed := waiting.last;
-                    looks := looks + 1;
-                    look := least(look * 4, 10000);
-                    waiting := {schema}.partition_waiting(topic, candidate, passed, until, look);
-                    EXIT WHEN waiting.events = 0 OR looks >= 20;
-                END LOOP;
-                IF first IS NULL THEN
-                    waiting.last := passed;
-                ELSIF passed > own.eql_last_event_id THEN
-                    passed := first - 1;
-                    waiting := {schema}.partition_waiting(topic, candidate, passed, until, most);
+                passing := look > 0;
+                IF passing THEN
+                    taken := {schema}.first_taken(
+                        topic, candidate, own.eql_last_event_id, waiting.last, own.eql_filter::jsonb);
+                    IF taken IS NOT NULL THEN
+                        look := 0;
+                        waiting := {schema}.partition_waiting(
+                            topic, candidate, own.eql_last_event_id, taken - 1, 9223372036854775807);
+                        CONTINUE WHEN waiting.events = 0;
+                    END IF;
                 END IF;
-            END IF;
-            reached := waiting.last;
-            IF passed > own.eql_last_event_id THEN
-                waiting := {schema}.partition_waiting(
-                    topic, candidate, own.eql_last_event_id, reached, 9223372036854775807);
-            END IF;
 
-            UPDATE {schema}.consumer_claim c SET eql_state = 'released', eql_finished_at = clock_timestamp()
-            WHERE c.eql_topic = topic AND c.eql_consumer = consumer AND c.eql_partition = candidate
-              AND c.eql_state = 'claimed';
-            INSERT INTO {schema}.consumer_claim (
-                eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch, eql_owner
-            ) VALUES (
-                topic, consumer, candidate, own.eql_last_event_id, reached, waiting.events, own.eql_epoch + 1, named
-            ) RETURNING eql_id INTO claim;
-            UPDATE {schema}.consumer c
-            SET eql_epoch = own.eql_epoch + 1, eql_lease_owner = named,
-                eql_lease_expires_at = clock_timestamp() + make_interval(secs => lease)
-            WHERE c.eql_topic = topic AND c.eql_name = consumer AND c.eql_partition = candidate;
-            RETURN QUERY
-            SELECT claim, own.eql_epoch + 1, e.partition, e.id, e.key, e.value, e.metadata, e.published_at
-            FROM {schema}.partition_events(topic, candidate, passed, reached) e
-            WHERE own.eql_filter IS NULL OR {schema}.filter_takes(own.eql_filter::jsonb, e.key, e.metadata);
-            IF FOUND THEN
-                IF claim % 257 = 0 THEN
-                    DELETE FROM {schema}.consumer_claim c WHERE c.eql_id = ANY (ARRAY(
-                        SELECT o.eql_id FROM {schema}.consumer_claim o
-                        WHERE o.eql_topic = topic AND o.eql_consumer = consumer AND o.eql_partition = candidate
-                          AND o.eql_state <> 'claimed' AND starts_with(o.eql_owner, 'process ')
-                          AND o.eql_finished_at < clock_timestamp() - interval '1 hour'
-                        ORDER BY o.eql_upto LIMIT 500 FOR UPDATE SKIP LOCKED
-                    ));
+                UPDATE {schema}.consumer_claim c SET eql_state = 'released', eql_finished_at = clock_timestamp()
+                WHERE c.eql_topic = topic AND c.eql_consumer = consumer AND c.eql_partition = candidate
+                  AND c.eql_state = 'claimed';
+                INSERT INTO {schema}.consumer_claim (
+                    eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, eql_events, eql_epoch, eql_owner
+                ) VALUES (
+                    topic, consumer, candidate, own.eql_last_event_id, waiting.last, waiting.events,
+                    own.eql_epoch + 1, named
+                ) RETURNING eql_id INTO claim;
+                UPDATE {schema}.consumer c
+                SET eql_epoch = own.eql_epoch + 1, eql_lease_owner = named,
+                    eql_lease_expires_at = clock_timestamp() + make_interval(secs => lease)
+                WHERE c.eql_topic = topic AND c.eql_name = consumer AND c.eql_partition = candidate;
+                IF NOT passing THEN
+                    RETURN QUERY
+                    SELECT claim, own.eql_epoch + 1, e.partition, e.id, e.key, e.value, e.metadata, e.published_at
+                    FROM {schema}.partition_events(topic, candidate, own.eql_last_event_id, waiting.last) e
+                    WHERE own.eql_filter IS NULL OR {schema}.filter_takes(own.eql_filter::jsonb, e.key, e.metadata);
+                    IF FOUND THEN
+                        IF claim % 257 = 0 THEN
+                            DELETE FROM {schema}.consumer_claim c WHERE c.eql_id = ANY (ARRAY(
+                                SELECT o.eql_id FROM {schema}.consumer_claim o
+                                WHERE o.eql_topic = topic AND o.eql_consumer = consumer AND o.eql_partition = candidate
+                                  AND o.eql_state <> 'claimed' AND starts_with(o.eql_owner, 'process ')
+                                  AND o.eql_finished_at < clock_timestamp() - interval '1 hour'
+                                ORDER BY o.eql_upto LIMIT 500 FOR UPDATE SKIP LOCKED
+                            ));
+                        END IF;
+                        RETURN;
+                    END IF;
+                    look := max_events;
                 END IF;
-                RETURN;
-            END IF;
-            PERFORM {schema}.commit(claim, own.eql_epoch + 1);
+                -- The filter takes none of these events: they are passed over, and more of them with the next look.
+                PERFORM {schema}.commit(claim, own.eql_epoch + 1);
+                look := least(look * 4, 10000);
+                looks := looks + 1;
+                EXIT WHEN looks >= 20;
+            END LOOP;
         END LOOP;
 
         -- Where all partitions have come to the end of a layout, the consumer enters the next one.
@@ -211,6 +230,6 @@ $$;
 
 def upgrade() -> None:
     name = context.config.attributes["schema"]
-    for statements, topic in ((_FIRST_TAKEN, "of_topic"), (_FETCH, "topic")):
+    for statements, topic in ((_FIRST_TAKEN, "of_topic"), (_RIGHTS, ""), (_FETCH, "topic")):
         text = statements.replace("{settings}", _SETTINGS).replace("{in_blocks}", _IN_BLOCKS.replace("{topic}", topic))
         run(text.replace("{schema}", f'"{name}"').replace("{literal}", f"'{name}'"))
