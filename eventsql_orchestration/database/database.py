@@ -27,7 +27,7 @@ from eventsql_orchestration.database.grants import may_not_migrate, permission_e
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
 from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
-from eventsql_orchestration.database.sessions import ISOLATION, open_session
+from eventsql_orchestration.database.sessions import ISOLATION, connect, open_session
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
     describe,
@@ -45,7 +45,6 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import check_schema_name
-from eventsql_orchestration.redaction import hiding
 from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_kind
 
 logger = logging.getLogger(__name__)
@@ -242,8 +241,8 @@ class Database:
         """
         self.ensure_schema()
         arguments = {**connect_arguments(self._direct_url), **self._connect_args}
-        with self.errors(), hiding(self.dsn):
-            connection = psycopg.connect(**arguments, autocommit=True)
+        with self.errors():
+            connection = connect(self.dsn, **arguments, autocommit=True)
             try:
                 connection.isolation_level = ISOLATION
                 open_session(connection)

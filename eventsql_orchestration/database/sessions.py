@@ -36,6 +36,16 @@ ASKED_AFTER: Final = 10.0
 the server has ended the session. A ping each time would take a third of the time of publishing one event."""
 
 
+def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
+    """Connect with arguments of `psycopg.connect`. Its errors hide the secrets of the URL `dsn`."""
+    try:
+        with hiding(dsn):
+            return psycopg.connect(*arguments, **options)
+    except OSError as error:
+        # psycopg opens a file to wait for the server, and the process may have too many.
+        raise psycopg.OperationalError(f"connection failed: {error}") from error
+
+
 def open_session(connection: Connection) -> None:
     """Make a new connection independent of settings of the server, the database, the role and the URL.
 
@@ -109,9 +119,8 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
     """
 
     @sqlalchemy.event.listens_for(engine, "do_connect")
-    def connect(_dialect: object, _record: object, arguments: tuple[Any, ...], options: dict[str, Any]) -> Connection:
-        with hiding(dsn):
-            return psycopg.connect(*arguments, **options)
+    def connecting(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Connection:
+        return connect(dsn, *arguments, **options)
 
     @sqlalchemy.event.listens_for(engine, "connect")
     def connected(connection: Any, _record: object) -> None:

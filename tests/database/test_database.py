@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import traceback
@@ -507,6 +508,21 @@ def test_a_database_that_cannot_be_reached_says_where_and_why_on_one_line_and_no
             assert "***@" in caught.value.message
             refused = what in {"wrong password", "no such role"}
             assert ("refused the connection" in caught.value.message) == refused
+
+
+def test_a_process_that_has_no_file_left_to_connect_is_an_error_of_ours(
+    dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(*_arguments: object, **_options: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Database(dsn) as database:
+        database.ensure_schema()
+        database.engine.dispose()
+        monkeypatch.setattr(psycopg, "connect", connect)
+        for use in (database.revision, database.dedicated):
+            with pytest.raises(DatabaseUnavailableError, match="Too many open files"):
+                use()
 
 
 def test_a_database_that_does_not_exist_is_named(server: EmbeddedPostgres) -> None:
