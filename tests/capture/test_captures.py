@@ -111,6 +111,20 @@ def test_a_key_must_be_unique_and_never_null(platform: EventSQL, session: Connec
         with pytest.raises(ValidationError):
             platform.capture("orders", "changes", key=wrong)
     assert platform.capture("orders", "changes", key=["sure"]).key == ("sure",)
+
+
+def test_a_key_whose_constraint_has_not_looked_at_older_rows_may_be_null(
+    platform: EventSQL, session: Connection
+) -> None:
+    if session.info.server_version < 180_000:
+        pytest.skip("PostgreSQL 18 is the first with such constraints")
+    platform.registry.register_topic(Topic("changes"))
+    session.execute("CREATE TABLE orders (code text UNIQUE); INSERT INTO orders VALUES (NULL)")
+    session.execute("ALTER TABLE orders ADD CONSTRAINT sure NOT NULL code NOT VALID")
+    with pytest.raises(CaptureError):
+        platform.capture("orders", "changes", key=["code"])
+    session.execute("UPDATE orders SET code = 'x'; ALTER TABLE orders VALIDATE CONSTRAINT sure")
+    assert platform.capture("orders", "changes", key=["code"]).key == ("code",)
     platform.captures.drop("orders", "changes")
     assert platform.capture("orders", "changes", key=["whole", "part"]).key == ("whole", "part")
 
