@@ -90,7 +90,7 @@ def load_revisions_once() -> None:
             loaded[scripts.dir] = list(load(scripts))
         return iter(loaded[scripts.dir])
 
-    ScriptDirectory._load_revisions = load_once  # type: ignore[method-assign]
+    ScriptDirectory._load_revisions = load_once  # type: ignore[assignment, method-assign]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 
 class Newest(NamedTuple):
-    """The newest event of a segment, the seconds since it entered the log, and about how many events the segment has."""
+    """The newest event of a segment, the seconds since it entered the log, and about how many events there are."""
 
     offset: int
     seconds: float

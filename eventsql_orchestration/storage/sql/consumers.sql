@@ -9,8 +9,8 @@ CASE WHEN NOT c.eql_paused THEN greatest(
 
 -- ready -- The partitions with at least `least` events after their offset (1 by default): partition, seconds until it may
 -- be consumed, true. Also the partitions that have consumed all of their layout, and a consumer of the whole topic, with
--- false. The row comparison leaves only the index of partition and id: one step in it for each partition under any plan, even if its events are rare.
--- The condition on the id alone excludes the segments before the offset.
+-- false. The row comparison leaves only the index of partition and id: one step in it for each partition under any
+-- plan, even if its events are rare. The condition on the id alone excludes the segments before the offset.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
 LEFT JOIN unnest(%(partitions)s::smallint[], %(least)s::bigint[]) AS asked (eql_partition, least)
