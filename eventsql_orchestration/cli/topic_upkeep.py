@@ -58,7 +58,10 @@ def erase(
         return
     say(f"erased; `eventsql topic erasures {topic}` shows the record")
     if not done.vacuumed:
-        say("the former rows stay on the disk until the next vacuum, because this role does not own the tables")
+        say(
+            "former rows may stay on the disk until the next vacuum: this role does not own the tables, or an open "
+            "transaction sees these rows"
+        )
 
 
 def _keys_of(file: Path) -> list[str]:

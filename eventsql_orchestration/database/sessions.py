@@ -79,6 +79,11 @@ def open_session(connection: Connection) -> None:
     connection.autocommit = autocommit
 
 
+def let_last(connection: Connection) -> None:
+    """Let the caller's transaction and its statements last as long as they take, whatever limits the session has."""
+    connection.execute(statement("sessions", "let_last"))
+
+
 def _leave_to_parent(connection: Connection) -> None:
     """See `forks`. A dead socket takes the place of this process's copy of the socket.
 

@@ -23,13 +23,14 @@ from eventsql_orchestration.consuming.dead_letter_values import KEPT_WHEN_ERASED
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_one, query_all
+from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, ERASED, MAX_KEY_BYTES
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import log_form
-from eventsql_orchestration.storage.erasing import LogEraser, await_copies, try_change
+from eventsql_orchestration.storage.erasing import LogEraser, await_copies, try_change, vacuum
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_name, check_text
@@ -66,7 +67,8 @@ KEPT_DAYS: Final = 3_650
 class Erasure:
     """The events of some keys that are erased, or would be: in the log, in the buffer or staged, and dead letters.
 
-    `vacuumed` is False if the former versions of their rows stay on the disk until the server's next vacuum.
+    `vacuumed` is False if former versions of their rows may stay on the disk until the server's next vacuum: the role
+    does not own the tables, or an open transaction sees these rows.
     """
 
     topic: str
@@ -135,6 +137,8 @@ class Eraser:
                 run.erase(connection)
                 # Before the record is finished: if it is interrupted here, the next run vacuums.
                 vacuumed = run.vacuum(connection)
+                # Raises if the session that keeps others away was ended: a compaction may have moved events meanwhile.
+                holder.execute("SELECT")
                 run.finish(connection)
             return replace(run.result(), vacuumed=vacuumed)
 
@@ -186,9 +190,11 @@ class _Run:
         retry = Backoff(RETRY_SECONDS)
         while not all(try_change(holder, self._schema, name) for name in self.names):
             if not retry.lasts():
-                raise DatabaseBusyError(f"another program erases events of topic {self.names[0]!r}: try again")
+                raise DatabaseBusyError(
+                    f"an erasure or a compaction of topic {self.names[0]!r} is under way: try again when it has ended"
+                )
         # Without parameters: this closes the earlier statement, whose snapshot would hold VACUUM back.
-        holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
+        let_last(holder)
 
     def begin(self, connection: Connection, requested_by: str | None) -> None:
         values = {"topic": self.names[0], "digests": sorted(self._digests.values()), "requested_by": requested_by}
@@ -198,10 +204,9 @@ class _Run:
 
     def _note(self, connection: Connection, column: str, counts: Mapping[str, int]) -> None:
         """Add to the records, in the transaction that erases."""
-        found = list(counts)
-        values: dict[str, object] = {"topic": self.names[0], "digests": [self._digests[key] for key in found]}
-        for name in ("events", "buffered", "letters"):
-            values[name] = [counts[key] if name == column else 0 for key in found]
+        digests = [self._digests[key] for key in counts]
+        none = dict.fromkeys(("events", "buffered", "letters"), [0] * len(digests))
+        values = {"topic": self.names[0], "digests": digests, **none, column: list(counts.values())}
         connection.execute(self._records("count"), values)
 
     def finish(self, connection: Connection) -> None:
@@ -356,13 +361,11 @@ class _Run:
                 )
 
     def vacuum(self, connection: Connection) -> bool:
-        """Remove the former versions of changed rows from the disk. False if the current role may not vacuum."""
-        everything = [(0, MAX_OFFSET)]
-        vacuumed = [
-            self._erasers[name].vacuum(connection, everything if self._resumed else ranges)
-            for name, ranges in self._changed.items()
-        ]
-        return all(vacuumed)
+        """Remove the former versions of changed rows from the disk. False if some may stay."""
+        tables: list[str] = []
+        for name, ranges in self._changed.items():
+            tables += self._erasers[name].changed_tables(connection, [(0, MAX_OFFSET)] if self._resumed else ranges)
+        return vacuum(connection, self._schema, tables)
 
 
 def _in_parts(after: int, upto: int, visit: Callable[[int, int], None]) -> bool:

@@ -8,7 +8,7 @@ change the second time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
 import psycopg
@@ -17,6 +17,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.model import Event
+from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -26,6 +27,12 @@ from eventsql_orchestration.storage.segments import segments
 
 FAILURE: Final = "erased, because it may have quoted an erased event"
 """This text replaces the text of a failure."""
+
+VACUUM_SECONDS: Final = 10.0
+"""Seconds that the vacuum after an erasure waits for transactions that see former rows."""
+
+_PLATFORM: Final = ("event_buffer", "spark_staged_event", "consumer", "consumer_delivery")
+"""The tables of all topics with copies of events, or with texts that quote events."""
 
 
 class LogEraser:
@@ -126,32 +133,46 @@ class LogEraser:
         existing = segments(connection, self._schema, self._topic) or []
         return [each.table for each in existing if each.detaching] + detached(connection, self._schema, self._topic)
 
-    def vacuum(self, connection: Connection, ranges: Sequence[tuple[int, int]]) -> bool:
-        """Remove the former versions of changed rows, on a connection in autocommit mode.
-
-        The events of `ranges`, each `after < id <= upto`, were changed. False if the current role may not vacuum.
-        """
+    def changed_tables(self, connection: Connection, ranges: Sequence[tuple[int, int]]) -> list[str]:
+        """The tables of the log that may have events of `ranges`, each `after < id <= upto`."""
         existing = segments(connection, self._schema, self._topic)
         if existing is None:
-            tables = log_form.tables(connection, self._schema, self._topic)
-        else:
-            tables = [
-                each.table
-                for each in existing
-                if any(each.start <= upto and after < each.end for after, upto in ranges)
-            ]
-        vacuumed = True
-        for table in (*tables, "event_buffer", "spark_staged_event", "consumer", "consumer_delivery"):
-            name = {"table": sql.Identifier(self._schema, table).as_string(connection)}
-            if fetch_first(connection, self._queries("may_vacuum"), name) != (True,):
-                vacuumed = False
-                continue
-            try:
-                connection.execute(self._queries("vacuum", table=table))
-            except (psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
-                # Retention has dropped the segment, or the session's own limits are too short.
-                vacuumed = False
-        return vacuumed
+            return log_form.tables(connection, self._schema, self._topic)
+        return [
+            each.table for each in existing if any(each.start <= upto and after < each.end for after, upto in ranges)
+        ]  # fmt: skip
+
+
+def vacuum(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
+    """Remove the former versions of changed rows from tables of logs and from the tables of the platform.
+
+    Waits `VACUUM_SECONDS` for open transactions that see these versions. False if some may stay: a transaction still
+    sees them, or the current role may not vacuum. The connection is in autocommit mode.
+    """
+    queries = LogQueries("erasing", schema)
+    names = {table: sql.Identifier(schema, table).as_string(connection) for table in (*tables, *_PLATFORM)}
+    own = [
+        table for table, name in names.items()
+        if fetch_first(connection, queries("may_vacuum"), {"table": name}) == (True,)
+    ]  # fmt: skip
+    vacuumed = bool(own) and _await_snapshots(connection, queries) and len(own) == len(names)
+    for table in own:
+        try:
+            connection.execute(queries("vacuum", table=table))
+        except (psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+            # Retention has dropped the segment, or the session's own limits are too short.
+            vacuumed = False
+    return vacuumed
+
+
+def _await_snapshots(connection: Connection, queries: LogQueries) -> bool:
+    """Wait until no open transaction sees rows as they were before this call. False if one does for too long."""
+    retry = Backoff(VACUUM_SECONDS)
+    (changed,) = fetch_one(connection, queries("changed"))
+    while fetch_one(connection, queries("is_seen"), {"changed": changed}) == (True,):
+        if not retry.lasts():
+            return False
+    return True
 
 
 def erased_meanwhile(connection: Connection, schema: str, event: Event) -> Event | None:

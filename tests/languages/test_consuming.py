@@ -14,7 +14,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.model import BLOCKS, ROWS, Storage
-from eventsql_orchestration.storage import compacting
+from eventsql_orchestration.storage import compacting, erasing
 from tests.effects import effects, make_table
 from tests.fixtures import Sessions
 from tests.forms import ids_in, stored
@@ -230,8 +230,9 @@ def test_a_dead_letter_of_an_erased_event_says_nothing_of_it(topic: EventSQL, se
 
 
 def test_a_transaction_that_may_still_see_an_erased_event_records_no_failure(
-    topic: EventSQL, session: Connection
+    topic: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
     topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
     topic.publisher.publish(Publication("orders", b"secret", key="k"))
     topic.transfer.run_once()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import psycopg
@@ -18,22 +18,32 @@ from eventsql_orchestration.consuming.claim_values import Claim
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.tables import DROPPED
-from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    DatabaseBusyError,
+    DatabaseUnavailableError,
+    TopicNotFoundError,
+    ValidationError,
+)
 from eventsql_orchestration.maintenance import erasure
 from eventsql_orchestration.maintenance.erasure import Erasure, digest_of
 from eventsql_orchestration.model import BLOCKS, ROWS, OffsetRange, Storage
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS, encode_blocks
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
-from eventsql_orchestration.storage import log_form, log_table, segments
+from eventsql_orchestration.storage import erasing, log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
-from eventsql_orchestration.storage.reading import MAX_OFFSET
 from tests.fixtures import Sessions, Until, UntilBlocked
 
 SECRET = b"the secret of ann"
 
 FORMS = (ROWS, BLOCKS)
+
+HOLDERS = (
+    "SELECT DISTINCT pid FROM pg_locks WHERE locktype = 'advisory' AND granted "
+    "AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+)
+"""The sessions with locks that keep others away from a topic."""
 
 
 def prepare(platform: EventSQL, form: Storage) -> None:
@@ -45,6 +55,12 @@ def prepare(platform: EventSQL, form: Storage) -> None:
 def form(request: pytest.FixtureRequest) -> Storage:
     found: Storage = request.param
     return found
+
+
+@pytest.fixture
+def in_a_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that erases would wait for its own transaction, which sees the former rows."""
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
 
 
 def publish(platform: EventSQL, *keys: str | None, value: bytes = SECRET) -> None:
@@ -288,6 +304,7 @@ def test_the_failure_of_a_range_that_quotes_a_later_event_is_not_shown_any_more(
 # Beside others
 
 
+@pytest.mark.usefixtures("in_a_handler")
 def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(platform: EventSQL, form: Storage) -> None:
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=5)
     publish(platform, "ann")
@@ -302,6 +319,7 @@ def test_a_failure_that_is_noted_after_the_erasure_quotes_nothing(platform: Even
     assert tables_with(platform) == set()
 
 
+@pytest.mark.usefixtures("in_a_handler")
 def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
     platform: EventSQL, form: Storage, until: Until
 ) -> None:
@@ -319,6 +337,7 @@ def test_a_failed_delivery_that_is_noted_after_the_erasure_quotes_nothing(
     assert tables_with(platform) == set()
 
 
+@pytest.mark.usefixtures("in_a_handler")
 def test_a_dead_letter_factory_sees_nothing_of_an_event_that_was_erased_meanwhile(
     dsn: str, platform: EventSQL, form: Storage
 ) -> None:
@@ -364,6 +383,7 @@ def test_staged_events_that_are_copied_to_the_buffer_wait_for_their_erasure(
     assert {event.key: event.value for event in events(platform)} == {"ann": b"", "bob": SECRET}
 
 
+@pytest.mark.usefixtures("in_a_handler")
 def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platform: EventSQL, form: Storage) -> None:
     platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
     publish(platform, "ann")
@@ -560,25 +580,86 @@ def test_an_interrupted_erasure_goes_on_and_has_one_record(
 def test_an_erasure_that_was_killed_before_its_end_is_vacuumed_by_the_next(
     platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    vacuum = LogEraser.vacuum
-    ranges: list[Sequence[tuple[int, int]]] = []
+    vacuum = erasure.vacuum
+    vacuumed: list[str] = []
 
-    def die(self: LogEraser, connection: Connection, changed: Sequence[tuple[int, int]]) -> bool:
-        ranges.append(changed)
-        if len(ranges) == 1:
-            raise KeyboardInterrupt
-        return vacuum(self, connection, changed)
+    def die(*_: Any, **__: Any) -> bool:
+        raise KeyboardInterrupt
+
+    def note(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
+        vacuumed.extend(tables)
+        return vacuum(connection, schema, tables)
 
     publish(platform, "ann")
     platform.transfer.run_once()
-    monkeypatch.setattr(LogEraser, "vacuum", die)
+    monkeypatch.setattr(erasure, "vacuum", die)
     with pytest.raises(KeyboardInterrupt):
         platform.eraser.execute("orders", ["ann"])
+    monkeypatch.setattr(erasure, "vacuum", note)
     assert platform.eraser.execute("orders", ["ann"]).vacuumed
-    assert ranges[1] == [(0, MAX_OFFSET)]
+    assert segments.segment_name("orders", 0) in vacuumed
     (record,) = platform.eraser.records("orders")
     assert record.events == 1
     assert record.finished_at is not None
+
+
+def test_rows_that_an_open_transaction_sees_are_not_said_to_be_gone(
+    platform: EventSQL, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(erasing, "VACUUM_SECONDS", 0.0)
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+    reading = sessions()
+    reading.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+    reading.execute("SELECT count(*) FROM eventsql.orders_event")
+    assert not platform.eraser.execute("orders", ["ann"]).vacuumed
+    values = reading.execute("SELECT eql_value FROM eventsql.orders_event").fetchall()
+    assert [value.startswith(SECRET) for (value,) in values] == [True, True]
+    reading.rollback()
+    monkeypatch.undo()
+    assert platform.eraser.execute("orders", ["bob"]).vacuumed
+
+
+def test_an_erasure_that_others_may_have_disturbed_is_not_recorded_as_finished(
+    platform: EventSQL, form: Storage, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    erase = erasure._Run.erase
+
+    def lose_the_lock(self: Any, connection: Connection) -> None:
+        erase(self, connection)
+        session.execute(f"SELECT pg_terminate_backend(pid, 60000) FROM ({HOLDERS}) holder")
+
+    publish(platform, "ann")
+    with monkeypatch.context() as patch, pytest.raises(DatabaseUnavailableError):
+        patch.setattr(erasure._Run, "erase", lose_the_lock)
+        platform.eraser.execute("orders", ["ann"])
+    assert [each.finished_at for each in platform.eraser.records()] == [None]
+    platform.eraser.execute("orders", ["ann"])
+    assert [each.finished_at is None for each in platform.eraser.records()] == [False]
+
+
+def test_an_erasure_outlasts_the_limit_of_a_transaction(
+    platform: EventSQL, direct_dsn: str, session: Connection, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if session.info.server_version < 170000:
+        pytest.skip("PostgreSQL has the limit from version 17 on")
+    erase = erasure._Run.erase
+    young = (
+        f"SELECT FROM pg_stat_activity JOIN ({HOLDERS}) holder USING (pid) "
+        "WHERE xact_start > clock_timestamp() - interval '0.6 s'"
+    )
+
+    def take_long(self: Any, connection: Connection) -> None:
+        erase(self, connection)
+        until(lambda: not session.execute(young).rowcount)
+
+    platform.registry.register_topic(Topic("orders"))
+    publish(platform, "ann")
+    monkeypatch.setattr(erasure._Run, "erase", take_long)
+    options = {"options": "-c transaction_timeout=500"}
+    dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
+    with EventSQL(dsn, transfer=False) as limited:
+        assert limited.eraser.execute("orders", ["ann"]).buffered == 1
 
 
 def test_a_record_has_no_key_and_outlives_the_topic(platform: EventSQL, form: Storage) -> None:

@@ -19,6 +19,11 @@ SELECT set_config('search_path', 'pg_catalog, pg_temp', true),
        set_config('DateStyle', 'ISO', true),
        set_config('extra_float_digits', '1', true);
 
+-- let_last -- Let this transaction and its statements last as long as they take. PostgreSQL before 17 does not have all of
+-- the limits.
+SELECT set_config(name, '0', true) FROM pg_settings
+WHERE name = ANY (ARRAY['statement_timeout', 'transaction_timeout', 'idle_in_transaction_session_timeout']);
+
 -- has_schema -- Whether there is a schema of this name.
 SELECT to_regnamespace(%(schema)s) IS NOT NULL;
 

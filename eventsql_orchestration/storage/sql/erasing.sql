@@ -82,6 +82,21 @@ ORDER BY eql_id;
 UPDATE {schema}.consumer_delivery SET eql_failure = %(failure)s
 WHERE eql_topic = %(topic)s AND eql_id = ANY (%(events)s::bigint[]) AND eql_failure <> %(failure)s;
 
+-- changed -- A transaction that is later than all changes so far.
+SELECT pg_current_xact_id()::xid::text;
+
+-- is_seen -- Whether an open transaction, or a replica, may see rows as they were before a transaction.
+SELECT coalesce(max(age(held.xid)) > age(%(changed)s::xid), false)
+FROM (
+    SELECT unnest(ARRAY[backend_xid, backend_xmin]) AS xid FROM pg_stat_activity
+    WHERE pid = pg_backend_pid() IS NOT TRUE AND coalesce(datname = current_database(), true)
+      AND backend_type = 'autovacuum worker' IS NOT TRUE
+    UNION ALL
+    SELECT transaction FROM pg_prepared_xacts WHERE database = current_database()
+    UNION ALL
+    SELECT xmin FROM pg_replication_slots
+) held;
+
 -- may_vacuum -- Whether the current role may vacuum a table.
 SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(%(table)s);
 
