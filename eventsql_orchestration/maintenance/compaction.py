@@ -34,7 +34,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import exchanging, log_form, segments
-from eventsql_orchestration.storage.compacting import LogCompactor, Merged, Window
+from eventsql_orchestration.storage.compacting import DAMAGED, LogCompactor, Merged, Window
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import attempt
 from eventsql_orchestration.storage.segment_drops import try_retain
@@ -61,9 +61,6 @@ SPARE_BYTES: Final = 16 << 20
 rewritten: a fresh segment takes about 4 % more than its blocks need."""
 
 SPARE_SHARE: Final = 0.2
-
-_DAMAGED: Final = (psycopg.IntegrityError, psycopg.DataError, psycopg.errors.DataCorrupted)
-"""Errors of the server for a block that is not whole."""
 
 
 class Unmerged(NamedTuple):
@@ -279,13 +276,13 @@ class _Log:
         assert window.upto is not None
         try:
             return self._merge(connection, after, window.upto, window.partitions)
-        except _DAMAGED:
+        except DAMAGED:
             # One partition after the other: the others are merged.
             found = Merged(0, 0, 0, 0)
         for partition in window.partitions:
             try:
                 merged = self._merge(connection, after, window.upto, [partition])
-            except _DAMAGED as error:
+            except DAMAGED as error:
                 logger.warning(
                     "topic %r keeps the small blocks of partition %d with the offsets %d to %d, because one of them is "
                     "broken: run `eventsql doctor` (%s)", self.topic, partition, after + 1, window.upto, error,
@@ -331,7 +328,7 @@ class _Log:
         except psycopg.errors.LockNotAvailable:
             # Another transaction waits for the segment.
             exchanged = False
-        except (*_DAMAGED, psycopg.errors.DiskFull) as error:
+        except (*DAMAGED, psycopg.errors.DiskFull) as error:
             # Another copy would fail too, and a disk that is full again and again stops the writers.
             logger.warning("segment %r keeps its free space, because it cannot be copied: %s", segment.table, error)
             return 0

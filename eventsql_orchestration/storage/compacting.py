@@ -6,19 +6,30 @@ statement replaces the blocks of a window: every snapshot has each event once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
-from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.storage import log_form
 from eventsql_orchestration.storage.exchanging import Exchange
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import Segment, segment_name
 
+DAMAGED: Final = (psycopg.IntegrityError, psycopg.DataError, psycopg.errors.DataCorrupted)
+"""Errors of the server for a block that is not whole."""
+
 WINDOW_IDS: Final = log_form.MOST_IDS
 """The ids of a window: as many as one block can have."""
+
+LEAST_BLOCKS: Final = 4
+"""Blocks are merged if there are at least so many for each block of `FULL_BYTES` that takes their place."""
+
+FULL_BYTES: Final = 1 << 20
+"""The bytes of a full block."""
 
 
 class Window(NamedTuple):
@@ -31,6 +42,17 @@ class Window(NamedTuple):
     blocks: int
     events: int
     partitions: list[int]
+
+
+class _Small(NamedTuple):
+    """The small blocks of a partition: their number, events and stored bytes, those of the largest one, and its id."""
+
+    partition: int
+    blocks: int
+    events: int
+    bytes: int
+    most: int
+    largest: int
 
 
 class Space(NamedTuple):
@@ -49,6 +71,18 @@ class Merged(NamedTuple):
     kept: int
 
 
+def _are_small(blocks: _Small, size: int | None) -> bool:
+    """Whether blocks are small without their compression, too. `size` has the bytes of the events of the largest one.
+
+    Reading all of them would take long: the largest one tells how much larger its events are.
+    """
+    if size is None:
+        # The largest one is damaged: the merge fails too, and tells which blocks stay as they are.
+        return True
+    whole = blocks.bytes * max(size, blocks.most) // blocks.most
+    return blocks.blocks >= LEAST_BLOCKS * (whole // FULL_BYTES + 1)
+
+
 class LogCompactor:
     """Merges the blocks of one topic's log."""
 
@@ -64,8 +98,26 @@ class LogCompactor:
 
     def window(self, connection: Connection, *, after: int, upto: int) -> Window:
         """The next blocks with ids in `after < id <= upto` that may be merged."""
-        values = {"topic": self._topic, "after": after, "upto": upto, "ids": WINDOW_IDS}
-        return Window(*fetch_one(connection, self._query(connection, "window"), values, prepare=False))
+        values = {
+            "topic": self._topic, "after": after, "upto": upto, "ids": WINDOW_IDS, "least": LEAST_BLOCKS,
+            "full": FULL_BYTES,
+        }  # fmt: skip
+        rows = fetch_all(connection, self._query(connection, "window"), values, prepare=False)
+        found = [_Small(*own) for _, *own in rows if own[0] is not None]
+        sizes = self._sizes(connection, [each.largest for each in found])
+        small = [each for each in found if _are_small(each, sizes.get(each.largest))]
+        blocks, events = sum(each.blocks for each in small), sum(each.events for each in small)
+        return Window(rows[0][0], blocks, events, [each.partition for each in small])
+
+    def _sizes(self, connection: Connection, ids: Sequence[int]) -> dict[int, int]:
+        """The bytes of the events of blocks by their ids, without the blocks that are damaged."""
+        if not ids:
+            return {}
+        try:
+            return dict(fetch_all(connection, self._query(connection, "sizes"), {"ids": ids}, prepare=False))
+        except DAMAGED:
+            half = len(ids) // 2
+            return {} if not half else self._sizes(connection, ids[:half]) | self._sizes(connection, ids[half:])
 
     def merge(self, connection: Connection, *, after: int, upto: int, partitions: list[int]) -> Merged:
         """Merge the blocks of these partitions in a window. No other transaction may change blocks meanwhile."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, LiteralString
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
@@ -210,6 +212,28 @@ def test_a_broken_block_keeps_its_partition_in_its_window_and_nothing_else(
     ids = [each for each in range(1, 31) if (each - 1) * 7 % PARTITIONS == partition]
     assert kept.fetchone() == (ids,)
     assert content(platform.reader.read("orders", after=5)) == before
+
+
+def test_a_largest_block_that_cannot_be_read_keeps_its_partition_in_its_window_and_nothing_else(
+    platform: EventSQL, session: Connection, caplog: pytest.LogCaptureFixture
+) -> None:
+    platform.registry.register_topic(Topic("orders", 2, compression="none"))
+    for each in range(100):
+        value = os.urandom(9_000 if each == 0 else 3_000)
+        platform.publisher.publish(Publication("orders", value, partition=each % 2))
+        platform.transfer.run_once()
+    (toast,) = one(session, "SELECT reltoastrelid::regclass::text FROM pg_class WHERE oid = %s", table_of(session))
+    session.execute("SET allow_system_table_mods TO on")
+    # As after a write that the disk lost. A TOAST table cannot be changed otherwise.
+    changed = "UPDATE pg_class SET relkind = %s WHERE oid = %s::regclass"
+    session.execute(changed, ["r", toast])
+    session.execute(f"DELETE FROM {toast} WHERE chunk_id = (SELECT min(chunk_id) FROM {toast}) AND chunk_seq = 1")
+    session.execute(changed, ["t", toast])
+
+    done = platform.compactor.execute("orders")
+    assert done.unmerged == (compaction.Unmerged(0, 0, 30),)
+    assert done.blocks == 90 - 15
+    assert "partition 0" in caplog.text
 
 
 @pytest.mark.parametrize("fields", [{"value": b"\0" * 200_000}, {"value": b"", "metadata": {"note": "x" * 200_000}}])

@@ -16,10 +16,10 @@ WHERE each.border > %(after)s
 -- part stored_bytes -- The bytes of a block's arrays as they are stored.
 pg_column_size(eql_values) + coalesce(pg_column_size(eql_keys), 0) + coalesce(pg_column_size(eql_metadata), 0)
 
--- window -- The next blocks after an id that may be merged: the id up to which they go, their number, and the partitions
--- that have many small ones. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border.
--- NULL where no block is left. Blocks that begin before the window stay as they are. Full blocks may be compressed, and
--- reading all of them would take long: the largest one of a partition tells how much larger its events are.
+-- window -- The next blocks after an id: the id up to which they go, and the partitions that have many small ones. Of each
+-- of these: the number of its blocks and events, their stored bytes, those of its largest block, and the id of this
+-- block. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border. NULL where no block is
+-- left. Blocks that begin before the window stay as they are.
 WITH first AS MATERIALIZED (
     SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s
@@ -34,29 +34,29 @@ WITH first AS MATERIALIZED (
         FROM {schema}.{block_store}
         WHERE eql_id > %(after)s AND eql_id <= (SELECT ends.id FROM ends) AND {base} >= %(after)s
     ) own
-), chosen AS (
-    SELECT * FROM block WHERE total <= 33554432
 )
-SELECT (SELECT CASE WHEN bool_or(total > 33554432)
-            THEN greatest(max(eql_id) FILTER (WHERE total <= 33554432), min(eql_id))
-            ELSE (SELECT ends.id FROM ends) END FROM block),
-       coalesce(sum(small.blocks), 0)::bigint, coalesce(sum(small.events), 0)::bigint,
-       coalesce(array_agg(small.eql_partition), ARRAY[]::smallint[])
+SELECT whole.upto, small.*
 FROM (
-    SELECT eql_partition, count(*) AS blocks, sum(eql_events) AS events, sum(bytes) AS bytes, max(bytes) AS most,
-           (array_agg(eql_id ORDER BY bytes DESC))[1] AS largest
-    FROM chosen
+    SELECT CASE WHEN bool_or(total > 33554432)
+        THEN greatest(max(eql_id) FILTER (WHERE total <= 33554432), min(eql_id))
+        ELSE (SELECT ends.id FROM ends) END AS upto
+    FROM block
+) whole
+LEFT JOIN (
+    SELECT eql_partition, count(*), sum(eql_events), sum(bytes), max(bytes), (array_agg(eql_id ORDER BY bytes DESC))[1]
+    FROM block
+    WHERE total <= 33554432
     GROUP BY eql_partition
-    HAVING count(*) >= (4 * ((sum(bytes) / 1048576) + 1))
-) small
-CROSS JOIN LATERAL (
-    SELECT sum(octet_length(own.value) + coalesce(octet_length(own.key), 0) + coalesce(octet_length(own.metadata::text), 0))
-               AS bytes
-    FROM {schema}.{block_store}
-    CROSS JOIN LATERAL unnest(eql_values, eql_keys, eql_metadata) AS own (value, key, metadata)
-    WHERE eql_id = small.largest
-) full_size
-WHERE small.blocks >= (4 * (((small.bytes * greatest(full_size.bytes, small.most) / small.most) / 1048576) + 1));
+    HAVING count(*) >= (%(least)s * ((sum(bytes) / %(full)s) + 1))
+) small ON true;
+
+-- sizes -- The bytes of the events of blocks, which may be compressed.
+SELECT eql_id,
+       sum(octet_length(own.value) + coalesce(octet_length(own.key), 0) + coalesce(octet_length(own.metadata::text), 0))
+FROM {schema}.{block_store}
+CROSS JOIN LATERAL unnest(eql_values, eql_keys, eql_metadata) AS own (value, key, metadata)
+WHERE eql_id = ANY (%(ids)s::bigint[])
+GROUP BY eql_id;
 
 -- merge -- Replace the blocks of these partitions in a window by larger ones. Returns the number of former blocks, of their
 -- events, and of new blocks. A block has at most 10,000 events, and less than 1 MiB besides its first event.
