@@ -25,6 +25,7 @@ from psycopg import sql
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables
 from eventsql_orchestration.database.role_statements import act_as_owner
+from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     EventSQLError,
@@ -51,7 +52,7 @@ RETRY_SECONDS: Final = 30.0
 """Seconds that a window waits for an erasure or for retention."""
 
 LOCK_SECONDS: Final = 5
-"""How long a compaction waits for the writer of a topic."""
+"""How long a compaction waits for the writer of a topic, and for each other lock."""
 
 VACUUMED_BLOCKS: Final = 10_000
 """The number of merged blocks of a segment after which their space is freed for new blocks."""
@@ -178,7 +179,7 @@ class Compactor:
             freed = log.give_back(connection, segment)
             done.freed += freed or 0
             if freed is not None:
-                packed.add(segment.table)
+                packed[segment.table] = segment.bytes - freed
             if freed and done.is_over():
                 return False
         return True

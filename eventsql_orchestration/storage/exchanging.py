@@ -16,6 +16,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import ADOPTION_CHECK
@@ -30,8 +31,7 @@ EXCHANGE_SECONDS: Final = 10.0
 
 def begin(connection: Connection) -> None:
     """Let the caller's transaction, which copies and exchanges, last as long as it takes."""
-    connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
-    connection.execute("SET LOCAL statement_timeout TO 0")
+    let_last(connection)
     # The parent is locked during the commit, so the commit waits for no standby. A standby that lacks the copy still
     # has the former partition.
     connection.execute("SET LOCAL synchronous_commit TO local")
@@ -139,7 +139,7 @@ class Exchange:
         read = sql.SQL("COPY (SELECT * FROM {old} ORDER BY {order}) TO STDOUT (FORMAT binary)").format(**names)
         write = sql.SQL("COPY {new} FROM STDIN (FORMAT binary, FREEZE)").format(**names)
         with source.transaction():
-            source.execute("SET LOCAL statement_timeout TO 0")
+            let_last(source)
             # If a transaction waits for `connection`, this waits behind it, and the server finds no deadlock.
             _limit_waits(source)
             with source.cursor().copy(read) as rows, connection.cursor().copy(write) as into:

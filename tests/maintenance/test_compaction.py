@@ -19,7 +19,7 @@ from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
-from tests.fixtures import Sessions, UntilBlocked
+from tests.fixtures import Sessions, Until, UntilBlocked
 
 SCHEMA = "eventsql"
 PARTITIONS = 3
@@ -253,6 +253,24 @@ def test_small_blocks_are_merged_however_well_they_are_compressed(platform: Even
         platform.transfer.run_once()
     assert platform.compactor.execute("orders").into == 1
     assert blocks(session) == 31
+
+
+def test_a_merge_outlasts_the_limit_of_a_statement(
+    single: EventSQL, direct_dsn: str, session: Connection, sessions: Sessions, until: Until
+) -> None:
+    other = sessions()
+    other.execute("SELECT FROM eventsql.orders_block WHERE eql_id = 5 FOR UPDATE")
+    waits = (
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
+        "AND query_start < clock_timestamp() - interval '0.6 s'"
+    )
+    options = {"options": "-c statement_timeout=500"}
+    dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
+    with EventSQL(dsn, transfer=False) as limited, ThreadPoolExecutor(1) as executor:
+        compacting = executor.submit(limited.compactor.execute, "orders")
+        until(lambda: compacting.done() or session.execute(waits).rowcount)
+        other.rollback()
+        assert compacting.result().blocks == 90
 
 
 def test_a_change_of_the_form_between_two_windows_is_noticed(platform: EventSQL, session: Connection) -> None:
