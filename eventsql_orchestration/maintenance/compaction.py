@@ -97,8 +97,8 @@ class Compactor:
         self._registry = registry
         # By topic: the offset up to which the log needs no further look.
         self._done: dict[str, int] = {}
-        # By topic: the segments that were looked at since, and take no more space than they need.
-        self._packed: dict[str, set[str]] = {}
+        # By topic and segment: its bytes when it took no more space than it needs. An erasure makes it larger.
+        self._packed: dict[str, dict[str, int]] = {}
 
     def plan(self, topic: str) -> Compaction:
         """See `ClusterCompactor.plan`."""
@@ -158,7 +158,9 @@ class Compactor:
     def _compact_segment(self, log: _Log, connection: Connection, segment: Segment, *, after: int, done: _Done) -> bool:
         """Merge small blocks of a segment, and rewrite it if that frees much space. False if the time is over."""
         since_vacuum = 0
-        packed = self._packed.setdefault(log.topic, set())
+        packed = self._packed.setdefault(log.topic, {})
+        if packed.get(segment.table) != segment.bytes:
+            packed.pop(segment.table, None)
         if segment.end <= after and segment.table in packed:
             return True
         for position, window in log.windows(connection, segment, after=after):
@@ -167,7 +169,7 @@ class Compactor:
                 done.blocks, done.events = done.blocks + merged.blocks, done.events + merged.events
                 done.into += merged.into
                 since_vacuum += merged.blocks
-                packed.discard(segment.table)
+                packed.pop(segment.table, None)
                 if since_vacuum >= VACUUMED_BLOCKS:
                     log.vacuum(connection, segment)
                     since_vacuum = 0
@@ -306,6 +308,9 @@ class _Log:
         retry = Backoff(RETRY_SECONDS)
         while True:
             with connection.transaction():
+                # A limit of the session would end the same merge in each run.
+                let_last(connection)
+                connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
                 locked = all(lock(connection, self._schema, self.topic) for lock in (try_retain, try_change))
                 if locked:
                     yield

@@ -110,8 +110,9 @@ class Exchange:
         return fetch_one(connection, self._query("is_awaited"), prepare=False) == (True,)
 
     def probe(self, connection: Connection) -> None:
-        """Check that `replace` would get its lock. Raises the driver's `LockNotAvailable` otherwise."""
-        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(self._parent))
+        """Check that `replace` would get its locks. Raises the driver's `LockNotAvailable` otherwise."""
+        locked = sql.SQL("LOCK TABLE ONLY {}, {} IN ACCESS EXCLUSIVE MODE").format(self._parent, self.table)
+        connection.execute(locked)
         raise psycopg.Rollback
 
     def keep_writers_away(self, connection: Connection) -> None:

@@ -367,6 +367,41 @@ def test_a_run_whose_time_is_over_copies_one_segment(platform: EventSQL, monkeyp
     assert [[each.freed for each in compactor.run_once()] for _ in range(4)] == [[1], [1], [1], [1]]
 
 
+def test_a_segment_that_an_erasure_has_made_larger_is_rewritten_by_the_same_process(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module, name, value in (
+        (compaction, "SPARE_BYTES", 40_000), (compaction, "SPARE_SHARE", 0.0),
+        (segments, "SEGMENT_EVENTS", 60), (log_room, "ROOM_CHECK", 1),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    platform.registry.register_topic(Topic("orders", compression="none"))
+    for each in range(70):
+        platform.publisher.publish(Publication("orders", os.urandom(3_000), key=f"k{each % 2}"))
+        platform.transfer.run_once()
+    compactor = platform.shards[0].compactor
+    while sum(each.freed or 0 for each in compactor.run_once()):
+        pass
+    platform.eraser.execute("orders", ["k1"])
+    assert sum(each.freed or 0 for each in compactor.run_once()) > 0
+
+
+@pytest.mark.usefixtures("spacious")
+def test_another_segment_that_is_vacuumed_keeps_no_segment_from_its_rewriting(
+    platform: EventSQL, session: Connection, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 60)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
+    monkeypatch.setattr(exchanging, "WAIT_SECONDS", 0.05)
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    publish_singly(platform, 70, partitions=-1)
+    vacuuming, ahead = sessions(), (segments.segments(session, SCHEMA, "orders") or [])[-1]
+    vacuuming.execute(f"LOCK TABLE eventsql.{ahead.table} IN SHARE UPDATE EXCLUSIVE MODE".encode())
+    was = table_of(session)
+    platform.compactor.execute("orders")
+    assert table_of(session) != was
+
+
 @pytest.mark.usefixtures("spacious")
 def test_a_transaction_that_reads_the_log_keeps_its_segment(
     single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
