@@ -150,7 +150,10 @@ def retain(
     if as_json:
         write_json([context.on_its_shard(each, _DROPPED) for each in dropped])
     elif not dropped:
-        say("no topic has a retention: set one with `eventsql topic alter`")
+        say(
+            "nothing to do: no topic has a retention (`eventsql topic alter` sets one), or another process applies it "
+            "just now"
+        )
     else:
         show_items(
             dropped,

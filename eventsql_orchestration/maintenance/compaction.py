@@ -112,23 +112,24 @@ class Compactor:
 
     def execute(self, topic: str) -> Compaction:
         """See `ClusterCompactor.execute`."""
-        return self._compact(self._in_blocks(topic), after=0)
+        wanted = self._in_blocks(topic)
+        with self._database.dedicated() as connection:
+            return self._compact(connection, wanted, after=0)
 
     def run_once(self) -> list[Compaction]:
         """Merge blocks of all topics for some seconds each. An error leaves its topic for the next run."""
         compacted: list[Compaction] = []
-        for topic in self._registry.topics():
-            if topic.storage != BLOCKS:
-                continue
-            try:
-                done = self._compact(topic, after=self._done.get(topic.name, 0), seconds=RUN_SECONDS)
-            except PermissionDeniedError as error:
-                # A transfer role has no right to compact; the admin's retention does it.
-                logger.debug("the log of topic %r is left to the admin role: %s", topic.name, error)
-            except EventSQLError as error:
-                logger.warning("topic %r keeps its small blocks for now: %s", topic.name, error)
-            else:
-                compacted.append(done)
+        topics = [topic for topic in self._registry.topics() if topic.storage == BLOCKS]
+        with self._database.dedicated() as connection:
+            for topic in topics:
+                after = self._done.get(topic.name, 0)
+                try:
+                    compacted.append(self._compact(connection, topic, after=after, seconds=RUN_SECONDS))
+                except PermissionDeniedError as error:
+                    # A transfer role has no right to compact; the admin's retention does it.
+                    logger.debug("the log of topic %r is left to the admin role: %s", topic.name, error)
+                except EventSQLError as error:
+                    logger.warning("topic %r keeps its small blocks for now: %s", topic.name, error)
         return compacted
 
     def _in_blocks(self, topic: str) -> Topic:
@@ -139,10 +140,12 @@ class Compactor:
             raise RegistryError(f"topic {topic!r} is stored in {found.storage}: only a log in blocks is compacted")
         return found
 
-    def _compact(self, topic: Topic, *, after: int, seconds: float | None = None) -> Compaction:
+    def _compact(
+        self, connection: Connection, topic: Topic, *, after: int, seconds: float | None = None
+    ) -> Compaction:  # fmt: skip
         """Merge small blocks after an offset, for some seconds. Without `seconds`, merge all; that may roll the log."""
         log, done = _Log(self._database, topic), _Done(None if seconds is None else time.monotonic() + seconds)
-        with self._database.errors(), self._database.dedicated() as connection:
+        with self._database.errors():
             existing, newest = log.segments(connection), log.newest(connection)
             if newest < after:
                 # The topic was deleted and made anew.

@@ -17,6 +17,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.role_statements import act_as_owner, grant
+from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
@@ -118,18 +119,25 @@ class Retainer:
         """Clear the leftovers of deleted topics, with their segments that retention has detached."""
         try:
             self._leftovers.clear()
-            with self._database.transaction() as connection:
-                connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
-                if detached:
-                    lock_registry(connection)
-                    drop_leftovers(connection, self._database.schema, detached)
+            with self._brief() as connection:
                 StagedBlocks(self._database.schema).sweep(connection)
                 prune_records(connection, self._database.schema)
+            if detached:
+                with self._brief() as connection:
+                    lock_registry(connection)
+                    drop_leftovers(connection, self._database.schema, detached)
         except PermissionDeniedError as error:
             # A transfer role has no right to clear them; the admin's retention does it.
             logger.debug("leftovers of deleted topics are left to the admin role: %s", error)
         except EventSQLError as error:
             logger.warning("leftovers of deleted topics are kept for now: %s", error)
+
+    @contextmanager
+    def _brief(self) -> Iterator[Connection]:
+        """A transaction that waits at most `LOCK_SECONDS` for each lock."""
+        with self._database.transaction() as connection:
+            connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+            yield connection
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
         """Drop due segments and compact logs every `every` seconds until `stop` is set. An error is logged, and the
@@ -153,35 +161,34 @@ class Retainer:
 
         `unfinished`: an earlier run, perhaps one under way, has begun to drop a segment.
         """
-        self._database.ensure_schema()
         schema = self._database.schema
-        with self._database.errors(), self._database.dedicated() as connection:
+        if execute and topic.retention is None:
+            # Writers that know no segments, as EventSQL's Java library, may write to the log.
+            with self._brief() as connection:
+                if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
+                    segments.ensure_ahead(connection, schema, topic.name)
+        if topic.retention is None and not unfinished:
+            return None
+
+        # A transaction of another connection holds the locks that span several transactions: session locks would stay
+        # with the server process that a pooler lends.
+        dedicated = self._database.dedicated
+        with self._database.errors(), dedicated() as connection, dedicated() as holder, holder.transaction():
+            if not try_retain(holder, schema, topic.name):
+                return None
+            # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
+            let_last(holder)
+            if execute and topic.retention is not None:
+                segments.adopt(connection, schema, topic.name)
+                newest = self._roll(connection, topic)
+            else:
+                newest = segments.newest_id(connection, schema, topic.name)
+            if unfinished:
+                with self._waiting(topic):
+                    self._drops(topic).finish(connection, force=force)
             if topic.retention is None:
-                if execute:
-                    # Writers that know no segments, as EventSQL's Java library, may write to the log.
-                    with connection.transaction():
-                        if connection.execute(Queries("log", schema)("lock_topic"), {"topic": topic.name}).fetchone():
-                            segments.ensure_ahead(connection, schema, topic.name)
-                if not unfinished:
-                    return None
-            # A transaction of another connection holds the locks that span several transactions: session locks would
-            # stay with the server process that a pooler lends.
-            with self._database.dedicated() as holder, holder.transaction():
-                if not try_retain(holder, schema, topic.name):
-                    return None
-                # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
-                holder.execute("SET LOCAL idle_in_transaction_session_timeout TO 0")
-                if execute and topic.retention is not None:
-                    segments.adopt(connection, schema, topic.name)
-                    newest = self._roll(connection, topic)
-                else:
-                    newest = segments.newest_id(connection, schema, topic.name)
-                if unfinished:
-                    with self._waiting(topic):
-                        self._drops(topic).finish(connection, force=force)
-                if topic.retention is None:
-                    return None
-                return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
+                return None
+            return self._drop_due(connection, holder, topic, topic.retention, newest, force=force, execute=execute)
 
     def _drops(self, topic: Topic) -> SegmentDrops:
         return SegmentDrops(self._database.schema, topic.name, wait=WAIT_SECONDS)

@@ -287,6 +287,20 @@ def test_a_topic_that_is_made_anew_while_leftovers_are_cleared_keeps_its_segment
     assert platform.reader.count("orders") == 5
 
 
+def test_a_leftover_that_cannot_be_dropped_keeps_no_other_one(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders", 2))
+    former = segments.segment_name("orders", 0)
+    session.execute(f"ALTER TABLE eventsql.{stored('orders')} DETACH PARTITION eventsql.{former}")
+    platform.registry.unregister_topic("orders", force=True)
+    session.execute(f"COMMENT ON TABLE eventsql.{former} IS '{DROPPED}'")
+    session.execute(f"CREATE VIEW eventsql.mine AS SELECT eql_id FROM eventsql.{former}")
+    platform.registry.register_topic(Topic("others"))
+    platform.eraser.execute("others", ["ann"])
+    session.execute("UPDATE eventsql.erasure SET eql_started_at = now() - interval '3651 days'")
+    platform.retention.run_once()
+    assert platform.eraser.records() == []
+
+
 def test_a_segment_that_cannot_be_attached_again_is_told_and_attached_by_the_next_run(
     platform: EventSQL,
     sessions: Sessions,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
@@ -164,6 +164,22 @@ def test_a_look_changes_nothing(platform: EventSQL) -> None:
     assert platform.reader.count("orders") == 50
     (done,) = platform.retention.run_once()
     assert (planned.segments, planned.upto) == (done.segments, done.upto) == (4, last)
+
+
+def test_topics_without_a_retention_cost_no_sessions(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(3):
+        platform.registry.register_topic(Topic(f"orders_{number}"))
+    opened, dedicated = list[Database](), Database.dedicated
+
+    def open_session(self: Database) -> Connection:
+        opened.append(self)
+        return dedicated(self)
+
+    monkeypatch.setattr(Database, "dedicated", open_session)
+    platform.retention.run_once()
+    assert opened == []
+    platform.shards[0].compactor.run_once()
+    assert len(opened) == 1
 
 
 def test_an_unknown_topic_is_refused(platform: EventSQL) -> None:
