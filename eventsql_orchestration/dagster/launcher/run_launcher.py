@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -262,7 +263,9 @@ class PreforkRunLauncher(internals.RunLauncher[dg.DagsterInstance], internals.Co
             return self._default.terminate(run_id)
         self._instance.report_run_canceling(run)
         if worker is not None and worker.is_here:
-            return worker.interrupt()
+            # The process may be another user's.
+            with contextlib.suppress(PermissionError):
+                return worker.interrupt()
         # The launcher that forked the process ends it.
         self._instance.add_run_tags(run_id, {TERMINATE_TAG: run_id})
         return True

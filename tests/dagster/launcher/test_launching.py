@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from pathlib import Path
 
 import dagster as dg
@@ -13,6 +14,7 @@ from dagster._daemon.run_coordinator.queued_run_coordinator_daemon import Queued
 
 from eventsql_orchestration.dagster.launcher.dagster_internals import LaunchRunContext
 from eventsql_orchestration.dagster.launcher.run_launcher import TERMINATE_TAG, LauncherClosedError, PreforkRunLauncher
+from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, write_location
 from tests.waiting import PATIENCE, wait_until
 
@@ -92,6 +94,22 @@ def test_a_process_of_another_machine_ends_a_run_through_the_launcher_that_forke
     run = deployment.waiting()
     deployment.instance.report_run_canceling(deployment.run(run))
     deployment.instance.add_run_tags(run, {TERMINATE_TAG: run})
+    assert deployment.ended(run) is CANCELED
+
+
+def test_a_process_of_another_user_ends_a_run_through_the_launcher_that_forked_it(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interrupt = Worker.interrupt
+
+    def refused_here(worker: Worker) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            raise PermissionError
+        return interrupt(worker)
+
+    monkeypatch.setattr(Worker, "interrupt", refused_here)
+    run = deployment.waiting()
+    assert deployment.launcher.terminate(run)
     assert deployment.ended(run) is CANCELED
 
 
