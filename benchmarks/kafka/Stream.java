@@ -41,6 +41,8 @@ final class Stream {
             listen();
         }
         if (arguments[0].equals("serve")) {
+            // Only clients report.
+            System.setOut(System.err);
             kafka.Kafka.main(new String[] {arguments[1]});
             return;
         }
@@ -139,7 +141,7 @@ final class Stream {
 
     /** Say that it is ready, and wait for the word to go. */
     private static void ready() throws InterruptedException {
-        System.out.println("ready");
+        System.out.println("{\"ready\": true}");
         GO.await();
     }
 
@@ -161,7 +163,8 @@ final class Stream {
 
     /** Say when the events began and ended, and how many they are; wait for the end. In milliseconds, by the clock of the machine. */
     private static void say(long started, int events) throws InterruptedException {
-        System.out.println(started + " " + System.currentTimeMillis() + " " + events);
+        String outcome = "{\"outcome\": {\"started\": %d, \"ended\": %d, \"events\": %d}}";
+        System.out.println(outcome.formatted(started, System.currentTimeMillis(), events));
         // The processor time of a process that has ended cannot be read.
         Thread.currentThread().join();
     }

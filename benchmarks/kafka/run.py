@@ -18,29 +18,28 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from eventsql_orchestration.bench import workload
-from eventsql_orchestration.bench.processor import Meter
+from eventsql_orchestration.bench.figure import PROCESSOR
+from eventsql_orchestration.bench.machine import Meter
+from eventsql_orchestration.bench.processes import Crew, WorkerProcess
+from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.model import MAX_PARTITIONS
+from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 
 HERE: Final = Path(__file__).parent
 TOPIC: Final = "stream"
 START_SECONDS: Final = 90.0
 FETCH_SECONDS: Final = 600.0
-STOP_SECONDS: Final = 30.0
 PROGRAMS: Final = ("mvn", "java", "javac")
 CLUSTER: Final = "MkU3OEVBNTcwNTJENDM2Qg"
 """The id of the cluster; any 16 bytes in base64."""
-
-
-class UnavailableError(Exception):
-    """Kafka cannot be had on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,10 @@ class Size:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Kafka beside `eventsql bench stream` in one run.")
-    parser.add_argument("--events", type=_positive, default=3_000_000, help="default: 3,000,000")
-    parser.add_argument("--batch", type=_positive, default=5_000, help="events of a batch, default: 5,000")
-    parser.add_argument("--partitions", type=_positive, default=10, help="default: 10")
-    parser.add_argument("--rounds", type=_positive, default=1, help="how often each is measured, in turns")
+    parser.add_argument("--events", type=number, default=3_000_000, help="default: 3,000,000")
+    parser.add_argument("--batch", type=number, default=5_000, help="events of a batch, default: 5,000")
+    parser.add_argument("--partitions", type=partial(number, most=MAX_PARTITIONS), default=10, help="default: 10")
+    parser.add_argument("--rounds", type=number, default=1, help="how often each is measured, in turns")
     given = parser.parse_args(arguments)
     size = Size(given.events, given.batch, given.partitions)
 
@@ -70,25 +69,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix=".kafka-bench-", dir=Path.cwd()) as made:
         try:
             classpath = prepare(Path(made))
-        except UnavailableError as error:
-            sys.stderr.write(f"Kafka cannot be had here: {error}\n")
+            rounds = [measure(Path(made), number, classpath, size) for number in range(given.rounds)]
+        except (BenchmarkError, subprocess.SubprocessError) as error:
+            sys.stderr.write(f"{error}\n")
             return 1
-        figures = [figure for number in range(given.rounds) for figure in measure(Path(made), number, classpath, size)]
+        figures = [figure for found in rounds for figure in found]
     sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
-    return number
+def number(text: str, *, most: int = 1_000_000_000) -> int:
+    """A whole number from 1 on, for argparse."""
+    if not text.isdecimal() or not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 to {most:,}, not {text!r}")
+    return int(text)
 
 
 def prepare(home: Path) -> str:
-    """Fetch Kafka, compile the clients, write the events. Gives the class path. Raises `UnavailableError`."""
+    """Fetch Kafka, compile the clients, write the events. Gives the class path. Raises `BenchmarkError`."""
     if missing := [program for program in PROGRAMS if shutil.which(program) is None]:
-        raise UnavailableError(f"{' and '.join(missing)} missing: install Maven and a JDK")
+        raise BenchmarkError(f"Kafka cannot be had here: {' and '.join(missing)} missing: install Maven and a JDK")
 
     found = home / "classpath"
     fetching = [
@@ -98,99 +98,90 @@ def prepare(home: Path) -> str:
     try:
         fetched = subprocess.run(fetching, capture_output=True, text=True, timeout=FETCH_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        raise UnavailableError(f"Maven did not fetch it in {FETCH_SECONDS:.0f} s") from None
+        raise BenchmarkError(f"Kafka cannot be had here: Maven did not fetch it in {FETCH_SECONDS:.0f} s") from None
     if fetched.returncode or not found.exists():
-        raise UnavailableError(f"Maven could not fetch it\n{fetched.stdout[-2_000:]}{fetched.stderr[-2_000:]}")
+        raise BenchmarkError(
+            f"Kafka cannot be had here: Maven could not fetch it\n{fetched.stdout[-2_000:]}{fetched.stderr[-2_000:]}"
+        )
 
     archives = found.read_text().strip()
     compiling = [
-        "javac",
-        "-Werror",
-        "-Xlint:all,-classfile",
-        "-cp",
-        archives,
-        "-d",
-        str(home),
-        str(HERE / "Stream.java"),
-    ]
+        "javac", "-Werror", "-Xlint:all,-classfile", "-cp", archives, "-d", str(home), str(HERE / "Stream.java"),
+    ]  # fmt: skip
     subprocess.run(compiling, check=True, timeout=START_SECONDS)
 
     with (home / "events").open("wb") as file:
-        for each in workload.publications(TOPIC):
+        # As the first publisher of `eventsql bench stream` has them.
+        for each in workload.publications(TOPIC, seed=1):
             for part in ((each.key or "").encode(), each.value):
                 file.write(struct.pack(">i", len(part)) + part)
     return f"{home}:{archives}"
 
 
-def measure(home: Path, number: int, classpath: str, size: Size) -> Iterator[dict[str, Any]]:
+def measure(home: Path, number: int, classpath: str, size: Size) -> list[dict[str, Any]]:
     """One round: each way once, and the package's rate as a part of the others."""
-    rates = {}
-    for name, flush in (("kafka", False), ("kafka_flushed", True)):
-        figure = kafka(home / f"{name}-{number}", classpath, size, name=name, flush=flush)
-        rates[name] = figure["value"]
-        yield figure
-
+    theirs = [
+        kafka(home / f"{name}-{number}", classpath, size, name=name, flush=flush)
+        for name, flush in (("kafka", False), ("kafka_flushed", True))
+    ]
     *own, environment = eventsql(size)
-    yield from own
-    for name, rate in rates.items():
-        yield {"name": f"publish_and_consume_of_{name}", "value": own[0]["value"] / rate, "unit": f"of {name}"}
-    yield environment
+    ratios = [
+        {
+            "name": f"publish_and_consume_of_{each['name']}", "value": own[0]["value"] / each["value"],
+            "unit": f"of {each['name']}",
+        }
+        for each in theirs
+    ]  # fmt: skip
+    return [*theirs, *own, *ratios, environment]
 
 
 def kafka(home: Path, classpath: str, size: Size, *, name: str, flush: bool) -> dict[str, Any]:
     """Publish and consume at once with a new broker. Its files are gone afterwards."""
     home.mkdir()
     java = ["java", "-Xmx1g", "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn", "-cp", classpath]
-    with broker(home, java) as (server, process):
+    with broker(home, java) as (server, process), Crew() as clients:
         create = [*java, "Stream", "create", server, TOPIC, str(size.partitions), str(flush).lower()]
         subprocess.run(create, check=True, timeout=START_SECONDS, stdin=subprocess.DEVNULL)
 
         sizes = [server, TOPIC, str(size.events), str(size.batch)]
-        with ExitStack() as running:
-            consumer = running.enter_context(client(home / "consumer", [*java, "Stream", "consume", *sizes]))
-            events = str(home.parent / "events")
-            publisher = running.enter_context(client(home / "publisher", [*java, "Stream", "publish", *sizes, events]))
-            meter = Meter({"publishers": [publisher.pid], "consumers": [consumer.pid], "servers": [process.pid]})
-            go(consumer)
-            go(publisher)
-            # A client ends when it is told to: an ended process has no processor time any more.
-            published, consumed = (outcome(each, size.seconds) for each in (publisher, consumer))
-            processor = meter.taken()
+        consumer = clients.run([*java, "Stream", "consume", *sizes], "Kafka's consumer")
+        events = str(home.parent / "events")
+        publisher = clients.run([*java, "Stream", "publish", *sizes, events], "Kafka's publisher")
+        clients.ready(limit=START_SECONDS)
+        groups = {"publishers": publisher, "consumers": consumer, "servers": process}
+        meter = Meter({kind: [each.process.pid] for kind, each in groups.items()})
+        clients.go()
+        # A client ends with its input: an ended process has no processor time any more.
+        published, consumed = (clients.outcome(each, limit=size.seconds) for each in (publisher, consumer))
+        processor = meter.per_event(size.events)
     shutil.rmtree(home)
 
-    (started, published_at, _), (_, ended, events_consumed) = published, consumed
-    if events_consumed != size.events:
-        raise SystemExit(f"{name}: {events_consumed} events were consumed of {size.events}")
-    seconds = (ended - started) / 1_000
+    if consumed["events"] != size.events:
+        raise BenchmarkError(f"{name}: {consumed['events']} events were consumed of {size.events}")
+    seconds = (consumed["ended"] - published["started"]) / 1_000
     return {
         "name": name, "value": size.events / seconds, "unit": "events/s",
         "details": {
-            "seconds": seconds, "published_per_second": size.events / (published_at - started) * 1_000,
-            "processor": {kind: each / size.events * 1e6 for kind, each in processor.items()},
-            "processor_unit": "CPU µs per event",
+            "seconds": seconds,
+            "published_per_second": size.events / (published["ended"] - published["started"]) * 1_000,
+            "processor": processor, "processor_unit": PROCESSOR,
         },
     }  # fmt: skip
 
 
 @contextmanager
-def broker(home: Path, java: Sequence[str]) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def broker(home: Path, java: Sequence[str]) -> Iterator[tuple[str, WorkerProcess]]:
     """A KRaft broker with its files in `home`. Gives its address and its process."""
-    port, controller = free_ports(2)
+    port, controller = free_port(0), free_port(0)
     properties = home / "broker.properties"
     properties.write_text(settings(home / "log", port, controller))
-    words = home / "broker.out"
 
     format_storage = [*java, "kafka.tools.StorageTool", "format", "-c", str(properties), "-t", CLUSTER]
     subprocess.run(format_storage, check=True, stdout=subprocess.DEVNULL, timeout=START_SECONDS)
-    with words.open("wb") as output:
-        process = subprocess.Popen(
-            [*java, "Stream", "serve", str(properties)], stdin=subprocess.PIPE, stdout=output, stderr=output
-        )
-        try:
-            until_listening(port, process, words)
-            yield f"127.0.0.1:{port}", process
-        finally:
-            end(process)
+    with Crew() as crew:
+        process = crew.run([*java, "Stream", "serve", str(properties)], "Kafka's broker")
+        crew.wait(lambda: listens(port), limit=START_SECONDS, what="the start of Kafka's broker")
+        yield f"{HOST}:{port}", process
 
 
 def settings(log: Path, port: int, controller: int) -> str:
@@ -205,56 +196,6 @@ def settings(log: Path, port: int, controller: int) -> str:
     ))  # fmt: skip
 
 
-@contextmanager
-def client(words: Path, command: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """A client that is ready and waits for the word to go. It writes its errors to the file `words`."""
-    with words.open("wb") as errors:
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            if read_line(process, START_SECONDS) != "ready":
-                raise SystemExit(f"a client of Kafka did not start:\n{words.read_text()[-2_000:]}")
-            yield process
-        finally:
-            end(process)
-
-
-def go(process: subprocess.Popen[str]) -> None:
-    pipe(process.stdin).write("g")
-    pipe(process.stdin).flush()
-
-
-def outcome(process: subprocess.Popen[str], seconds: float) -> tuple[int, int, int]:
-    """When a client began and ended, in milliseconds, and the number of its events."""
-    line = read_line(process, seconds)
-    if not line:
-        raise SystemExit(f"a client of Kafka said nothing within {seconds:.0f} s")
-    started, ended, events = map(int, line.split())
-    return started, ended, events
-
-
-def read_line(process: subprocess.Popen[str], seconds: float) -> str:
-    """The next line that a client says; empty if it ends, or is killed because it says none in time."""
-    with ExitStack() as watched:
-        timer = threading.Timer(seconds, process.kill)
-        timer.start()
-        watched.callback(timer.cancel)
-        return pipe(process.stdout).readline().strip()
-
-
-def pipe(end_of_pipe: IO[str] | None) -> IO[str]:
-    assert end_of_pipe is not None, "clients have pipes"
-    return end_of_pipe
-
-
-def end(process: subprocess.Popen[Any]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait(STOP_SECONDS)
-
-
 def eventsql(size: Size) -> list[dict[str, Any]]:
     """The package's own figures, on the database that `eventsql bench` takes here."""
     command = [
@@ -267,23 +208,10 @@ def eventsql(size: Size) -> list[dict[str, Any]]:
     return figures
 
 
-def free_ports(number: int) -> list[int]:
-    with ExitStack() as opened:
-        sockets = [opened.enter_context(socket.socket()) for _ in range(number)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-
-
-def until_listening(port: int, process: subprocess.Popen[bytes], words: Path) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while time.monotonic() < deadline and process.poll() is None:
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.1)
-    raise SystemExit(f"the broker did not start:\n{words.read_text()[-2_000:]}")
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.settimeout(1.0)
+        return probe.connect_ex((HOST, port)) == 0
 
 
 if __name__ == "__main__":

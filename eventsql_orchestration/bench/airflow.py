@@ -5,19 +5,12 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from eventsql_orchestration.bench import airflow_redis
 from eventsql_orchestration.bench.benchmark import Benchmark, option
-from eventsql_orchestration.bench.figure import Figure, percentile
+from eventsql_orchestration.bench.figure import Figure, delays
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import MissingExtraError
-
-if TYPE_CHECKING:
-    from eventsql_orchestration.bench.airflow_process import Start
-
-STEPS = ("stored", "made", "queued", "started", "first")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +25,6 @@ class Airflow(Benchmark):
 
     name = "airflow"
     summary = "Time Airflow from publish to task."
-    hidden = frozenset({"partitions", "storage", "raw_events"})
 
     cold: int = option(12, "Runs from rest", quick=1)
 
@@ -59,12 +51,7 @@ class Airflow(Benchmark):
         return [ours, *others, *ratios]
 
 
-def _delays(name: str, starts: Sequence[Start]) -> Figure:
+def _delays(name: str, starts: Sequence[dict[str, float]]) -> Figure:
     """The median time to the first instruction in milliseconds, with the medians of the steps before it."""
-    steps = {step: sorted(1_000 * each for each in map(attrgetter(step), starts)) for step in STEPS}
-    first = steps["first"]
-    details = {
-        "least": first[0], "p90": percentile(first, 0.9), "most": first[-1], "measured": len(first),
-        **{f"to_{step}": percentile(ordered, 0.5) for step, ordered in steps.items()},
-    }  # fmt: skip
-    return Figure(name, percentile(first, 0.5), "ms", details=details)
+    medians = {f"to_{step}": delays(step, [each[step] for each in starts]).value for step in starts[0]}
+    return delays(name, [each["first"] for each in starts], **medians)

@@ -5,20 +5,19 @@ from __future__ import annotations
 import random
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, TypeAlias
 from urllib.parse import quote
 
-from psycopg import sql
-
 from eventsql_orchestration.airflow.local import LocalAirflow, connection_of
-from eventsql_orchestration.bench.airflow_redis import Redis, redis
+from eventsql_orchestration.bench.airflow_redis import Redis, start_redis
+from eventsql_orchestration.bench.processes import Crew
 from eventsql_orchestration.bench.session import Session
-from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.model import Publication
 
 DIRECTORY: Final = "EVENTSQL_BENCH_DIRECTORY"
@@ -44,19 +43,12 @@ REST: Final = 3.0
 """The next event comes 1 s and up to so many seconds after the end of a run: at a random moment of Airflow's loops."""
 
 
-@dataclass(frozen=True, slots=True)
-class Start:
-    """What Airflow did for an event: seconds from the event on.
+Start: TypeAlias = dict[str, float]
+"""What Airflow did for an event: seconds from the event on.
 
-    It stored the asset event, made the run, queued its task, started the task's process (`started`), and the task's
-    first instruction ran (`first`).
-    """
-
-    stored: float
-    made: float
-    queued: float
-    started: float
-    first: float
+It stored the asset event, made the run, queued its task, started the task's process (`started`), and the task's first
+instruction ran (`first`).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +59,7 @@ class RunningAirflow:
     local: LocalAirflow
     topic: str
     directory: Path
+    crew: Crew
     redis: Redis | None
 
     def cold_starts(self, runs: int) -> dict[str, list[Start]]:
@@ -77,14 +70,8 @@ class RunningAirflow:
         emitters = {PUBLISHED: self._publish, LINES: self._write_line}
         if self.redis is not None:
             emitters[MESSAGES] = self.redis.publish
-        starts: dict[str, list[Start]] = {name: [] for name in emitters}
-        for number in range(runs + 1):
-            for name, emit in emitters.items():
-                start = self._cold_start(name, emit)
-                if number:
-                    starts[name].append(start)
-            self.session.report("cold starts", number, runs)
-        return starts
+        kinds = {name: partial(self._cold_start, name, emit) for name, emit in emitters.items()}
+        return {name: found[1:] for name, found in self.session.in_turns("cold starts", runs + 1, kinds).items()}
 
     def _cold_start(self, name: str, emit: Callable[[], None]) -> Start:
         self._rest()
@@ -99,10 +86,12 @@ class RunningAirflow:
         path = f"/dags/{dag}/dagRuns/{quote(run['dag_run_id'], safe='')}"
         task = self.local.api.ask("GET", f"{path}/taskInstances")["task_instances"][0]
         event = self.local.api.ask("GET", f"{path}/upstreamAssetEvents")["asset_events"][0]
-        return Start(
-            _time(event, "timestamp") - began, _time(run, "queued_at") - began, _time(task, "queued_when") - began,
-            _time(task, "start_date") - began, first - began,
-        )  # fmt: skip
+        times = {
+            "stored": (event, "timestamp"), "made": (run, "queued_at"), "queued": (task, "queued_when"),
+            "started": (task, "start_date"),
+        }  # fmt: skip
+        found = {step: datetime.fromisoformat(answer[field]).timestamp() for step, (answer, field) in times.items()}
+        return {step: at - began for step, at in {**found, "first": first}.items()}
 
     def _publish(self) -> None:
         platform = self.session.platform
@@ -127,17 +116,11 @@ class RunningAirflow:
         time.sleep(1.0 + random.uniform(0, REST))  # noqa: S311 - any moment of the loops
 
     def _await(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + LIMIT
-        while not condition():
+        def reached() -> bool:
             self.local.check()
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"{what} did not come within {LIMIT:.0f} s: see the logs in {self.local.home}")
-            time.sleep(0.05)
+            return condition()
 
-
-def _time(answer: Mapping[str, Any], field: str) -> float:
-    """Seconds since 1970 of a time in an answer of Airflow."""
-    return datetime.fromisoformat(answer[field]).timestamp()
+        self.crew.wait(reached, limit=LIMIT, what=f"{what} (see the logs in {self.local.home})")
 
 
 @contextmanager
@@ -147,19 +130,16 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
     with (
         session.topic("airflow", partitions=1) as topic,
         tempfile.TemporaryDirectory(prefix="eventsql-bench-") as made,
-        ExitStack() as cleaning,
+        session.crew() as crew,
+        session.made("DATABASE", f"{topic}_airflow") as tables,
     ):
         session.consumer(topic, CONSUMER)
-        directory, name = Path(made), sql.Identifier(f"{topic}_airflow")
-        server = cleaning.enter_context(redis(directory))
-        session.connection.execute(sql.SQL("CREATE DATABASE {}").format(name))
-        cleaning.callback(session.connection.execute, sql.SQL("DROP DATABASE {} WITH (FORCE)").format(name))
+        directory, server = Path(made), start_redis(crew, made)
         (directory / "dags").mkdir()
         (directory / "dags" / "bench.py").write_text(DAGS, encoding="utf-8")
-        url = database.url.set(drivername="postgresql")
+        url = database.url.set(drivername="postgresql", database=tables, query={})
         local = LocalAirflow(
-            directory / "airflow", directory / "dags",
-            url.set(database=f"{topic}_airflow", query={}).render_as_string(hide_password=False),
+            directory / "airflow", directory / "dags", url.render_as_string(hide_password=False),
             connections={
                 "eventsql_default": connection_of([database.dsn], database.schema),
                 **({} if server is None else {"redis_default": server.url}),
@@ -169,7 +149,7 @@ def airflow(session: Session) -> Iterator[RunningAirflow]:
         session.report("starting Airflow", 0, 1)
         local.migrate()
         local.run("dags", "reserialize")
-        cleaning.enter_context(local)
-        local.start()
-        local.wait_until_ready()
-        yield RunningAirflow(session, local, topic, directory, server)
+        with local:
+            local.start()
+            local.wait_until_ready()
+            yield RunningAirflow(session, local, topic, directory, crew, server)

@@ -5,21 +5,18 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import socket
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
+from eventsql_orchestration.bench import roles
+from eventsql_orchestration.bench.processes import Crew
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.orchestration.local_processes import HOST, free_port
 
 CHANNEL: Final = "eventsql_bench"
 
-START_TIMEOUT: Final = 30.0
-"""Seconds until the server must answer."""
+TIMEOUT: Final = 30.0
+"""Seconds for an answer, and until the server must answer first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +38,15 @@ class Redis:
         """Whether a trigger listens. Raises `OSError` without a server."""
         return self._ask(f"PUBSUB CHANNELS {CHANNEL}") == "*1"
 
+    def answers(self) -> bool:
+        try:
+            return self._ask("PING") == "+PONG"
+        except OSError:
+            return False
+
     def _ask(self, command: str) -> str:
         """The first line of the answer to a command."""
-        with socket.create_connection((HOST, self.port), timeout=START_TIMEOUT) as connection:
+        with socket.create_connection((HOST, self.port), timeout=TIMEOUT) as connection:
             connection.sendall(f"{command}\r\n".encode())
             with connection.makefile(encoding="utf-8") as answer:
                 return answer.readline().rstrip()
@@ -57,33 +60,14 @@ def missing() -> list[str]:
     return program + provider
 
 
-@contextmanager
-def redis(directory: Path) -> Iterator[Redis | None]:
-    """A server for the block, without files in use; None where it is `missing`. Raises `BenchmarkError`."""
+def start_redis(crew: Crew, directory: str) -> Redis | None:
+    """Start a server without files in use; None where it is `missing`. Raises `BenchmarkError`."""
     program = shutil.which("redis-server")
     if program is None or missing():
-        yield None
-        return
+        return None
     server = Redis(free_port(0))
     command = [program, "--bind", HOST, "--port", str(server.port), "--save", "", "--appendonly", "no"]
-    with (
-        (directory / "redis.log").open("wb") as log,
-        subprocess.Popen(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as process,
-    ):
-        try:
-            _wait(server, process)
-            yield server
-        finally:
-            process.terminate()
-
-
-def _wait(server: Redis, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + START_TIMEOUT
-    while True:
-        try:
-            server.heard()
-            return
-        except OSError as error:
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise BenchmarkError(f"redis-server did not start: {error}") from error
-        time.sleep(0.05)
+    crew.start(roles.run_program, "redis-server", command=command, directory=directory, environment={})
+    crew.go()
+    crew.wait(server.answers, limit=TIMEOUT, what="the start of redis-server")
+    return server

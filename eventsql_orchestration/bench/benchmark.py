@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import Field, asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self, TypeAlias
 
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.client.eventsql import EventSQL
-from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.errors import BenchmarkError, ValidationError
 from eventsql_orchestration.model import BLOCKS, MAX_PARTITIONS, STORAGES
 
 OPTION: Final = "option"
@@ -27,9 +28,9 @@ UNBOUNDED: Final = 1e9
 class Option:
     """How the command line shows a size of a benchmark.
 
-    Numbers are between `least` and `most`. `kind` is the type of the value. A value on the command line is multiplied
-    by `scale`. `flag` is the name of the option if it differs from the field's name. An option of a bool takes no value
-    and reverses its default. `quick` is the value of a quick run.
+    Numbers are between `least` and `most`. `kind` is the type of the value. `flag` is the name of the option if it
+    differs from the field's name. An option of a bool takes no value and reverses its default. `quick` is the value of
+    a quick run.
     """
 
     help: str
@@ -38,7 +39,6 @@ class Option:
     most: float = UNBOUNDED
     metavar: str = "N"
     flag: str | None = None
-    scale: float = 1
     choices: tuple[str, ...] = ()
     quick: Any = None
 
@@ -54,17 +54,18 @@ duration = partial(option, kind=float, least=0.1, most=86_400, metavar="SECONDS"
 workers = partial(option, most=64)
 """A field for a number of processes, threads or connections."""
 
+connected = partial(option, most=30)
+"""A field for a number of threads with a connection each: a platform gives a process 30 at once."""
 
-@dataclass(frozen=True, slots=True)
-class Site:
-    """The surroundings of a benchmark: the platform, the directory for files, and the receiver of progress."""
 
-    open_platform: Callable[[], EventSQL]
-    home: Path
-    report: Report
+def check_share(work: int, works: str, sharers: int, name: str) -> None:
+    """Raise `ValidationError` if not every one of several sharers gets some of the work."""
+    if work < sharers:
+        raise ValidationError(f"{work} {works} are too few for {sharers} {name}")
 
-    def session(self, platform: EventSQL, raw_events: int) -> Session:
-        return Session(platform, raw_events=raw_events, report=self.report, home=self.home)
+
+Open: TypeAlias = Callable[[], EventSQL]
+"""Opens the platform that is measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,20 +74,12 @@ class Benchmark(ABC):
 
     name: ClassVar[str]
     summary: ClassVar[str]
-    hidden: ClassVar[frozenset[str]] = frozenset()
-    """Fields that mean nothing to this benchmark: they are no options."""
-
-    partitions: int = option(10, "Partitions of the topic", most=MAX_PARTITIONS)
-    storage: str = option(BLOCKS, "Form of the topic's log", choices=STORAGES)
-    raw_events: int = option(1_000_000, "Events of each measurement of the raw COPY rate", quick=20_000)
 
     @classmethod
-    def options(cls) -> Iterator[tuple[Field[Any], Option]]:
+    def options(cls) -> list[tuple[Field[Any], Option]]:
         """The fields that are options, the subclass's own fields first."""
-        named = [(each, each.metadata[OPTION]) for each in fields(cls)]
-        shown = [(each, option) for each, option in named if option.help and each.name not in cls.hidden]
-        inherited = {each.name for each in fields(Benchmark)}
-        return iter(sorted(shown, key=lambda pair: pair[0].name in inherited))
+        shown = [(each, each.metadata[OPTION]) for each in fields(cls) if each.metadata[OPTION].help]
+        return sorted(shown, key=lambda pair: pair[0].name not in cls.__annotations__)
 
     @classmethod
     def sized(cls, *, quick: bool = False, **given: Any) -> Self:
@@ -104,17 +97,42 @@ class Benchmark(ABC):
         """A remark for the reader of the figures, or nothing."""
         return ""
 
-    def run(self, site: Site) -> tuple[list[Figure], dict[str, Any]]:
-        """Measure. Gives the figures, and the machine with the sizes. Raises `BenchmarkError` and database errors."""
-        with site.open_platform() as platform:
+    def run(self, open_platform: Open, *, home: Path, report: Report) -> tuple[list[Figure], dict[str, Any]]:
+        """Measure. Gives the figures, and the machine with the sizes. Raises `BenchmarkError` and database errors.
+
+        `home` is the directory for files.
+        """
+        with open_platform() as platform:
             if len(platform.shards) > 1:
                 raise BenchmarkError(
                     "a benchmark measures one database: choose it with --shard NAME on the command line"
                 )
-            with site.session(platform, self.raw_events) as session:
+            with Session(platform, home=home, report=report) as session:
                 figures = [*self.measure(session), *session.raw_copy()]
                 return figures, {**session.describe(), "benchmark": asdict(self)}
 
     @abstractmethod
     def measure(self, session: Session) -> list[Figure]:
         """Measure on a session's platform. Raises `BenchmarkError`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnTopic(Benchmark):
+    """A benchmark on a topic of its own."""
+
+    partitions: int = option(10, "Partitions of the topic", most=MAX_PARTITIONS)
+    storage: str = option(BLOCKS, "Form of the topic's log", choices=STORAGES)
+
+    def topic(self, session: Session, **options: str) -> AbstractContextManager[str]:
+        """A topic for the block. Gives its name."""
+        return session.topic(self.name, partitions=self.partitions, storage=self.storage, **options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BesideRawCopy(Benchmark):
+    """A benchmark whose rates stand beside the raw COPY rate."""
+
+    raw_events: int = option(1_000_000, "Events of each measurement of the raw COPY rate", quick=20_000)
+
+    def beside_raw_copy(self, session: Session, measure: Callable[[], list[Figure]]) -> list[Figure]:
+        return session.beside_raw_copy(measure, events=self.raw_events)

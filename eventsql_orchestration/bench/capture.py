@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import count
 from statistics import median
+from typing import Any
 
-from psycopg import sql
-
-from eventsql_orchestration.bench.benchmark import Benchmark, option
-from eventsql_orchestration.bench.figure import Figure
-from eventsql_orchestration.bench.session import PREFIX, Session
-from eventsql_orchestration.qualification import qualified
-
-_TIMES = "times"
-_MILLISECONDS = 1_000.0
-
-_ALL = qualified("UPDATE {} SET status = status || 'x'")
-_ONE = qualified("UPDATE {} SET note = 'changed' || note WHERE id = %s")
-_ROWS = qualified("""
-INSERT INTO {} (id, customer, status, amount, currency, placed_at, note)
-SELECT number, number %% 1000, 'new', number / 7.0, 'EUR', now(), repeat('note', 15)
-FROM generate_series(0, %s - 1) number
-""")
+from eventsql_orchestration.bench.benchmark import OnTopic, option
+from eventsql_orchestration.bench.figure import Figure, percentiles, ratio
+from eventsql_orchestration.bench.session import Session
 
 
 @dataclass(frozen=True, kw_only=True)
-class Capture(Benchmark):
+class Capture(OnTopic):
     """Update a table in bulk and row by row, with and without a capture of its changes: how much longer it takes.
 
     The table has a primary key, an index and seven columns, as an orders table might. The two updates take turns. A row
@@ -37,72 +25,52 @@ class Capture(Benchmark):
 
     name = "capture"
     summary = "Update a table with and without a capture of its changes."
-    hidden = frozenset({"raw_events"})
 
     rows: int = option(100_000, "Rows of the table, which each bulk update changes", quick=2_000)
     rounds: int = option(5, "Bulk updates of each table", quick=2)
     commits: int = option(1_000, "Updates of one row and a commit each, of each table", quick=50)
 
     def measure(self, session: Session) -> list[Figure]:
-        bulk: dict[bool, list[float]] = {False: [], True: []}
-        single: dict[bool, list[float]] = {False: [], True: []}
-        with (
-            session.topic("capture", partitions=self.partitions) as topic,
-            self._table(session, "plain") as plain,
-            self._table(session, "captured") as captured,
-        ):
-            session.platform.captures.create(captured, topic, snapshot=False)
-            tables = {False: plain, True: captured}
-            for number in range(self.rounds):
-                for is_captured, table in tables.items():
-                    session.settle()
-                    session.connection.execute(_of("VACUUM {}", table))
-                    session.report("bulk updates", 2 * number + is_captured, 2 * self.rounds)
-                    started = time.monotonic()
-                    session.connection.execute(_of(_ALL, table))
-                    bulk[is_captured].append(time.monotonic() - started)
-                    session.platform.transfer.run_once([topic])
-            for number in range(self.commits):
-                for is_captured, table in tables.items():
-                    started = time.monotonic()
-                    session.connection.execute(
-                        _of(_ONE, table),
-                        [number % self.rows],
-                    )
-                    single[is_captured].append((time.monotonic() - started) * _MILLISECONDS)
-                session.report("updates of one row", number, self.commits)
-            session.platform.captures.drop(captured, topic)
-        return [
-            Figure("bulk_update", median(bulk[False]), "s", details={"rows": self.rows, "each": bulk[False]}),
-            Figure("bulk_update_captured", median(bulk[True]), "s", details={"rows": self.rows, "each": bulk[True]}),
-            Figure("bulk_update_ratio", median(bulk[True]) / median(bulk[False]), _TIMES),
-            Figure("update_of_one_row", median(single[False]), "ms"),
-            Figure("update_of_one_row_captured", median(single[True]), "ms"),
-            Figure("update_of_one_row_ratio", median(single[True]) / median(single[False]), _TIMES),
-        ]
-
-    @contextmanager
-    def _table(self, session: Session, label: str) -> Iterator[str]:
-        """A table with rows for the block; gives its name. A killed benchmark's table is replaced."""
-        table = f"public.{PREFIX}{label}"
-        connection = session.connection
-        connection.execute(_of("DROP TABLE IF EXISTS {}", table))
-        try:
-            connection.execute(
-                _of(
-                    "CREATE TABLE {} (id bigint PRIMARY KEY, customer bigint NOT NULL, "
-                    "status pg_catalog.text NOT NULL, "
-                    "amount numeric(12, 2) NOT NULL, currency pg_catalog.text NOT NULL, "
-                    "placed_at pg_catalog.timestamptz NOT NULL, note pg_catalog.text NOT NULL)",
-                    table,
-                )
+        made = ("create_orders", "index_orders")
+        with self.topic(session) as topic, session.table(*made) as plain, session.table(*made) as captured:
+            tables = {"": plain, "_captured": captured}
+            for table in tables.values():
+                session.connection.execute(session.queries("fill_orders", table=table), {"rows": self.rows})
+            session.platform.captures.create(f"{session.schema}.{captured}", topic, snapshot=False)
+            bulk = session.in_turns(
+                "bulk updates",
+                self.rounds,
+                {side: partial(self._update_all, session, topic, table) for side, table in tables.items()},
             )
-            connection.execute(_of("CREATE INDEX ON {} (customer)", table))
-            connection.execute(_of(_ROWS, table), [self.rows])
-            yield table
-        finally:
-            connection.execute(_of("DROP TABLE IF EXISTS {}", table))
+            single = session.in_turns(
+                "updates of one row",
+                self.commits,
+                {side: self._update_one(session, table) for side, table in tables.items()},
+            )
+        return [*_figures("bulk_update", bulk, "s", 1), *_figures("update_of_one_row", single, "ms", 1_000)]
+
+    def _update_all(self, session: Session, topic: str, table: str) -> float:
+        session.settle()
+        session.connection.execute(session.queries("vacuum_orders", table=table))
+        elapsed = _seconds(session, "update_orders", table)
+        session.platform.transfer.run_once([topic])
+        return elapsed
+
+    def _update_one(self, session: Session, table: str) -> Callable[[], float]:
+        numbers = count()
+        return lambda: _seconds(session, "update_order", table, {"id": next(numbers) % self.rows})
 
 
-def _of(statement: str, table: str) -> sql.Composed:
-    return sql.SQL(statement).format(sql.Identifier(*table.split(".")))
+def _seconds(session: Session, update: str, table: str, parameters: dict[str, Any] | None = None) -> float:
+    statement = session.queries(update, table=table)
+    started = time.monotonic()
+    session.connection.execute(statement, parameters)
+    return time.monotonic() - started
+
+
+def _figures(name: str, seconds: dict[str, list[float]], unit: str, scale: float) -> list[Figure]:
+    scaled = {side: [each * scale for each in found] for side, found in seconds.items()}
+    return [
+        *(Figure(f"{name}{side}", median(found), unit, details=percentiles(found)) for side, found in scaled.items()),
+        ratio(f"{name}_ratio", scaled["_captured"], scaled[""], "times"),
+    ]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from eventsql_orchestration.bench.benchmark import Benchmark, duration, option
-from eventsql_orchestration.bench.figure import Figure, percentile
+from eventsql_orchestration.bench.figure import Figure, delays
 from eventsql_orchestration.bench.session import Session
 
 if TYPE_CHECKING:
     from eventsql_orchestration.bench.dagster_daemon import Daemon
-    from eventsql_orchestration.bench.dagster_measurements import RunRate
 
     Start = Callable[..., AbstractContextManager[Daemon]]
 
@@ -35,7 +34,6 @@ class Dagster(Benchmark):
 
     name = "dagster"
     summary = "Time Dagster from publish to run."
-    hidden = frozenset({"partitions", "storage", "raw_events"})
 
     cold: int = option(12, "Runs from rest", quick=1)
     drained: int = option(150, "Events for a run that drains", quick=5)
@@ -62,34 +60,32 @@ class Dagster(Benchmark):
 
         if "cold" in parts:
             with daemon("cold") as running:
-                yield _delays("dagster_cold_start", dagster.cold_starts(running, self.cold))
+                yield delays("dagster_cold_start", dagster.cold_starts(running, self.cold))
 
         if "draining" in parts:
             with daemon("drain", drain=self.drained * PUBLISH_EVERY * 1.5 + 10) as running:
-                yield _delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY))
+                yield delays("dagster_draining", dagster.drained(running, self.drained, PUBLISH_EVERY))
 
         if "handover" in parts:
             with daemon("steady", drain=self.window, idle=1.0) as running:
                 traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
-            yield _delays("dagster_steady", traffic.delays, runs=traffic.runs)
+            yield delays("dagster_steady", traffic.delays, runs=traffic.runs)
             if traffic.hand_overs:
                 within = 1_000 * max(traffic.gaps_within)
-                yield _delays("dagster_steady_around_handover", traffic.delays_around)
-                yield _delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within)
+                yield delays("dagster_steady_around_handover", traffic.delays_around)
+                yield delays("dagster_gap_at_handover", traffic.gaps, most_within_a_run=within)
 
         if "transfer" in parts:
             with daemon("transfer", drain=self.window, idle=1.0, transfers=True) as running:
-                rest = dagster.transfer_at_rest(running, self.rest)
+                runs, ticks = dagster.transfer_at_rest(running, self.rest)
                 traffic = dagster.steady_traffic(running, self.steady, PUBLISH_EVERY)
                 moved = dagster.transfer_delays(running)
-            ticks = {"ticks_per_hour": rest.ticks}
-            yield Figure("dagster_transfer_at_rest", rest.runs, "runs/h", details=ticks)
-            yield _delays("dagster_transfer", moved)
-            yield _delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs)
+            yield Figure("dagster_transfer_at_rest", runs, "runs/h", details={"ticks_per_hour": ticks})
+            yield delays("dagster_transfer", moved)
+            yield delays("dagster_transferred_and_consumed", traffic.delays, runs=traffic.runs)
 
     def _rates(self, daemon: Start, parts: Container[str]) -> Iterator[Figure]:
         from eventsql_orchestration.bench import dagster_measurements as dagster  # noqa: PLC0415
-        from eventsql_orchestration.bench.dagster_daemon import DEFAULT, PREFORK  # noqa: PLC0415
 
         for sensors in self.sensors if "ticks" in parts else ():
             with daemon("ticks", partitions=sensors) as running:
@@ -101,40 +97,20 @@ class Dagster(Benchmark):
             with daemon("consumer", partitions=most, sensor="consumer") as running:
                 dagster.runs_at_once(running, 1)
                 rate = dagster.ticks_per_minute(running, self.seconds)
-                runs = dagster.runs_at_once(running, self.runs)
+                per_second, processor = dagster.runs_at_once(running, self.runs)
             yield Figure(f"dagster_ticks_1_sensor_{most}_partitions", rate, "looks/min per partition")
-            details = {"processor_seconds_per_run": runs.processor_seconds}
-            yield Figure("dagster_runs", runs.per_second, "runs/s", details=details)
+            yield Figure("dagster_runs", per_second, "runs/s", details={"processor_seconds_per_run": processor})
 
         if "launchers" in parts:
-            rates = {}
-            for launcher in (DEFAULT, PREFORK):
+            measured = {}
+            for launcher in ("default", "prefork"):
                 with daemon(launcher, partitions=self.runs, sensor="consumer", launcher=launcher) as running:
                     dagster.runs_at_once(running, 1)
-                    rates[launcher] = dagster.runs_at_once(running, self.runs)
-            yield from _compared(rates[PREFORK], rates[DEFAULT])
-
-
-def _compared(prefork: RunRate, default: RunRate) -> list[Figure]:
-    """The processor time of a forked run, as a share of that of Dagster's default launcher."""
-    if prefork.processor_seconds is None or default.processor_seconds is None:
-        # This system does not tell it.
-        return []
-    details = {
-        "prefork_processor_seconds": prefork.processor_seconds,
-        "default_processor_seconds": default.processor_seconds,
-        "prefork_runs_per_second": prefork.per_second,
-        "default_runs_per_second": default.per_second,
-    }
-    share = prefork.processor_seconds / default.processor_seconds
-    return [Figure("dagster_launcher_cost", share, "of the default launcher", details=details)]
-
-
-def _delays(name: str, delays: Sequence[float], **more: float) -> Figure:
-    """The median of delays in seconds, as milliseconds."""
-    ordered = sorted(1_000 * delay for delay in delays)
-    details = {
-        "least": ordered[0], "p90": percentile(ordered, 0.9), "p99": percentile(ordered, 0.99), "most": ordered[-1],
-        "measured": len(ordered), **more,
-    }  # fmt: skip
-    return Figure(name, percentile(ordered, 0.5), "ms", details=details)
+                    measured[launcher] = dagster.runs_at_once(running, self.runs)
+            costs = {f"{launcher}_processor_seconds": processor for launcher, (_, processor) in measured.items()}
+            rates = {f"{launcher}_runs_per_second": per_second for launcher, (per_second, _) in measured.items()}
+            default, prefork = costs.values()
+            # Some systems do not tell the processor time.
+            if default and prefork:
+                details = {**costs, **rates}
+                yield Figure("dagster_launcher_cost", prefork / default, "of the default launcher", details=details)

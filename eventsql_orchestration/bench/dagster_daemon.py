@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, LiteralString
+from typing import Final
 
 import dagster as dg
 import yaml  # type: ignore[import-untyped]  # it comes with dagster, without types
 from psycopg import sql
 
+from eventsql_orchestration.bench import roles
 from eventsql_orchestration.bench.dagster_location import TRANSFER_VARIABLE, VARIABLE, recording_consumer
+from eventsql_orchestration.bench.processes import Crew, WorkerProcess
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.dagster.local.instance import (
     CONFIG_FILE,
@@ -30,17 +29,10 @@ from eventsql_orchestration.dagster.local.instance import (
     storage_url,
 )
 from eventsql_orchestration.dagster.tags import FINISHED
-from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.model import Publication
 
 STARTING: Final = 180.0
 RUN_LIMIT: Final = 240.0
-
-PREFORK: Final = "prefork"
-"""The launcher of this package."""
-
-DEFAULT: Final = "default"
-"""Dagster's default launcher."""
 
 SENSOR: Final = "SENSOR"
 TRANSFER: Final = "SCHEDULE"
@@ -70,7 +62,8 @@ class Daemon:
     storage: str
     topic: str
     record: Path
-    process: int
+    crew: Crew
+    process: WorkerProcess
     transfers: bool
     """Whether its schedule transfers the events."""
 
@@ -100,12 +93,8 @@ class Daemon:
         return list(self.instance.get_run_records())
 
     def await_(self, condition: Callable[[], bool], what: str, *, limit: float = RUN_LIMIT) -> None:
-        """Raises `BenchmarkError` after `limit` seconds."""
-        deadline = time.monotonic() + limit
-        while not condition():
-            if time.monotonic() > deadline:
-                raise BenchmarkError(f"waited {limit:.0f} s for {what}")
-            time.sleep(0.05)
+        """Raises `BenchmarkError` after `limit` seconds, or when the daemon ends."""
+        self.crew.wait(condition, limit=limit, what=what)
 
     def await_quiet(self) -> None:
         """Wait until no run is under way."""
@@ -113,11 +102,11 @@ class Daemon:
 
     def ended_runs(self) -> int:
         """The number of runs that have ended so far."""
-        return self._count("runs", *(status.value for status in FINISHED))
+        return self._count("runs", status=[status.value for status in FINISHED])
 
     def begun_steps(self) -> int:
         """The number of steps that have begun so far."""
-        return self._count("event_logs", dg.DagsterEventType.STEP_START.value, column="dagster_event_type")
+        return self._count("event_logs", dagster_event_type=[dg.DagsterEventType.STEP_START.value])
 
     def first_step(self, run_id: str) -> float | None:
         """When the first step of a run began."""
@@ -126,21 +115,16 @@ class Daemon:
 
     def ticks(self, kind: str = SENSOR) -> int:
         """The number of ticks of sensors or schedules that have ended so far."""
-        count = sql.SQL(
-            "SELECT pg_catalog.count(*) FROM {} WHERE status OPERATOR(pg_catalog.=) ANY (ARRAY['SKIPPED', 'SUCCESS']) "
-            "AND type OPERATOR(pg_catalog.=) %s"
+        return self._count("job_ticks", status=["SKIPPED", "SUCCESS"], type=[kind])
+
+    def _count(self, table: str, **values: list[str]) -> int:
+        """The rows of a table of the storage that have some values. To read the runs would delay them."""
+        one_of = sql.SQL("{} OPERATOR(pg_catalog.=) ANY (%s)")
+        conditions = [sql.SQL("true"), *(one_of.format(sql.Identifier(column)) for column in values)]
+        query = sql.SQL("SELECT pg_catalog.count(*) FROM {} WHERE {}").format(
+            sql.Identifier(self.storage, table), sql.SQL(" AND ").join(conditions)
         )
-        table = sql.Identifier(self.storage, "job_ticks")
-        return self._number(count.format(table), [kind])
-
-    def _count(self, table: str, *values: str, column: str = "status") -> int:
-        """The rows of a table of the storage, or only rows with some values. To read the runs would delay them."""
-        count = sql.SQL("SELECT pg_catalog.count(*) FROM {} WHERE %s OR {} OPERATOR(pg_catalog.=) ANY (%s)")
-        query = count.format(sql.Identifier(self.storage, table), sql.Identifier(column))
-        return self._number(query, [not values, list(values)])
-
-    def _number(self, query: sql.Composed, parameters: Sequence[object]) -> int:
-        row = self.session.connection.execute(query, parameters).fetchone()
+        row = self.session.connection.execute(query, list(values.values())).fetchone()
         assert row is not None, "an aggregate gives one row"
         return int(row[0])
 
@@ -154,7 +138,7 @@ def daemon(
     sensor: str = "partition",
     drain: float = 0.0,
     idle: float | None = None,
-    launcher: str = PREFORK,
+    launcher: str = "prefork",
     transfers: bool = False,
 ) -> Iterator[Daemon]:
     """A daemon with one consumer on a topic of its own for the block; with `transfers`, also with the transfer.
@@ -166,8 +150,9 @@ def daemon(
     with (
         session.topic(label, partitions=partitions) as topic,
         tempfile.TemporaryDirectory(prefix="eventsql-bench-") as directory,
-        _storage(session, f"{topic}_dagster") as storage,
+        session.made("SCHEMA", f"{topic}_dagster") as storage,
         _instance(Path(directory), storage_url(database.dsn), storage, launcher) as instance,
+        session.crew() as crew,
     ):
         record = Path(directory, "handled")
         limits = {"max_wait": 0.0, "drain_seconds": drain, "drain_idle": drain if idle is None else idle}
@@ -176,36 +161,28 @@ def daemon(
         }  # fmt: skip
         recording_consumer(**consumer).register(session.platform)  # type: ignore[arg-type]  # as JSON gives them back
         environment = {
-            "EVENTSQL_DSN": database.dsn,
-            "EVENTSQL_SCHEMA": database.schema,
+            "DAGSTER_HOME": directory,
+            "EVENTSQL_DSN": session.dsns[0],
+            "EVENTSQL_SCHEMA": session.schema,
             VARIABLE: json.dumps(consumer),
             **({TRANSFER_VARIABLE: "yes"} if transfers else {}),
         }
-        with _process(Path(directory), environment) as process:
-            running = Daemon(session, instance, storage, topic, record, process, transfers)
-            running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
-            yield running
-
-
-@contextmanager
-def _storage(session: Session, schema: str) -> Iterator[str]:
-    """A schema for the tables of Dagster."""
-
-    def execute(statement: LiteralString) -> None:
-        session.connection.execute(sql.SQL(statement).format(sql.Identifier(schema)))
-
-    execute("CREATE SCHEMA {}")
-    try:
-        yield schema
-    finally:
-        execute("DROP SCHEMA {} CASCADE")
+        program = str(Path(sys.executable).with_name("dagster-daemon"))
+        process = crew.start(
+            roles.run_program, "Dagster's daemon", command=[program, "run", "-m", recording_consumer.__module__],
+            directory=directory, environment=environment,
+        )  # fmt: skip
+        crew.go()
+        running = Daemon(session, instance, storage, topic, record, crew, process, transfers)
+        running.await_(lambda: running.ticks() > 0, "the first tick of a sensor", limit=STARTING)
+        yield running
 
 
 @contextmanager
 def _instance(home: Path, url: str, storage: str, launcher: str) -> Iterator[dg.DagsterInstance]:
     """An instance in a directory, as `eventsql dev` configures it, with its storage in a schema and a launcher."""
     config = instance_config()
-    if launcher == DEFAULT:
+    if launcher == "default":
         del config["run_launcher"]
     (home / CONFIG_FILE).write_text(yaml.safe_dump(config), encoding="utf-8")
     before = os.environ.get(STORAGE_VARIABLE)
@@ -219,23 +196,3 @@ def _instance(home: Path, url: str, storage: str, launcher: str) -> Iterator[dg.
         del os.environ[STORAGE_VARIABLE]
         if before is not None:
             os.environ[STORAGE_VARIABLE] = before
-
-
-@contextmanager
-def _process(home: Path, environment: Mapping[str, str]) -> Iterator[int]:
-    """A daemon of the instance in a directory; gives its process number."""
-    command = [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", recording_consumer.__module__]
-    with (home / "daemon.log").open("wb") as log:
-        process = subprocess.Popen(
-            command, cwd=home, env={**os.environ, "DAGSTER_HOME": str(home), **environment}, stdin=subprocess.DEVNULL,
-            stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield process.pid
-    finally:
-        process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 from eventsql_orchestration.bench.dagster_daemon import TRANSFER, Daemon, Handled
-from eventsql_orchestration.bench.processor import Meter
+from eventsql_orchestration.bench.machine import Meter
 from eventsql_orchestration.errors import BenchmarkError
 
 SENSOR_LOOP: Final = 5.0
@@ -132,21 +132,13 @@ def ticks_per_minute(running: Daemon, seconds: float) -> float:
     return (running.ticks() - before) / (time.monotonic() - started) * 60
 
 
-@dataclass(frozen=True, slots=True)
-class TransferHistory:
-    """The runs and ticks that the transfer leaves in Dagster's history in an hour of an empty buffer."""
-
-    runs: float
-    ticks: float
-
-
-def transfer_at_rest(running: Daemon, seconds: float) -> TransferHistory:
-    """Runs and ticks of the transfer per hour, from its first tick on, with nothing to move."""
+def transfer_at_rest(running: Daemon, seconds: float) -> tuple[float, float]:
+    """Runs and ticks per hour that the transfer leaves in Dagster's history, from its first tick on, while it rests."""
     running.await_(lambda: running.ticks(TRANSFER) > 0, "the first tick of the transfer")
     ticks, runs, started = running.ticks(TRANSFER), len(running.runs()), time.monotonic()
     time.sleep(seconds)
     hours = (time.monotonic() - started) / 3_600
-    return TransferHistory((len(running.runs()) - runs) / hours, (running.ticks(TRANSFER) - ticks) / hours)
+    return (len(running.runs()) - runs) / hours, (running.ticks(TRANSFER) - ticks) / hours
 
 
 def transfer_delays(running: Daemon) -> list[float]:
@@ -155,20 +147,14 @@ def transfer_delays(running: Daemon) -> list[float]:
     return [(event.created_at - event.buffered_at).total_seconds() for batch in events for event in batch]
 
 
-@dataclass(frozen=True, slots=True)
-class RunRate:
-    """Runs that a daemon finishes per second, and processor seconds per run, ticks included."""
-
-    per_second: float
-    processor_seconds: float | None
-
-
-def runs_at_once(running: Daemon, runs: int) -> RunRate:
+def runs_at_once(running: Daemon, runs: int) -> tuple[float, float | None]:
     """Give each of `runs` partitions an event at once.
 
-    Call it once before with one run: the first run of a fork server waits for the import of the location.
+    Gives the runs per second, and the processor seconds per run of the daemon and its runs, ticks included and the
+    database's server left out; None if the system does not tell it. Call it once before with one run: the first run of
+    a fork server waits for the import of the location.
     """
-    seen, meter = running.ended_runs(), Meter({"daemon": [running.process]})
+    seen, meter = running.ended_runs(), Meter({"daemon": [running.process.process.pid]})
     running.publish(*range(runs))
     running.await_(lambda: running.ended_runs() >= seen + runs, "the end of all runs")
 
@@ -176,4 +162,4 @@ def runs_at_once(running: Daemon, runs: int) -> RunRate:
     began = min(run.create_timestamp.timestamp() for run in records)
     ended = max(run.end_time or 0.0 for run in records)
     seconds = meter.taken().get("daemon")
-    return RunRate(runs / (ended - began), None if seconds is None else seconds / runs)
+    return runs / (ended - began), None if seconds is None else seconds / runs

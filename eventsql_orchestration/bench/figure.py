@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Final
+from statistics import median
+from typing import Any, Final
 
 EVENTS_PER_SECOND: Final = "events/s"
+PROCESSOR: Final = "CPU µs per event"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,36 @@ class Figure:
     value: float
     unit: str
     ratio_to_raw_copy: float | None = None
-    details: Mapping[str, object] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 def rate(name: str, events_per_second: float, **details: object) -> Figure:
     """A figure in events per second."""
     return Figure(name, events_per_second, EVENTS_PER_SECOND, details=details)
+
+
+def ratio(name: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> Figure:
+    """The median ratio of values that were measured in turns: the machine's speed drifts, and is that of both."""
+    ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
+    return Figure(name, median(ratios), unit, details=percentiles(ratios))
+
+
+def delays(name: str, seconds: Iterable[float], **details: object) -> Figure:
+    """The median of delays in milliseconds, with their other percentiles."""
+    parts = percentiles([1_000 * each for each in seconds])
+    return Figure(name, parts.pop("p50"), "ms", details={**parts, **details})
+
+
+def percentiles(values: Iterable[float]) -> dict[str, float]:
+    """The percentiles of values that figures show, and the number of the values. There is at least one."""
+    ordered = sorted(values)
+    parts = {"least": 0.0, "p50": 0.5, "p90": 0.9, "p99": 0.99, "most": 1.0}
+    return {**{name: percentile(ordered, part) for name, part in parts.items()}, "measured": len(ordered)}
+
+
+def percentile(ordered: Sequence[float], part: float) -> float:
+    """The value that `part` (0 to 1) of the sorted values do not exceed. `ordered` has at least one value."""
+    return ordered[min(len(ordered) - 1, max(0, round(part * len(ordered)) - 1))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +81,6 @@ def quarter_rates(started: float, samples: Sequence[Sample], events: int) -> lis
     return [events / 4 / max(b - a, 1e-9) for a, b in pairwise(ends)]
 
 
-def percentile(ordered: Sequence[float], part: float) -> float:
-    """The value that `part` (0 to 1) of the sorted values do not exceed. `ordered` has at least one value."""
-    return ordered[min(len(ordered) - 1, max(0, round(part * len(ordered)) - 1))]
+def span(outcomes: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The start of the first and the end of the last of several processes."""
+    return min(each["started"] for each in outcomes), max(each["ended"] for each in outcomes)

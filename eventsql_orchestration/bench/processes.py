@@ -2,17 +2,19 @@
 
 Publishers and consumers have processes of their own, as in use: threads of one process would share one interpreter.
 Each process is in a session of its own: Ctrl-C reaches only the benchmark, and the benchmark ends the processes. If
-the benchmark is gone, a process finds its input closed and ends itself.
+the benchmark is gone, a process finds its input closed, and ends itself and the programs that it has started.
 """
 
 from __future__ import annotations
 
 import json
-import queue
+import os
+import pickle
+import selectors
+import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
@@ -23,8 +25,7 @@ from eventsql_orchestration.errors import BenchmarkError
 Report: TypeAlias = Callable[[str, int, int], None]
 """Takes the name of a step, the number of its events that are done, and the number of all its events."""
 
-Messages: TypeAlias = "queue.Queue[tuple[WorkerProcess, dict[str, Any] | None]]"
-"""Each message of a process with the process; None at its end."""
+WORKER: Final = (sys.executable, "-m", "eventsql_orchestration.bench.worker")
 
 START_SECONDS: Final = 60.0
 """Seconds that processes may take to be ready, on a busy machine."""
@@ -35,31 +36,24 @@ _END_SECONDS: Final = 2.0
 class WorkerProcess:
     """One process: the number of events that it has reported, and its outcome once it is done."""
 
-    def __init__(self, label: str, messages: Messages) -> None:
+    def __init__(self, label: str, command: Sequence[str]) -> None:
         self.label = label
         self.ready = False
         self.events = 0
         self.outcome: dict[str, Any] | None = None
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - `end` closes it
+        # Unbuffered: a selector cannot see what is in a buffer.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "eventsql_orchestration.bench.worker"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, start_new_session=True,
+            command, bufsize=0, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors,
+            start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self._input, self._output = self.process.stdin, self.process.stdout
-        self._reader = threading.Thread(target=self._read, args=(messages,), daemon=True)
-        self._reader.start()
+        self._input, self.output = self.process.stdin, self.process.stdout
 
-    def _read(self, messages: Messages) -> None:
-        for line in self._output:
-            messages.put((self, json.loads(line)))
-        messages.put((self, None))
-
-    def tell(self, **message: object) -> None:
+    def tell(self, order: object) -> None:
         with suppress(BrokenPipeError):
-            self._input.write(json.dumps(message).encode() + b"\n")
-            self._input.flush()
+            self._input.write(pickle.dumps(order))
 
     def last_words(self) -> str:
         """The last line that the process wrote to its standard error, or nothing."""
@@ -73,15 +67,18 @@ class WorkerProcess:
             self._input.close()
 
     def end(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (`time.monotonic`), and kill the process then."""
-        try:
+        """Wait for the end until `deadline` (`time.monotonic`). Then kill the process and what it has started."""
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        # Once the group is empty, its number may be another's. macOS refuses to signal an empty group.
+        with suppress(ProcessLookupError, PermissionError):
+            while time.monotonic() < deadline:
+                os.killpg(self.process.pid, 0)
+                time.sleep(0.02)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
-        self._reader.join()
-        self._output.close()
+        self.output.close()
         self._errors.close()
 
 
@@ -91,11 +88,11 @@ class Crew:
     Every waiting method raises `BenchmarkError` when a process fails or dies, or when the time is up.
     """
 
-    def __init__(self, dsns: Sequence[str], schema: str, report: Report) -> None:
-        self._database = {"dsns": dsns, "schema": schema}
+    def __init__(self, dsns: Sequence[str] = (), schema: str = "", report: Report = lambda *_: None) -> None:
+        self._database = (dsns, schema)
         self._report = report
         self._workers: list[WorkerProcess] = []
-        self._messages: Messages = queue.Queue()
+        self._outputs = selectors.DefaultSelector()
 
     def __enter__(self) -> Crew:
         return self
@@ -105,43 +102,58 @@ class Crew:
             worker.close_input()
 
         deadline = time.monotonic() + _END_SECONDS
-        with ExitStack() as ending:
+        with self._outputs, ExitStack() as ending:
             for worker in self._workers:
                 ending.callback(worker.end, deadline)
 
-    def start(self, role: Callable[..., dict[str, Any]], label: str, **arguments: object) -> WorkerProcess:
-        """Start a process that runs `role`. It gets ready and waits for `go`."""
-        worker = WorkerProcess(label, self._messages)
-        self._workers.append(worker)
-        # On standard input: everybody on the machine may read arguments, and the URL holds a password.
-        worker.tell(role=f"{role.__module__}:{role.__name__}", arguments=arguments, **self._database)
+    def start(
+        self, role: Callable[..., dict[str, Any]], label: str, *arguments: object, **options: object
+    ) -> WorkerProcess:
+        """Start a process that plays `role`, a function or method. It gets ready and waits for `go`."""
+        worker = self.run(WORKER, label)
+        # On standard input: everybody on the machine may read a command, and the URL holds a password.
+        worker.tell((role, arguments, options, *self._database))
         return worker
 
-    def ready(self) -> None:
+    def run(self, command: Sequence[str], label: str) -> WorkerProcess:
+        """Start a process that reports as `bench/worker.py` does. Any input tells it to begin, and its end to end."""
+        worker = WorkerProcess(label, command)
+        self._workers.append(worker)
+        self._outputs.register(worker.output, selectors.EVENT_READ, worker)
+        return worker
+
+    def ready(self, *, limit: float = START_SECONDS) -> None:
         """Wait until all processes are ready."""
-        self.wait(lambda: all(worker.ready for worker in self._workers), limit=START_SECONDS, what="start")
+        self.wait(lambda: all(worker.ready for worker in self._workers), limit=limit, what="start")
 
     def go(self) -> float:
         """Wait until all processes are ready, and let them begin. Gives the time of the start (`time.monotonic`)."""
         self.ready()
         now = time.monotonic()
         for worker in self._workers:
-            worker.tell(go=time.time_ns())
+            worker.tell(time.time_ns())
         return now
 
     def _take(self, timeout: float) -> None:
         """Receive the messages of the processes for `timeout` seconds."""
         deadline = time.monotonic() + timeout
-        with suppress(queue.Empty):
-            while True:
-                self._note(*self._messages.get(timeout=max(0.0, deadline - time.monotonic())))
+        while ready := self._outputs.select(max(0.0, deadline - time.monotonic())):
+            for key, _ in ready:
+                worker: WorkerProcess = key.data
+                if line := worker.output.readline():
+                    self._note(worker, json.loads(line))
+                else:
+                    self._outputs.unregister(worker.output)
+                    self._end_of(worker)
 
-    def _note(self, worker: WorkerProcess, message: dict[str, Any] | None) -> None:
+    def _end_of(self, worker: WorkerProcess) -> None:
+        if worker.outcome is None:
+            code, said = worker.process.wait(), worker.last_words()
+            ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
+            raise BenchmarkError(f"{worker.label} died {ending}, so there is no figure{said and f': {said}'}")
+
+    def _note(self, worker: WorkerProcess, message: dict[str, Any]) -> None:
         match message:
-            case None if worker.outcome is None:
-                code, said = worker.process.wait(), worker.last_words()
-                ending = f"of signal {-code}" if code < 0 else f"with exit code {code}"
-                raise BenchmarkError(f"{worker.label} died {ending}, so there is no figure{said and f': {said}'}")
             case {"ready": True}:
                 worker.ready = True
             case {"events": int(events)}:
@@ -169,7 +181,19 @@ class Crew:
         assert worker.outcome is not None, "that was waited for"
         return worker.outcome
 
+    def outcomes(
+        self, workers: Sequence[WorkerProcess], *, events: int, step: str, limit: float
+    ) -> list[dict[str, Any]]:
+        """The outcomes of processes that together handle `events`, when all are done."""
+
+        def done() -> bool:
+            self._report(step, sum(each.events for each in workers), events)
+            return all(each.outcome is not None for each in workers)
+
+        self.wait(done, limit=limit, what=step)
+        return [self.outcome(each, limit=1.0) for each in workers]
+
     def stop(self, worker: WorkerProcess, *, limit: float = 30.0) -> dict[str, Any]:
         """End a process that runs until it is told to end, and give its outcome."""
-        worker.tell(stop=True)
+        worker.tell(None)
         return self.outcome(worker, limit=limit)

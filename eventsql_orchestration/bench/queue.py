@@ -3,39 +3,62 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field
-from itertools import cycle
+from dataclasses import dataclass
+from functools import partial
+from itertools import cycle, product
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final, TypeAlias
 
 import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.bench import roles, workload
-from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
-from eventsql_orchestration.bench.figure import Figure, rate
-from eventsql_orchestration.bench.processor import Meter, parent
+from eventsql_orchestration.bench.benchmark import BesideRawCopy, OnTopic, check_share, connected, option, workers
+from eventsql_orchestration.bench.figure import Figure, rate, ratio, span
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.bench.worker import Worker
-from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.client.eventsql import EventSQL
+from eventsql_orchestration.consuming.queue_handler import QueueHandler
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.errors import BenchmarkError, ValidationError
+from eventsql_orchestration.model import Event
 from eventsql_orchestration.queue import NewMessage, Queue
 
-_NAME: Final = "eventsql_bench_queue"
-_UNIT: Final = "messages/s"
-_MICROSECONDS: Final = 1e6
+_PGMQ: Final = "eventsql_bench_queue"
+"""The name of PGMQ's queue."""
+
+_SEND: Final = "SELECT * FROM pgmq.send(%s, %s::pg_catalog.jsonb)"
+_SEND_BATCH: Final = "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[])"
+_SEND_GROUPED: Final = "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[], %s::pg_catalog.jsonb[])"
+_READ: Final = "SELECT * FROM pgmq.read(%s, %s, %s)"
+_READ_GROUPED: Final = "SELECT * FROM pgmq.read_grouped_head(%s, %s, %s)"
+_DELETE: Final = "SELECT * FROM pgmq.delete(%s, %s::bigint[])"
+
 _HELD: Final = 600
 """The visibility timeout of a benchmark in seconds: longer than any step."""
 
 _WAITED: Final = 3.0
 """A receiver beside senders ends after so many seconds without a message, which do not count."""
 
+_FILLED: Final = 5_000
+"""Messages of the backlog in one statement."""
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Messages per second, and microseconds of processor time per message of each kind of process."""
+
+    rate: float
+    costs: dict[str, float]
+
 
 @dataclass(frozen=True, kw_only=True)
-class QueueBenchmark(Benchmark):
+class QueueBenchmark(OnTopic, BesideRawCopy):
     """Send messages to a queue, then receive and acknowledge them, in batches, from several connections.
 
     Each connection is a process of its own. Steps alternate with the same steps of PGMQ if its SQL is given. The
@@ -43,11 +66,12 @@ class QueueBenchmark(Benchmark):
     or with another open transaction, a figure is the ratio to the same steps without it. Messages are the same as in
     the other benchmarks: 150 bytes of JSON. The details of a rate have the processor time of a message in microseconds,
     of the clients and of the server where it runs on this machine.
+
+    The form and the partitions are those of the topic of --topic. Raw COPY is measured with --topic and --end-to-end.
     """
 
     name = "queue"
     summary = "Send, receive and acknowledge messages of a queue, beside PGMQ."
-    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "raw_events"})
 
     messages: int = option(40_000, "Messages of each step", quick=400)
     batch: int = option(100, "Messages of a batch", most=10_000, quick=20)
@@ -59,142 +83,191 @@ class QueueBenchmark(Benchmark):
     keys: int = option(1_000, "Different keys of the messages of a connection, of an ordered queue")
     ordered: bool = option(False, "Keep the order of keys, beside PGMQ's read_grouped_head")
     pgmq_sql: str = option("", "PGMQ's SQL, to be measured in the same run", kind=str, metavar="FILE")
-    topic: bool = option(False, "Consume a topic as a queue instead, one by one, beside raw COPY")
+    of_topic: bool = option(False, "Consume a topic as a queue instead, one by one, beside raw COPY", flag="--topic")
     end_to_end: bool = option(False, "Send and receive at once instead, from as many connections each, beside raw COPY")
-    threads: int = workers(16, "Threads that consume a topic as a queue")
+    threads: int = connected(16, "Threads that consume a topic as a queue")
     rounds: int = option(3, "Repetitions of each step; the median counts", quick=1)
 
+    def __post_init__(self) -> None:
+        """Raise `ValidationError` for fewer messages than connections, and for ways that exclude each other."""
+        check_share(self.messages, "messages", self.connections, "connections")
+        if self.of_topic and (self.end_to_end or self.ordered):
+            raise ValidationError("--topic measures a topic instead of a queue: omit --ordered and --end-to-end")
+        if (self.of_topic or self.end_to_end) and (self.pgmq_sql or self.backlog or self.hold_xmin):
+            raise ValidationError(
+                "PGMQ, a backlog and an open transaction are for single steps: omit --topic or --end-to-end"
+            )
+
     def measure(self, session: Session) -> list[Figure]:
-        if self.topic:
-            return session.beside_raw_copy(lambda: self._consume_topic(session))
+        if self.of_topic:
+            return self.beside_raw_copy(session, lambda: self._consume_topic(session))
         if self.end_to_end:
-            if self.pgmq_sql:
-                raise BenchmarkError("PGMQ sends and receives one after the other: omit --pgmq-sql or --end-to-end")
-            return session.beside_raw_copy(lambda: self._deliver(session))
-        text = _read(self.pgmq_sql) if self.pgmq_sql else None
-        figures: dict[str, list[_Step]] = {}
-        with ExitStack() as opened:
-            queue = opened.enter_context(_own_queue(session, ordered=self.ordered))
-            opened.enter_context(_pgmq(session, text))
-            if self.backlog:
-                self._rounds(session, queue, figures, [""], phase="empty_")
+            return self.beside_raw_copy(session, lambda: self._deliver(session))
+        return self._figures(self._steps(session, _read(self.pgmq_sql) if self.pgmq_sql else None))
+
+    def _steps(self, session: Session, pgmq: str | None) -> dict[str, list[_Step]]:
+        with self._queue(session) as queue, _pgmq(session, pgmq):
+            found = self._rounds(session, queue.name, phase="empty_") if self.backlog else {}
             self._fill(session, queue)
-            self._rounds(session, queue, figures, ["", "pgmq_"] if text is not None else [""])
+            found |= self._rounds(session, queue.name, sides=("", "pgmq_") if pgmq is not None else ("",))
             if self.hold_xmin:
                 with session.holding_xmin():
-                    self._rounds(session, queue, figures, [""], phase="held_")
-        return self._figures(figures)
+                    found |= self._rounds(session, queue.name, phase="held_")
+        return found
+
+    @contextmanager
+    def _queue(self, session: Session) -> Iterator[Queue]:
+        queue = Queue(session.platform, session.name("queue"), ordered=self.ordered)
+        queue.definition()
+        with session.removing(lambda: queue.delete(force=True)):
+            yield queue
 
     def _rounds(
-        self, session: Session, queue: Queue, figures: dict[str, list[_Step]], kinds: list[str], *, phase: str = ""
-    ) -> None:
-        for _ in range(self.rounds):
-            for step in ("send", "receive"):
-                for kind in kinds:
-                    done = self._step(session, queue.name, kind, step)
-                    figures.setdefault(f"{phase}{kind}{step}", []).append(done)
+        self, session: Session, queue: str, *, phase: str = "", sides: Sequence[str] = ("",)
+    ) -> dict[str, list[_Step]]:
+        found: dict[str, list[_Step]] = {}
+        for number in range(self.rounds):
+            # Each second round has the opposite order: no side always comes first.
+            for step, side in product(("send", "receive"), sides[:: -1 if number % 2 else 1]):
+                found.setdefault(f"{phase}{side}{step}", []).append(self._step(session, queue, side, step))
+        return found
 
     def _deliver(self, session: Session) -> list[Figure]:
         """Send and receive at once: from the first send to the last acknowledgement."""
-        with _own_queue(session, ordered=self.ordered) as queue:
+        with self._queue(session) as queue:
             steps = [self._step(session, queue.name, "", "send", "deliver") for _ in range(self.rounds)]
-        middle, rates = _middle(steps), [step.rate for step in steps]
-        details = {"connections": self.connections, "batch": self.batch, "processor_microseconds": middle.costs}
-        return [rate("queue_end_to_end", middle.rate, rounds=rates, **details)]
+        details = {"connections": self.connections, "batch": self.batch, **_details(steps)}
+        return [rate("queue_end_to_end", _middle(steps).rate, **details)]
 
     def _consume_topic(self, session: Session) -> list[Figure]:
         """Consume a filled topic as a queue, with a handler of each kind that does nothing."""
         found: list[Figure] = []
-        with session.topic("queue", partitions=self.partitions) as topic:
+        with self.topic(session) as topic:
             session.fill_log(topic, events=self.messages)
             for kind in ("plain", "transactions"):
                 consumer = session.consumer(topic, kind)
                 with session.crew() as crew:
-                    crew.start(
-                        roles.consume_as_queue, "the consumer", topic=topic, consumer=consumer, threads=self.threads,
-                        transactions=kind == "transactions",
-                    )  # fmt: skip
-                    crew.ready()
-                    crew.go()
+                    crew.start(self._consume, "the consumer", topic, consumer)
+                    started = crew.go()
                     samples = session.watch_offsets(
                         crew, topic, consumer, events=self.messages, step=f"a topic as a queue, {kind}",
                         limit=60.0 + self.messages / 100,
                     )  # fmt: skip
-                elapsed = samples[-1].at - samples[0].at
+                elapsed = samples[-1].at - started
                 found.append(
                     rate(f"queue_topic_{kind}", self.messages / elapsed, seconds=elapsed, threads=self.threads)
                 )
         return found
 
     def _fill(self, session: Session, queue: Queue) -> None:
-        pool = [each.value for each in workload.publications(_NAME, min(self.backlog, 5_000))]
-        for done in range(0, self.backlog, 5_000):
-            batch = pool[: min(5_000, self.backlog - done)]
+        bodies = [each.value for each in workload.publications(_PGMQ, min(self.backlog, _FILLED))]
+        for done in range(0, self.backlog, _FILLED):
+            batch = bodies[: min(_FILLED, self.backlog - done)]
             queue.send_all([NewMessage(body, key=f"{done + place}") for place, body in enumerate(batch)])
             session.report("filling the queue", done, self.backlog)
 
-    def _step(self, session: Session, queue: str, kind: str, *steps: str) -> _Step:
-        share = self.messages // self.connections
+    def _step(self, session: Session, queue: str, side: str, *steps: str) -> _Step:
+        """Do one step alone, or `send` and `deliver` at once."""
         with session.crew() as crew:
-            started = [
-                crew.start(
-                    work, f"connection {number}, {step}", queue=queue, kind=kind, step=step, messages=share,
-                    batch=self.batch, ordered=self.ordered, keys=self.keys, number=number, warm=len(steps) == 1,
-                )
+            clients = [
+                crew.start(self._work, f"connection {number}, {step}", queue, side, step, number, warm=len(steps) == 1)
                 for step in steps
                 for number in range(self.connections)
-            ]  # fmt: skip
-            server = parent(session.connection.info.backend_pid)
+            ]
             crew.ready()
-            meter = Meter(
-                {"clients": [each.process.pid for each in started], "server": [] if server is None else [server]}
-            )
+            meter = session.meter(clients=clients)
             crew.go()
-            outcomes = [crew.outcome(each, limit=600.0) for each in started]
-            processor = meter.taken()
-        done = sum(outcome["messages"] for outcome in outcomes[-self.connections :])
-        if not done:
-            raise BenchmarkError(f"the queue was empty at the step {' and '.join(steps)!r}: somebody else works on it")
-        elapsed = max(outcome["ended"] for outcome in outcomes) - min(outcome["started"] for outcome in outcomes)
-        costs = {kind: seconds / done * _MICROSECONDS for kind, seconds in processor.items() if seconds}
-        return _Step(done / elapsed, costs)
+            outcomes = crew.outcomes(
+                clients, events=self.messages * len(steps), step=f"{side}{steps[-1]}", limit=60.0 + self.messages / 100
+            )
+            sent, done = (
+                sum(each["messages"] for each in some)
+                for some in (outcomes[: self.connections], outcomes[-self.connections :])
+            )
+            costs = meter.per_event(max(1, done))
+        if not done or (len(steps) > 1 and sent != done):
+            raise BenchmarkError(f"{done} messages came at the step {' and '.join(steps)!r}: somebody else works on it")
+        started, ended = span(outcomes)
+        return _Step(done / (ended - started), costs)
 
-    def _figures(self, figures: dict[str, list[_Step]]) -> list[Figure]:
-        found: list[Figure] = []
+    def _figures(self, found: dict[str, list[_Step]]) -> list[Figure]:
+        figures: list[Figure] = []
         details = {"connections": self.connections, "batch": self.batch, "backlog": self.backlog}
-        for name, steps in figures.items():
-            middle = _middle(steps)
-            rates = [step.rate for step in steps]
-            found.append(
-                Figure(
-                    f"queue_{name}", middle.rate, _UNIT,
-                    details={**details, "rounds": rates, "processor_microseconds": middle.costs},
-                )
-            )  # fmt: skip
-            if (theirs := figures.get(f"pgmq_{name}")) is not None:
-                # Of neighbouring steps: the machine's speed drifts.
-                ratios = sorted(own / other.rate for own, other in zip(rates, theirs, strict=True))
-                ratio = ratios[len(ratios) // 2]
-                found.append(Figure(f"queue_{name}_of_pgmq", ratio, "ratio", details={"rounds": ratios}))
-        for step in ("send", "receive"):
-            for phase, other, name in (("", "empty_", "of_empty"), ("held_", "", "held_of_free")):
-                if (ran := figures.get(f"{phase}{step}")) and (beside := figures.get(f"{other}{step}")):
-                    ratio = _middle(ran).rate / _middle(beside).rate
-                    found.append(Figure(f"queue_{step}_{name}", ratio, "ratio", details=details))
-        return found
+        for name, steps in found.items():
+            value = _middle(steps).rate
+            figures.append(Figure(f"queue_{name}", value, "messages/s", details={**details, **_details(steps)}))
+            if theirs := found.get(f"pgmq_{name}"):
+                figures.append(ratio(f"queue_{name}_of_pgmq", _rates(steps), _rates(theirs), "ratio"))
+        for step, (phase, other, name) in product(
+            ("send", "receive"), (("", "empty_", "of_empty"), ("held_", "", "held_of_free"))
+        ):
+            if (ran := found.get(f"{phase}{step}")) and (beside := found.get(f"{other}{step}")):
+                value = _middle(ran).rate / _middle(beside).rate
+                figures.append(Figure(f"queue_{step}_{name}", value, "ratio", details=details))
+        return figures
+
+    # The roles of processes
+
+    def _work(self, worker: Worker, queue: str, side: str, step: str, number: int, *, warm: bool) -> roles.Outcome:
+        """Send a connection's messages, or receive and acknowledge until there are no more; `deliver` waits for them.
+
+        With `warm`, a first batch is sent or received before the clock starts: a connection's first call makes the
+        plans. Gives the number, the start and the end.
+        """
+        bodies = [each.value for each in workload.publications(_PGMQ, self.batch, seed=number)]
+        groups = self._keys(number) if self.ordered else []
+        with worker.platform() as platform, ExitStack() as opened:
+            if side:
+                send, receive = _pgmq_side(opened.enter_context(closing(platform.database.dedicated())), bodies, groups)
+            else:
+                send, receive = _own_side(platform, queue, bodies, groups)
+            act = send if step == "send" else partial(receive, _WAITED if step == "deliver" else 0.0)
+            most = math.inf if step == "deliver" else self.messages // self.connections
+            if warm:
+                act()
+            worker.ready()
+            started = ended = time.monotonic()
+            done = 0
+            while done < most and (number_done := act()):
+                done, ended = done + number_done, time.monotonic()
+                worker.progress(done)
+        return {"messages": done, "started": started, "ended": ended}
+
+    def _keys(self, number: int) -> list[list[str]]:
+        """The keys of successive batches of a connection, until each of its keys was used."""
+        names = [f"{number} {place}" for place in range(self.keys)]
+        firsts = range(0, self.keys, self.batch)
+        return [[names[(first + place) % self.keys] for place in range(self.batch)] for first in firsts]
+
+    def _consume(self, worker: Worker, topic: str, consumer: str) -> roles.Outcome:
+        """Consume a topic as a queue with a handler that does nothing, until the benchmark says to end."""
+
+        def plain(_event: Event) -> None:
+            """Acknowledged after it returns."""
+
+        def transactions(_event: Event, _connection: Connection) -> None:
+            """Acknowledged in its transaction."""
+
+        with worker.platform() as platform:
+            platform.registry.consumer(topic, consumer)
+            worker.ready()
+            handlers: dict[str, QueueHandler] = {"plain": plain, "transactions": transactions}
+            with platform.consumers.start_queue(topic, consumer, handlers[consumer], workers=self.threads):
+                worker.stopped.wait()
+        return {}
 
 
-@dataclass(frozen=True)
-class _Step:
-    """Messages per second, and microseconds of processor time per message of each kind of process."""
-
-    rate: float
-    costs: dict[str, float]
-
-
-def _middle(steps: list[_Step]) -> _Step:
+def _middle(steps: Sequence[_Step]) -> _Step:
     """The step of the median rate."""
     return sorted(steps, key=lambda step: step.rate)[len(steps) // 2]
+
+
+def _rates(steps: Sequence[_Step]) -> list[float]:
+    return [step.rate for step in steps]
+
+
+def _details(steps: Sequence[_Step]) -> dict[str, Any]:
+    return {"rounds": _rates(steps), "processor_microseconds": _middle(steps).costs}
 
 
 def _read(path: str) -> str:
@@ -208,143 +281,63 @@ def _read(path: str) -> str:
 
 
 @contextmanager
-def _own_queue(session: Session, *, ordered: bool) -> Iterator[Queue]:
-    queue = Queue(session.platform, f"{_NAME}{'_ordered' if ordered else ''}", ordered=ordered)
-    try:
-        queue.purge()
-        yield queue
-    finally:
-        queue.purge()
-
-
-@contextmanager
 def _pgmq(session: Session, text: str | None) -> Iterator[None]:
-    if text is None:
+    """PGMQ and a queue of it for the block, if its SQL is given."""
+    with ExitStack() as made:
+        if text is not None:
+            connection = made.enter_context(closing(session.databases[0].dedicated()))
+            try:
+                made.enter_context(session.made("SCHEMA", "pgmq"))
+                connection.execute(text.encode())
+                connection.execute(sql.SQL("SELECT pgmq.create({})").format(sql.Literal(_PGMQ)))
+            except psycopg.errors.DuplicateSchema:
+                raise BenchmarkError(
+                    "the database has a schema pgmq, which the benchmark would drop: take another database"
+                ) from None
+            except psycopg.Error as error:
+                raise BenchmarkError(f"PGMQ's SQL fails: {' '.join(str(error).split())}") from error
         yield
-        return
-    with closing(session.databases[0].dedicated()) as connection:
-        if connection.execute("SELECT pg_catalog.to_regnamespace('pgmq') IS NULL").fetchone() != (True,):
-            raise BenchmarkError(
-                "the database has a schema pgmq, which the benchmark would drop: take another database"
-            )
-        try:
-            connection.execute("CREATE SCHEMA pgmq")
-            connection.execute(text.encode())
-            connection.execute(sql.SQL("SELECT pgmq.create({})").format(sql.Literal(_NAME)))
-            yield
-        except psycopg.Error as error:
-            raise BenchmarkError(f"PGMQ's SQL fails: {' '.join(str(error).split())}") from error
-        finally:
-            connection.execute("DROP SCHEMA IF EXISTS pgmq CASCADE")
 
 
-def work(
-    worker: Worker,
-    *,
-    queue: str,
-    kind: str,
-    step: str,
-    messages: int,
-    batch: int,
-    ordered: bool,
-    keys: int,
-    number: int,
-    warm: bool,
-) -> roles.Outcome:
-    """Send `messages`, or receive and acknowledge until there are no more; `deliver` waits for them.
+# The two queues
 
-    With `warm`, a first batch is sent or received before the clock starts: a connection's first call makes the plans.
-    Gives the number, the start and the end.
-    """
-    side: _Own | _Pgmq = _Pgmq(ordered) if kind else _Own(queue, ordered)
-    with worker.platform() as platform, ExitStack() as opened:
-        side.open(platform, opened, batch=batch, keys=keys, number=number)
-        if warm:
-            (side.send if step == "send" else side.receive)()
-        worker.ready()
-        started, done = time.monotonic(), 0
-        if step == "send":
-            while done < messages:
-                done += side.send()
-        elif step == "deliver":
-            ended = started
-            while received := side.receive(wait=_WAITED):
-                done, ended = done + received, time.monotonic()
-            return {"messages": done, "started": started, "ended": ended}
-        else:
-            while done < messages and (received := side.receive()):
-                done += received
-        return {"messages": done, "started": started, "ended": time.monotonic()}
+_Side: TypeAlias = tuple[Callable[[], int], Callable[[float], int]]
+"""Sends a batch, and receives and acknowledges one within some seconds. Both give the number of messages."""
 
 
-def _keys(number: int, batch: int, keys: int) -> list[list[str]]:
-    """The keys of successive batches of a connection, until each of its keys was used."""
-    names = [f"{number} {place}" for place in range(keys)]
-    return [[names[(first + place) % keys] for place in range(batch)] for first in range(0, keys, batch)]
+def _own_side(platform: EventSQL, name: str, bodies: list[bytes], groups: list[list[str]]) -> _Side:
+    queue = Queue(platform, name)
+    queue.definition()
+    batches = cycle(
+        [[NewMessage(body, key=key) for body, key in zip(bodies, keys, strict=True)] for keys in groups]
+        or [[NewMessage(body) for body in bodies]]
+    )
 
-
-@dataclass
-class _Own:
-    name: str
-    ordered: bool
-    _queue: Queue = field(init=False)
-    _batches: Iterator[list[NewMessage]] = field(init=False)
-    _most: int = field(init=False)
-
-    def open(self, platform: Any, _opened: ExitStack, *, batch: int, keys: int, number: int) -> None:
-        self._queue, self._most = Queue(platform, self.name), batch
-        self._queue.definition()
-        bodies = [each.value for each in workload.publications(_NAME, batch, seed=number)]
-        self._batches = cycle(
-            [NewMessage(body, key=key) for body, key in zip(bodies, names, strict=True)]
-            for names in (_keys(number, batch, keys) if self.ordered else [[None] * batch])
-        )
-
-    def send(self) -> int:
-        return len(self._queue.send_all(next(self._batches)))
-
-    def receive(self, wait: float = 0.0) -> int:
-        received = self._queue.receive(max_messages=self._most, visibility_timeout=_HELD, wait=wait)
+    def receive(wait: float) -> int:
+        received = queue.receive(max_messages=len(bodies), visibility_timeout=_HELD, wait=wait)
         if received:
-            self._queue.acknowledge_all(received)
+            queue.acknowledge_all(received)
         return len(received)
 
+    return lambda: len(queue.send_all(next(batches))), receive
 
-@dataclass
-class _Pgmq:
-    ordered: bool
-    _connection: psycopg.Connection[Any] = field(init=False)
-    _batch: list[str] = field(init=False)
-    _headers: Iterator[list[str]] = field(init=False)
 
-    def open(self, platform: Any, opened: ExitStack, *, batch: int, keys: int, number: int) -> None:
-        self._connection = opened.enter_context(closing(platform.database.dedicated()))
-        self._batch = [each.value.decode() for each in workload.publications(_NAME, batch, seed=number)]
-        self._headers = cycle(
-            [json.dumps({"x-pgmq-group": key}) for key in names] for names in _keys(number, batch, keys)
-        )
+def _pgmq_side(connection: psycopg.Connection[Any], bodies: list[bytes], groups: list[list[str]]) -> _Side:
+    texts = [body.decode() for body in bodies]
+    statement = _SEND_GROUPED if groups else _SEND_BATCH if len(texts) > 1 else _SEND
+    values: cycle[list[Any]] = cycle(
+        [[_PGMQ, texts, [json.dumps({"x-pgmq-group": key}) for key in keys]] for keys in groups]
+        or [[_PGMQ, texts if len(texts) > 1 else texts[0]]]
+    )
 
-    def send(self) -> int:
-        if self.ordered:
-            statement = "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[], %s::pg_catalog.jsonb[])"
-            self._connection.execute(statement, [_NAME, self._batch, next(self._headers)]).fetchall()
-        elif len(self._batch) == 1:
-            self._connection.execute(
-                "SELECT * FROM pgmq.send(%s, %s::pg_catalog.jsonb)", [_NAME, self._batch[0]]
-            ).fetchall()
-        else:
-            self._connection.execute(
-                "SELECT * FROM pgmq.send_batch(%s, %s::pg_catalog.jsonb[])", [_NAME, self._batch]
-            ).fetchall()
-        return len(self._batch)
+    def send() -> int:
+        connection.execute(statement, next(values)).fetchall()
+        return len(texts)
 
-    def receive(self, wait: float = 0.0) -> int:
-        """PGMQ's benchmark waits for no message."""
-        del wait
-        plain, grouped = "SELECT * FROM pgmq.read(%s, %s, %s)", "SELECT * FROM pgmq.read_grouped_head(%s, %s, %s)"
-        statement = grouped if self.ordered else plain
-        rows = self._connection.execute(statement, [_NAME, _HELD, len(self._batch)]).fetchall()
-        if rows:
-            ids = [row[0] for row in rows]
-            self._connection.execute("SELECT * FROM pgmq.delete(%s, %s::bigint[])", [_NAME, ids]).fetchall()
-        return len(rows)
+    def receive(_wait: float) -> int:
+        read = connection.execute(_READ_GROUPED if groups else _READ, [_PGMQ, _HELD, len(texts)]).fetchall()
+        if read:
+            connection.execute(_DELETE, [_PGMQ, [row[0] for row in read]]).fetchall()
+        return len(read)
+
+    return send, receive

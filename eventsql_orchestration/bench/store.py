@@ -4,33 +4,67 @@ from __future__ import annotations
 
 import importlib
 import json
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from statistics import median
-from typing import Any, ClassVar, Final
+from typing import Any, Final, Protocol
 
 from eventsql_orchestration.bench.benchmark import Benchmark, option
-from eventsql_orchestration.bench.figure import Figure
+from eventsql_orchestration.bench.figure import Figure, ratio
+from eventsql_orchestration.bench.roles import at_once
 from eventsql_orchestration.bench.session import PREFIX, Session
-from eventsql_orchestration.database.urls import connect_arguments
+from eventsql_orchestration.database import Database
 from eventsql_orchestration.store.aggregate import SnapshottingAggregate
 from eventsql_orchestration.store.change import Change
 from eventsql_orchestration.store.repository import Repository
 from eventsql_orchestration.store.store import Store as EventStore
 
 _TYPE: Final = f"{PREFIX}aggregate"
-_TABLE: Final = f"{PREFIX}stored_events"
 _CONNECTIONS: Final = (1, 4, 16)
 _SIZES: Final = (1, 100)
 _DATA: Final = {"price": 12_345, "driver": "driver-17", "at": "2026-01-05T06:00:00+00:00"}
 
-_Append = Callable[[str, int, int], object]
-"""Appends a number of changes to an aggregate, after a version."""
+
+class _Side(Protocol):
+    """An event store. It appends a number of changes to an aggregate, after a version, and loads them."""
+
+    def append(self, aggregate_id: str, version: int, changes: int) -> object: ...
+
+    def load(self, aggregate_id: str, *, decode: bool) -> object: ...
+
+
+class _Own:
+    def __init__(self, store: EventStore) -> None:
+        self._store = store
+
+    def append(self, aggregate_id: str, version: int, changes: int) -> object:
+        new = [Change("priced", _DATA) for _ in range(changes)]
+        return self._store.append(_TYPE, aggregate_id, new, expected_version=version)
+
+    def load(self, aggregate_id: str, *, decode: bool) -> object:
+        found = self._store.load(_TYPE, aggregate_id)
+        return [change.data for change in found] if decode else found
+
+
+class _Eventsourcing:
+    def __init__(self, recorder: Any) -> None:
+        self._recorder = recorder
+        self._event: Any = importlib.import_module("eventsourcing.persistence").StoredEvent
+
+    def append(self, aggregate_id: str, version: int, changes: int) -> object:
+        originator = uuid.UUID(aggregate_id)
+        numbers = range(version + 1, version + changes + 1)
+        new = [self._event(originator, number, "bench:Priced", json.dumps(_DATA).encode()) for number in numbers]
+        return self._recorder.insert_events(new)
+
+    def load(self, aggregate_id: str, *, decode: bool) -> object:
+        found = self._recorder.select_events(uuid.UUID(aggregate_id))
+        return [json.loads(event.state) for event in found] if decode else found
 
 
 class _Counter(SnapshottingAggregate):
@@ -70,7 +104,6 @@ class Store(Benchmark):
 
     name = "store"
     summary = "Append to the event store, and load aggregates."
-    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "raw_events", "storage"})
 
     appends: int = option(1_500, "Appends of one measurement; appends of 100 changes are a tenth", quick=40)
     loads: int = option(1_000, "Loads of 100 changes", quick=20)
@@ -78,62 +111,64 @@ class Store(Benchmark):
     changes: int = option(10_000, "Changes of the aggregate with snapshots", quick=2_000, least=1_000)
 
     def measure(self, session: Session) -> list[Figure]:
-        store = EventStore(session.platform.database)
-        with _cleaned(session), _recorder(session) as theirs:
-            figures = [
-                figure
-                for size in _SIZES
-                for connections in _CONNECTIONS
-                for figure in self._appending(session, store, theirs, size=size, connections=connections)
+        theirs = session.platform.database
+        with (
+            # Each side keeps as many connections as there are threads.
+            Database(theirs.dsn, schema=theirs.schema, pool_size=max(_CONNECTIONS)) as database,
+            _cleaned(session),
+            _recorder(session) as recorder,
+        ):
+            sides: list[_Side] = [_Own(EventStore(database))]
+            if recorder is not None:
+                sides.append(_Eventsourcing(recorder))
+            return [
+                *(
+                    figure
+                    for size, connections in product(_SIZES, _CONNECTIONS)
+                    for figure in self._appending(session, sides, size=size, connections=connections)
+                ),
+                *self._loading(session, sides),
+                *self._snapshots(session, EventStore(database)),
             ]
-            figures += self._loading(session, store, theirs)
-            figures += self._snapshots(session, store)
-        return figures
 
-    def _appending(
-        self, session: Session, store: EventStore, theirs: Any, *, size: int, connections: int
-    ) -> list[Figure]:
-        count = max(connections, self.appends if size == 1 else self.appends // 10)
-        name = f"append_{size}_{connections}_connections"
+    def _appending(self, session: Session, sides: Sequence[_Side], *, size: int, connections: int) -> list[Figure]:
+        each = max(connections, self.appends if size == 1 else self.appends // 10) // connections
 
-        def ours(aggregate_id: str, version: int, changes: int) -> object:
-            new = [Change("priced", _DATA) for _ in range(changes)]
-            return store.append(_TYPE, aggregate_id, new, expected_version=version)
+        def appending(side: _Side) -> float:
+            # It connects.
+            at_once(connections, lambda _: side.append(str(uuid.uuid4()), 0, size))
+            return connections * each / at_once(connections, lambda _: _append(side, each, size))
 
-        sides: dict[str, _Append] = {"eventsql": ours}
-        if theirs is not None:
-            sides["eventsourcing"] = _inserting(theirs)
-        rates: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(self.rounds):
-            session.report(name, number, self.rounds)
-            for side, append in sides.items():
-                seconds = _run(append, count, size=size, connections=connections)
-                rates[side].append(count // connections * connections / seconds)
-        return _figures(name, rates, "appends/s")
+        return self._compared(session, f"append_{size}_{connections}_connections", sides, appending, "appends/s")
 
-    def _loading(self, session: Session, store: EventStore, theirs: Any) -> list[Figure]:
+    def _loading(self, session: Session, sides: Sequence[_Side]) -> list[Figure]:
         loaded = str(uuid.uuid4())
-        store.append(_TYPE, loaded, [Change("priced", _DATA) for _ in range(100)], expected_version=0)
-        sides: dict[str, Callable[[], object]] = {"eventsql": lambda: store.load(_TYPE, loaded)}
-        decoded: Callable[[], object] = lambda: [change.data for change in store.load(_TYPE, loaded)]  # noqa: E731
-        sides["eventsql_decoded"] = decoded
-        if theirs is not None:
-            _inserting(theirs)(loaded, 0, 100)
-            sides["eventsourcing"] = lambda: theirs.select_events(uuid.UUID(loaded))
-            sides["eventsourcing_decoded"] = lambda: [
-                json.loads(event.state) for event in theirs.select_events(uuid.UUID(loaded))
-            ]
-        rates: dict[str, list[float]] = {side: [] for side in sides}
-        for number in range(self.rounds):
-            session.report("loading 100 changes", number, self.rounds)
-            for side, load in sides.items():
-                started = time.perf_counter()
-                for _ in range(self.loads):
-                    load()
-                rates[side].append(self.loads / (time.perf_counter() - started))
-        plain = {side: found for side, found in rates.items() if not side.endswith("_decoded")}
-        with_data = {side.removesuffix("_decoded"): found for side, found in rates.items() if side not in plain}
-        return [*_figures("load_100", plain, "loads/s"), *_figures("load_100_decoded", with_data, "loads/s")]
+        for side in sides:
+            side.append(loaded, 0, 100)
+
+        def loading(side: _Side, *, decode: bool) -> float:
+            side.load(loaded, decode=decode)
+            started = time.perf_counter()
+            for _ in range(self.loads):
+                side.load(loaded, decode=decode)
+            return self.loads / (time.perf_counter() - started)
+
+        plain, decoded = partial(loading, decode=False), partial(loading, decode=True)
+        return [
+            *self._compared(session, "load_100", sides, plain, "loads/s"),
+            *self._compared(session, "load_100_decoded", sides, decoded, "loads/s"),
+        ]
+
+    def _compared(
+        self, session: Session, name: str, sides: Sequence[_Side], measured: Callable[[_Side], float], unit: str
+    ) -> list[Figure]:
+        found = session.in_turns(name, self.rounds, {side: partial(measured, side) for side in sides})
+        own, *others = found.values()
+        return [
+            Figure(name, median(own), unit),
+            *(Figure(f"{name}_eventsourcing", median(theirs), unit) for theirs in others),
+            *(ratio(f"{name}_ratio", own, theirs, "of eventsourcing") for theirs in others),
+        ]
 
     def _snapshots(self, session: Session, store: EventStore) -> list[Figure]:
         kept = Repository(store, _Counter, session.platform.publisher)
@@ -144,71 +179,41 @@ class Store(Benchmark):
                 aggregate.record("priced", _DATA)
             kept.save(aggregate)
 
-        seconds: dict[str, list[float]] = {"with": [], "without": []}
-        for _ in range(self.rounds):
-            for side, repository, loads in (("with", kept, 20), ("without", replayed, 2)):
-                started = time.perf_counter()
-                for _ in range(loads):
-                    repository.load(aggregate.id)
-                seconds[side].append((time.perf_counter() - started) / loads)
-        ratio = median(without / with_ for with_, without in zip(seconds["with"], seconds["without"], strict=True))
+        def loading(repository: Repository[Any], loads: int) -> float:
+            started = time.perf_counter()
+            for _ in range(loads):
+                repository.load(aggregate.id)
+            return (time.perf_counter() - started) / loads
+
         name = f"load_{self.changes}"
+        sides = {"with": partial(loading, kept, 20), "without": partial(loading, replayed, 2)}
+        seconds = session.in_turns(name, self.rounds, sides)
         return [
-            Figure(f"{name}_with_snapshots", median(seconds["with"]) * 1_000, "ms"),
-            Figure(f"{name}_without_snapshots", median(seconds["without"]) * 1_000, "ms"),
-            Figure(f"{name}_snapshots_ratio", ratio, "times"),
+            *(Figure(f"{name}_{side}_snapshots", median(found) * 1_000, "ms") for side, found in seconds.items()),
+            ratio(f"{name}_snapshots_ratio", seconds["without"], seconds["with"], "times"),
         ]
 
 
-def _run(append: _Append, count: int, *, size: int, connections: int) -> float:
-    """Seconds of appends from so many threads, each to aggregates of its own."""
-    each = count // connections
-    ready = threading.Barrier(connections + 1)
-
-    def work() -> None:
-        append(str(uuid.uuid4()), 0, size)  # connects
-        ready.wait()
-        aggregate_id = ""
-        for number in range(each):
-            # Ten appends to each aggregate.
-            if number % 10 == 0:
-                aggregate_id = str(uuid.uuid4())
-            append(aggregate_id, number % 10 * size, size)
-
-    with ThreadPoolExecutor(connections) as threads:
-        working = [threads.submit(work) for _ in range(connections)]
-        ready.wait()
-        started = time.perf_counter()
-        for future in working:
-            future.result()
-        return time.perf_counter() - started
-
-
-def _figures(name: str, rates: Mapping[str, list[float]], unit: str) -> list[Figure]:
-    ours = rates["eventsql"]
-    figures = [Figure(name, median(ours), unit)]
-    if (theirs := rates.get("eventsourcing")) is not None:
-        ratio = median(mine / other for mine, other in zip(ours, theirs, strict=True))
-        figures += [
-            Figure(f"{name}_eventsourcing", median(theirs), unit),
-            Figure(f"{name}_ratio", ratio, "of eventsourcing"),
-        ]
-    return figures
+def _append(side: _Side, appends: int, size: int) -> None:
+    """Append to aggregates of one thread, ten times to each."""
+    aggregate_id = ""
+    for number in range(appends):
+        if number % 10 == 0:
+            aggregate_id = str(uuid.uuid4())
+        side.append(aggregate_id, number % 10 * size, size)
 
 
 @contextmanager
 def _cleaned(session: Session) -> Iterator[None]:
-    """Delete what the benchmark has stored."""
+    """Delete what the benchmark, or a killed one before it, has stored."""
 
     def delete() -> None:
         for statement in ("delete_changes", "delete_snapshots", "delete_aggregates"):
             session.connection.execute(session.queries(statement), {"type": _TYPE})
 
     delete()
-    try:
+    with session.removing(delete):
         yield
-    finally:
-        delete()
 
 
 @contextmanager
@@ -219,31 +224,14 @@ def _recorder(session: Session) -> Iterator[Any]:
     except ImportError:
         yield None
         return
-    database = session.platform.database
-    arguments = connect_arguments(database.url)
     connection = session.connection.info
-    with postgres.PostgresDatastore(
-        connection.dbname, connection.host, connection.port, connection.user, arguments.get("password") or "",
-        pool_size=max(_CONNECTIONS), schema=database.schema,
-    ) as datastore:  # fmt: skip
-        recorder = postgres.PostgresApplicationRecorder(datastore, events_table_name=_TABLE)
+    with (
+        session.table() as table,
+        postgres.PostgresDatastore(
+            connection.dbname, connection.host, connection.port, connection.user, connection.password,
+            pool_size=max(_CONNECTIONS), schema=session.schema,
+        ) as datastore,
+    ):  # fmt: skip
+        recorder = postgres.PostgresApplicationRecorder(datastore, events_table_name=table)
         recorder.create_table()
-        try:
-            yield recorder
-        finally:
-            session.connection.execute(session.queries("drop_raw", table=_TABLE))
-
-
-def _inserting(recorder: Any) -> _Append:
-    stored_event: Any = importlib.import_module("eventsourcing.persistence").StoredEvent
-
-    def insert(aggregate_id: str, version: int, changes: int) -> object:
-        originator = uuid.UUID(aggregate_id)
-        return recorder.insert_events(
-            [
-                stored_event(originator, version + number, "bench:Priced", json.dumps(_DATA).encode())
-                for number in range(1, changes + 1)
-            ]
-        )
-
-    return insert
+        yield recorder

@@ -1,75 +1,44 @@
-"""Publishing and consuming at once: events per second from the first publication to the last committed offset."""
+"""Publishing and consuming at once, in batches or one event per commit.
+
+A rate is that of events from the first publication to the last committed offset.
+"""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
-from eventsql_orchestration.bench import roles
-from eventsql_orchestration.bench.benchmark import Benchmark, Site, duration, option, workers
-from eventsql_orchestration.bench.figure import Figure, Sample, quarter_rates, rate
-from eventsql_orchestration.bench.figures import check_publishers, span
-from eventsql_orchestration.bench.processor import Meter, parent
-from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers
+from eventsql_orchestration.bench import roles, workload
+from eventsql_orchestration.bench.benchmark import (
+    BesideRawCopy,
+    OnTopic,
+    Open,
+    check_share,
+    connected,
+    duration,
+    option,
+    workers,
+)
+from eventsql_orchestration.bench.figure import PROCESSOR, Figure, quarter_rates, rate, span
+from eventsql_orchestration.bench.processes import Crew, Report, WorkerProcess
+from eventsql_orchestration.bench.roles import at_once
+from eventsql_orchestration.bench.session import SAMPLE_SECONDS, Session, limit_of, start_publishers, uninterrupted
+from eventsql_orchestration.bench.worker import Worker
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import BenchmarkError, ValidationError
 from eventsql_orchestration.model import COMPRESSIONS, UNCOMPRESSED
-
-_PROCESSOR_UNIT: Final = "CPU µs per event"
-_DISK_UNIT: Final = "bytes per event"
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """The measurements of one run of publishing and consuming at once.
-
-    `started` is the start of the first publication and `published` the end of the last, by `time.monotonic`.
-    `of_shards` is the number of events on each shard. `processor` is the processor seconds of each kind of process
-    until the last offset, if the system tells them. `disk` is the bytes of the log with its indexes.
-    """
-
-    events: int
-    started: float
-    published: float
-    samples: Sequence[Sample]
-    of_shards: Sequence[int]
-    processor: dict[str, float]
-    disk: int
-
-    @property
-    def seconds(self) -> float:
-        """Seconds from the first publication to the last committed offset."""
-        return self.samples[-1].at - self.started
-
-    @property
-    def published_per_second(self) -> float:
-        return self.events / (self.published - self.started)
-
-    def figure(self, name: str) -> Figure:
-        """Events published and consumed per second. `behind` events were not consumed when the last was published."""
-        quarters = quarter_rates(self.started, self.samples, self.events)
-        behind = self.events - max((each.events for each in self.samples if each.at <= self.published), default=0)
-        return rate(
-            name, self.events / self.seconds, seconds=self.seconds, published_per_second=self.published_per_second,
-            quarters=quarters, last_quarter_to_first=quarters[3] / quarters[0], behind=behind,
-            processor_seconds=self.processor,
-        )  # fmt: skip
-
-    def figures(self, name: str) -> list[Figure]:
-        """The rate, the processor time of an event in all processes if the system tells it, and its disk."""
-        costs = {kind: seconds / self.events * 1e6 for kind, seconds in self.processor.items()}
-        processor = Figure(f"{name}_processor", sum(costs.values()), _PROCESSOR_UNIT, details=costs)
-        disk = Figure(f"{name}_disk", self.disk / self.events, _DISK_UNIT)
-        return [self.figure(name), *([processor] if costs else []), disk]
+from eventsql_orchestration.orchestration.local_processes import lock_file, try_lock
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stream(Benchmark):
+class Stream(OnTopic, BesideRawCopy):
     """Publish and consume at once: events per second until the last offset is committed, and in each quarter.
 
     With --rate it reproduces the table of EventSQL's own benchmark: events published and consumed per second when N
@@ -99,7 +68,7 @@ class Stream(Benchmark):
     seconds: float = duration(60.0, "How long, with --rate", quick=2.0)
     handler_delay: float = option(
         0.0, "The handler sleeps for up to so many milliseconds on each batch",
-        least=0, most=60_000, metavar="MS", scale=0.001,
+        least=0, most=60_000, metavar="MS",
     )  # fmt: skip
     compression: str = option(UNCOMPRESSED, "How the blocks of the topic are compressed", choices=COMPRESSIONS)
     shards: int | None = option(
@@ -108,7 +77,7 @@ class Stream(Benchmark):
 
     def __post_init__(self) -> None:
         """Raise `ValidationError` for fewer events than publishers, and for sizes that contradict each other."""
-        check_publishers(self.total, self.publishers)
+        check_share(self.total, "events", self.publishers, "publishers")
         if self.hold_xmin and self.rate is not None:
             raise ValidationError("--hold-xmin is measured at full speed: leave out --rate")
         if self.hold_xmin and self.shards is not None:
@@ -137,46 +106,28 @@ class Stream(Benchmark):
         name = self.figure_name
         if self.rate is not None:
             session.settle()
-            run = self._run(session)
-            return [rate(f"{name}_published", run.published_per_second), run.figure(f"{name}_consumed")]
+            consumed, *_ = self._run(session, f"{name}_consumed")
+            return [rate(f"{name}_published", consumed.details["published_per_second"]), consumed]
 
-        figures = session.beside_raw_copy(lambda: self._run(session).figures(name))
+        figures = self.beside_raw_copy(session, lambda: self._run(session, name))
         if self.hold_xmin:
             held_name = f"{name}_xmin_held"
-            held = session.beside_raw_copy(lambda: self._run(session, hold_xmin=True).figures(held_name))
+            held = self.beside_raw_copy(session, lambda: self._run(session, held_name, hold_xmin=True))
             ratio = held[0].value / figures[0].value
             figures += [*held, Figure(f"{held_name}_ratio", ratio, "of the figure without")]
         return figures
 
-    def _run(self, session: Session, *, hold_xmin: bool = False, servers: Sequence[int] = ()) -> Run:
+    def _run(self, session: Session, name: str, *, hold_xmin: bool = False) -> list[Figure]:
         """Publish and consume all events once.
 
-        `servers` are the process ids of the database servers to meter; by default the session's, if it runs here.
+        Gives the rate, the processor time of an event in all processes if the system tells it, and its disk.
         """
         events = self.total
-        stored = {"storage": self.storage, "compression": self.compression}
-        with session.topic("stream", partitions=self.partitions, **stored) as topic, session.crew() as crew:
+        with self.topic(session, compression=self.compression) as topic, session.crew() as crew:
             consumer = session.consumer(topic)
-            processes = {
-                "publishers": start_publishers(
-                    crew, topic, events=events, batch=self.batch or (5_000 if self.rate is None else 100),
-                    publishers=self.publishers, straight=self.straight, transfer=self.straight, rate=self.rate,
-                ),
-                "consumers": [
-                    crew.start(
-                        roles.consume, f"consumer {number}", topic=topic, consumer=consumer,
-                        max_events=self.max_events, polling_delay=self.polling_delay, handler_delay=self.handler_delay,
-                    )
-                    for number in range(1, self.consumers + 1)
-                ],
-                "transfers": [] if self.straight else [crew.start(roles.transfer, "the transfer")],
-            }  # fmt: skip
+            processes = self._start(crew, topic, consumer)
             crew.ready()
-            pids = {kind: [each.process.pid for each in members] for kind, members in processes.items()}
-            if not servers:
-                server = parent(session.connection.info.backend_pid)
-                servers = [] if server is None else [server]
-            meter = Meter({kind: each for kind, each in {**pids, "servers": servers}.items() if each})
+            meter = session.meter(**processes)
 
             with session.holding_xmin() if hold_xmin else nullcontext():
                 crew.go()
@@ -184,14 +135,41 @@ class Stream(Benchmark):
                     crew, topic, consumer, events=events, step="publishing and consuming",
                     limit=limit_of(events) + (0.0 if self.rate is None else self.seconds),
                     # With more servers, each server is asked less often: the cost stays the same.
-                    every=SAMPLE_SECONDS * max(1, len(servers)),
+                    every=SAMPLE_SECONDS * len(session.connections),
                 )  # fmt: skip
-            processor = meter.taken()
-            of_shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
+            costs = meter.per_event(events)
+            shards = session.numbers("consumed", {"topic": topic, "consumer": consumer})
             disk = session.disk(topic)
-            outcomes = [crew.outcome(publisher, limit=60.0) for publisher in processes["publishers"]]
+            started, published = span([crew.outcome(each, limit=60.0) for each in processes["publishers"]])
 
-        return Run(events, *span(outcomes), samples, of_shards, processor, disk)
+        # At an offered rate, the last batch has its share of the time, although it is consumed before.
+        seconds = max(samples[-1].at, published) - started
+        quarters = quarter_rates(started, samples, events)
+        behind = events - max((each.events for each in samples if each.at <= published), default=0)
+        figure = rate(
+            name, events / seconds, seconds=seconds, published_per_second=events / (published - started),
+            quarters=quarters, last_quarter_to_first=quarters[3] / quarters[0], behind=behind,
+            processor_microseconds=costs, **({"of_shards": [each / seconds for each in shards]} if self.shards else {}),
+        )  # fmt: skip
+        processor = Figure(f"{name}_processor", sum(costs.values()), PROCESSOR, details=costs)
+        return [figure, *([processor] if costs else []), Figure(f"{name}_disk", disk / events, "bytes per event")]
+
+    def _start(self, crew: Crew, topic: str, consumer: str) -> dict[str, list[WorkerProcess]]:
+        """Start the processes of each kind."""
+        return {
+            "publishers": start_publishers(
+                crew, topic, events=self.total, batch=self.batch or (5_000 if self.rate is None else 100),
+                publishers=self.publishers, straight=self.straight, transfer=self.straight, rate=self.rate,
+            ),
+            "consumers": [
+                crew.start(
+                    roles.consume, f"consumer {number}", topic, consumer, max_events=self.max_events,
+                    polling_delay=self.polling_delay, handler_delay=self.handler_delay / 1_000,
+                )
+                for number in range(1, self.consumers + 1)
+            ],
+            "transfers": [] if self.straight else [crew.start(roles.transfer, "the transfer")],
+        }  # fmt: skip
 
     # On servers of its own
 
@@ -202,19 +180,19 @@ class Stream(Benchmark):
         )
         return "" if self.shards is None else shared
 
-    def run(self, site: Site) -> tuple[list[Figure], dict[str, Any]]:
+    def run(self, open_platform: Open, *, home: Path, report: Report) -> tuple[list[Figure], dict[str, Any]]:
         if self.shards is None:
-            return super().run(site)
+            return super().run(open_platform, home=home, report=report)
 
         measured, environment = [], {}
-        with _servers(site.home / "bench-shards", self.shards) as servers:
+        with _servers(home / "bench-shards", self.shards) as servers:
             for number in range(1, self.shards + 1):
-                dsns = [server.create_database(f"of_{number}") for server in list(servers)[:number]]
+                dsns = [server.create_database(f"of_{number}") for server in servers[:number]]
                 with (
                     EventSQL(*dsns, transfer=False) as platform,
-                    site.session(platform.open(), self.raw_events) as session,
+                    Session(platform.open(), home=home, report=report) as session,
                 ):
-                    measured.append(self._on_shards(session, list(servers.values())[:number]))
+                    measured.append(self._on_shards(session))
                     environment = session.describe()
 
         ratios = [
@@ -222,33 +200,99 @@ class Stream(Benchmark):
             for figures in measured[1:]
             for figure, one in zip(figures, measured[0], strict=True)
         ]
-        figures = [figure for figures in measured for figure in figures]
-        return [*figures, *ratios], {**environment, "benchmark": asdict(self)}
+        return [*chain(*measured), *ratios], {**environment, "benchmark": asdict(self)}
 
-    def _on_shards(self, session: Session, pids: Sequence[int]) -> list[Figure]:
+    def _on_shards(self, session: Session) -> list[Figure]:
         """The rate of this number of servers, and the processor time per event."""
-        name = f"{self.figure_name}_{len(pids)}_shard{'s' if len(pids) > 1 else ''}"
-
-        def measure() -> list[Figure]:
-            run = self._run(session, servers=pids)
-            figure, *costs = run.figures(name)
-            of_shards = {"of_shards": [events / run.seconds for events in run.of_shards]}
-            return [replace(figure, details={**figure.details, **of_shards}), *costs]
-
+        shards = len(session.connections)
+        name = f"{self.figure_name}_{shards}_shard{'s' if shards > 1 else ''}"
         if self.rate is None:
-            return session.beside_raw_copy(measure)
+            return self.beside_raw_copy(session, lambda: self._run(session, name))
         # An offered rate has no ratio to the raw COPY rate, which is a server's maximum.
         session.settle()
-        return measure()
+        return self._run(session, name)
 
 
 @contextmanager
-def _servers(home: Path, number: int) -> Iterator[dict[EmbeddedPostgres, int]]:
-    """Embedded servers in `home`, with their process ids. They are gone after the block."""
-    servers = [EmbeddedPostgres(home / f"server-{each}") for each in range(1, number + 1)]
-    try:
-        yield {server: server.start().pid for server in servers}
-    finally:
-        for server in servers:
-            server.destroy()
-        shutil.rmtree(home, ignore_errors=True)
+def _servers(home: Path, number: int) -> Iterator[list[EmbeddedPostgres]]:
+    """Embedded servers in `home`, which are gone after the block. Those of a killed benchmark are gone before it."""
+    home.mkdir(parents=True, exist_ok=True)
+    with lock_file(home / "lock") as lock:
+        if not try_lock(lock):
+            raise BenchmarkError(f"another benchmark has its servers in {home}: wait for its end")
+        try:
+            _destroy(home)
+            yield [EmbeddedPostgres(home / f"server-{each}") for each in range(1, number + 1)]
+        finally:
+            with uninterrupted():
+                _destroy(home)
+                shutil.rmtree(home, ignore_errors=True)
+
+
+def _destroy(home: Path) -> None:
+    for directory in home.glob("server-*"):
+        EmbeddedPostgres(directory).destroy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Single(OnTopic, BesideRawCopy):
+    """Publish one event per commit from the threads of one process, and consume at once in another process.
+
+    The publisher's process also transfers, as by default. The processor time of the server is measured where the server
+    runs on this machine.
+    """
+
+    name = "single"
+    summary = "Publish one event per commit, and consume at once."
+
+    events: int = option(60_000, "Events", quick=2_000)
+    threads: int = connected(16, "Threads that publish")
+
+    def __post_init__(self) -> None:
+        """Raise `ValidationError` for fewer events than threads."""
+        check_share(self.events, "events", self.threads, "threads")
+
+    def measure(self, session: Session) -> list[Figure]:
+        return self.beside_raw_copy(session, lambda: self._run(session))
+
+    def _run(self, session: Session) -> list[Figure]:
+        with self.topic(session) as topic, session.crew() as crew:
+            consumer = session.consumer(topic)
+            publisher = crew.start(self._publish, "the publisher", topic)
+            handler = crew.start(roles.consume, "the consumer", topic, consumer, max_events=1_000)
+            crew.ready()
+            meter = session.meter(publisher=[publisher], consumer=[handler])
+
+            crew.go()
+            samples = session.watch_offsets(
+                crew, topic, consumer, events=self.events, step="publishing one event per commit",
+                limit=60.0 + self.events / 100,
+            )  # fmt: skip
+            costs = meter.per_event(self.events)
+            published = crew.stop(publisher)
+
+        name, elapsed = "one_event_per_commit", samples[-1].at - published["started"]
+        return [
+            rate(name, self.events / elapsed, seconds=elapsed, threads=self.threads),
+            *(Figure(f"{name}_{kind.removesuffix('s')}", cost, PROCESSOR) for kind, cost in costs.items()),
+        ]
+
+    def _publish(self, worker: Worker, topic: str) -> roles.Outcome:
+        """Publish one event per commit, by threads that share the events. Gives the start."""
+        pool = workload.publications(topic, min(self.events, workload.POOL))
+        with worker.platform(transfer=True) as platform:
+            platform.registry.cached_topic(topic)
+            # Each thread has its connection before the clock starts.
+            with ExitStack() as opened:
+                for _ in range(self.threads):
+                    opened.enter_context(platform.database.connection())
+
+            def publish_share(first: int) -> None:
+                for position in range(first, self.events, self.threads):
+                    platform.publisher.publish(pool[position % len(pool)])
+
+            worker.ready()
+            started = time.monotonic()
+            at_once(self.threads, publish_share)
+            worker.stopped.wait()
+        return {"started": started}

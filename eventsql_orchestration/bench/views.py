@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from statistics import median
-from typing import ClassVar, Final
+from typing import Final
 
-from eventsql_orchestration.bench.benchmark import Benchmark, option, workers
-from eventsql_orchestration.bench.figure import Figure, percentile, rate
+from eventsql_orchestration.bench.benchmark import BesideRawCopy, connected, option
+from eventsql_orchestration.bench.figure import Figure, delays, rate, ratio
+from eventsql_orchestration.bench.roles import at_once
 from eventsql_orchestration.bench.session import PREFIX, Session
 from eventsql_orchestration.errors import ViewNotFoundError
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, RollupView, Timeline, Views
@@ -43,7 +43,7 @@ _CHUNK: Final = 200_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class ViewsBenchmark(Benchmark):
+class ViewsBenchmark(BesideRawCopy):
     """Fill a timeline, logs and a rollup; read them at random places; apply events to a rollup.
 
     The timeline has so many events of each resource of each tenant, written in turns over a month. The logs have lines
@@ -57,7 +57,6 @@ class ViewsBenchmark(Benchmark):
 
     name = "views"
     summary = "Read timelines, logs and rollups, and apply events to a rollup."
-    hidden: ClassVar[frozenset[str]] = frozenset({"partitions", "storage"})
 
     tenants: int = option(10, "Tenants", most=1_000, quick=2)
     resources: int = option(100_000, "Resources of each tenant", quick=50)
@@ -66,7 +65,7 @@ class ViewsBenchmark(Benchmark):
     lookups: int = option(2_000, "Lookups, searches and totals that are timed", quick=20)
     applied: int = option(200_000, "Events of each measurement of the rollup", quick=800)
     batch: int = option(1_000, "Events of a transaction", most=100_000, quick=50)
-    slots: int = workers(8, "Threads that apply events, each with a slot")
+    slots: int = connected(8, "Threads that apply events, each with a slot")
     rounds: int = option(3, "Measurements of the rollup; the median counts", quick=1)
 
     @property
@@ -77,13 +76,15 @@ class ViewsBenchmark(Benchmark):
         views = Views(session.platform.database)
         end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         chosen = random.Random(1)  # noqa: S311 - no secret
-        with _declared(views):
+        with _declared(session, views):
             self._fill_timeline(session, views, end - _MONTH)
             self._fill_logs(session, views, end - _MONTH)
             self._fill_rollup(session, views, end - _DAY)
             # As the housekeeping does within an hour.
             views.sort()
-            self._analyze(session)
+            for view in _VIEWS:
+                # As autovacuum does soon: index-only scans and estimates need it.
+                session.connection.execute(session.queries("vacuum_view", table=view.table))
             timeline, logs, rollup = views.timeline(_TIMELINE), views.logs(_LOGS), views.rollup(_ROLLUP)
 
             def tenant() -> str:
@@ -105,39 +106,33 @@ class ViewsBenchmark(Benchmark):
                 self._timed("logs_page_of_a_month", lambda: search(_PAGE)),
                 self._timed("rollup_hours_of_a_day", total),
             ]
-            figures += session.beside_raw_copy(lambda: self._apply(session, rollup, end))
+            figures += self.beside_raw_copy(session, lambda: self._apply(session, rollup, end))
         return figures
 
     # Filling
 
     def _fill_timeline(self, session: Session, views: Views, start: datetime) -> None:
-        statement = session.queries("fill_timeline", table=_TIMELINE.table)
-        resources = self.tenants * self.resources
         times = [start + _MONTH * number / self.events for number in range(self.events)]
         with session.platform.database.transaction() as connection:
             # It makes the partitions.
             views.timeline(_TIMELINE).append(connection, [("resource", {}, at) for at in times])
-        for number, at in enumerate(times):
-            for first in range(0, resources, _CHUNK):
-                upto = min(first + _CHUNK, resources) - 1
-                values = {"tenants": self.tenants, "resources": resources, "first": first, "upto": upto, "at": at}
-                session.connection.execute(statement, values)
-                session.report("filling the timeline", number * resources + upto, resources * self.events)
+        resources = self.tenants * self.resources
+        for at in times:
+            self._fill(session, _TIMELINE, resources, resources=resources, at=at)
 
     def _fill_logs(self, session: Session, views: Views, start: datetime) -> None:
-        statement = session.queries("fill_logs", table=_LOGS.table)
         days = [start + number * _DAY for number in range(_MONTH // _DAY + 1)]
         with session.platform.database.transaction() as connection:
             # It makes the partitions.
             views.logs(_LOGS).write(connection, [LogEntry("resource", "", at) for at in days])
-        for first in range(0, self.lines, _CHUNK):
-            upto = min(first + _CHUNK, self.lines) - 1
-            values = {
-                "tenants": self.tenants, "resources": _LOG_RESOURCES, "first": first, "upto": upto, "start": start,
-                "step": _MONTH / self.lines,
-            }  # fmt: skip
-            session.connection.execute(statement, values)
-            session.report("filling the logs", upto, self.lines)
+        self._fill(session, _LOGS, self.lines, resources=_LOG_RESOURCES, start=start, step=_MONTH / self.lines)
+
+    def _fill(self, session: Session, view: Timeline | Logs, rows: int, **values: object) -> None:
+        statement = session.queries("fill_timeline" if isinstance(view, Timeline) else "fill_logs", table=view.table)
+        for first in range(0, rows, _CHUNK):
+            chunk = {"first": first, "upto": min(first + _CHUNK, rows) - 1}
+            session.connection.execute(statement, {"tenants": self.tenants, **values, **chunk})
+            session.report(f"filling {view.name}", first, rows)
 
     def _fill_rollup(self, session: Session, views: Views, start: datetime) -> None:
         minutes = [start + number * timedelta(minutes=1) for number in range(_DAY // timedelta(minutes=1))]
@@ -146,15 +141,10 @@ class ViewsBenchmark(Benchmark):
             with session.platform.database.transaction() as connection:
                 views.rollup(_ROLLUP).add(connection, entries, tenant=f"tenant-{number}")
 
-    def _analyze(self, session: Session) -> None:
-        for view in _VIEWS:
-            # As autovacuum does soon: index-only scans and estimates need it.
-            session.connection.execute(session.queries("vacuum_view", table=view.table))
-
     # Measuring
 
     def _timed(self, name: str, read: Callable[[], int]) -> Figure:
-        """The milliseconds of a call in the median and the 99th percentile."""
+        """The milliseconds of a call."""
         for _ in range(10):
             read()
         seconds, rows = [], 0
@@ -162,48 +152,39 @@ class ViewsBenchmark(Benchmark):
             started = time.perf_counter()
             rows += read()
             seconds.append(time.perf_counter() - started)
-        details = {"p99": percentile(sorted(seconds), 0.99) * 1_000, "rows": rows / self.lookups}
-        return Figure(name, median(seconds) * 1_000, "ms", details=details)
+        return delays(name, seconds, rows=rows / self.lookups)
 
     def _apply(self, session: Session, rollup: RollupView, at: datetime) -> list[Figure]:
-        rates: dict[str, list[float]] = {"own_buckets": [], "one_bucket": []}
-        for number in range(self.rounds):
-            for kind, found in rates.items():
-                session.report(f"applying, {kind}", number, self.rounds)
-                found.append(self._applied_rate(session, rollup, at, own=kind == "own_buckets"))
-        ratio = median(one / own for own, one in zip(rates["own_buckets"], rates["one_bucket"], strict=True))
+        rates = session.in_turns(
+            "applying",
+            self.rounds,
+            {kind: partial(self._applied_rate, session, rollup, at, kind) for kind in ("own_buckets", "one_bucket")},
+        )
         return [
             *(
                 rate(f"rollup_{kind}", median(found), rounds=found, threads=self.slots, batch=self.batch)
                 for kind, found in rates.items()
             ),
-            Figure("rollup_one_bucket_ratio", ratio, "of own buckets"),
+            ratio("rollup_one_bucket_ratio", rates["one_bucket"], rates["own_buckets"], "of own buckets"),
         ]
 
-    def _applied_rate(self, session: Session, rollup: RollupView, at: datetime, *, own: bool) -> float:
+    def _applied_rate(self, session: Session, rollup: RollupView, at: datetime, kind: str) -> float:
         transactions = max(1, self.applied // self.batch // self.slots)
-        ready = threading.Barrier(self.slots + 1)
-        database = session.platform.database
 
-        def work(slot: int) -> None:
-            dimensions = {"kind": f"kind-{slot}" if own else "kind"}
-            ready.wait()
+        def apply(slot: int, transactions: int) -> None:
+            dimensions = {"kind": f"kind-{slot}" if kind == "own_buckets" else "kind"}
             for _ in range(transactions):
                 entries = [RollupEntry(at, dimensions, {"cents": number}) for number in range(self.batch)]
-                with database.transaction() as connection:
+                with session.platform.database.transaction() as connection:
                     rollup.add(connection, entries, slot=slot, tenant="applied")
 
-        with ThreadPoolExecutor(self.slots) as threads:
-            working = [threads.submit(work, slot) for slot in range(self.slots)]
-            ready.wait()
-            started = time.perf_counter()
-            for future in working:
-                future.result()
-            return transactions * self.slots * self.batch / (time.perf_counter() - started)
+        # It connects.
+        at_once(self.slots, partial(apply, transactions=1))
+        return transactions * self.slots * self.batch / at_once(self.slots, partial(apply, transactions=transactions))
 
 
 @contextmanager
-def _declared(views: Views) -> Iterator[None]:
+def _declared(session: Session, views: Views) -> Iterator[None]:
     """Declare the views, empty, and drop them at the end of the block. Drops the views of a killed benchmark first."""
 
     def drop() -> None:
@@ -212,8 +193,6 @@ def _declared(views: Views) -> Iterator[None]:
                 views.drop(view.name)
 
     drop()
-    views.declare(*_VIEWS)
-    try:
+    with session.removing(drop):
+        views.declare(*_VIEWS)
         yield
-    finally:
-        drop()

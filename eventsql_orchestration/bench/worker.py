@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import io
 import json
 import logging
 import os
+import pickle
+import signal
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Final
+from contextlib import suppress
+from typing import Any, BinaryIO, Final
 
 from eventsql_orchestration.client.eventsql import EventSQL
 
@@ -22,7 +24,7 @@ _REPORT_SECONDS: Final = 0.2
 class Worker:
     """The process itself: its databases, and its messages to the benchmark and from it."""
 
-    def __init__(self, orders: io.FileIO, reports: io.FileIO) -> None:
+    def __init__(self, orders: BinaryIO, reports: io.FileIO) -> None:
         self._orders = orders
         self._reports = reports
         self._began = 0
@@ -34,25 +36,24 @@ class Worker:
 
     def play(self) -> dict[str, Any]:
         """Play the role of the first order. A thread listens to later orders."""
-        order: dict[str, Any] = json.loads(self._orders.readline())
-        self.dsns, self.schema = order["dsns"], order["schema"]
+        role, arguments, options, self.dsns, self.schema = pickle.load(self._orders)  # noqa: S301 - the benchmark's own
         threading.Thread(target=self._listen, daemon=True).start()
-
-        module, _, name = order["role"].partition(":")
-        outcome: dict[str, Any] = getattr(importlib.import_module(module), name)(self, **order["arguments"])
+        outcome: dict[str, Any] = role(self, *arguments, **options)
         return outcome
 
     def _listen(self) -> None:
-        for line in iter(self._orders.readline, b""):
-            message = json.loads(line)
-            if "go" in message:
-                self._began = message["go"]
-                self._go.set()
-            else:
-                self.stopped.set()
+        with suppress(EOFError):
+            while True:
+                match pickle.load(self._orders):  # noqa: S301 - the benchmark's own
+                    case int(began):
+                        self._began = began
+                        self._go.set()
+                    case None:
+                        self.stopped.set()
 
-        # The benchmark is gone. The server ends the statements of this process.
-        os._exit(1)
+        # The benchmark is gone, or does not need this process any more. The server ends the statements of this process.
+        # Programs that it has started are in its group.
+        os.killpg(0, signal.SIGTERM)
 
     def platform(self, *, transfer: bool = False, straight: bool = True) -> EventSQL:
         return EventSQL(*self.dsns, schema=self.schema, migrate=False, transfer=transfer, straight=straight)
@@ -84,7 +85,7 @@ def main() -> int:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
 
-    worker = Worker(io.FileIO(sys.stdin.fileno(), closefd=False), reports)
+    worker = Worker(sys.stdin.buffer, reports)
     try:
         worker.say(outcome=worker.play())
     except Exception as error:  # noqa: BLE001 - the benchmark fails with any error of its processes

@@ -12,7 +12,7 @@ from typing import Any, Final
 import click
 from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
-from eventsql_orchestration.bench.benchmark import UNBOUNDED, Benchmark, Option, Site
+from eventsql_orchestration.bench.benchmark import UNBOUNDED, Benchmark, Option
 from eventsql_orchestration.bench.figure import Figure
 from eventsql_orchestration.bench.processes import Report
 from eventsql_orchestration.bench.table import BENCHMARKS
@@ -20,9 +20,6 @@ from eventsql_orchestration.cli.context import CliContext, pass_context
 from eventsql_orchestration.cli.output import Columns, progress_bar, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import Number
 from eventsql_orchestration.signals import handling
-
-_TERMINATED: Final = 143
-"""128 + SIGTERM, as shells have it."""
 
 _LARGE: Final = 10_000_000
 _BYTES_PER_EVENT: Final = 350
@@ -45,12 +42,7 @@ def bench() -> None:
 def _command(benchmark: type[Benchmark]) -> click.Command:
     @pass_context
     def measure(context: CliContext, /, *, quick: bool, as_json: bool, **given: Any) -> None:
-        scales = {field.name: option.scale for field, option in benchmark.options()}
-        values = {
-            name: value if scales[name] == 1 else value * scales[name]
-            for name, value in given.items()
-            if value not in (None, ())
-        }
+        values = {name: value for name, value in given.items() if value not in (None, ())}
         _measure(context, benchmark.sized(quick=quick, **values), as_json=as_json)
 
     return click.Command(
@@ -98,7 +90,7 @@ def _text(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-for _benchmark in BENCHMARKS.values():
+for _benchmark in BENCHMARKS:
     bench.add_command(_command(_benchmark))
 
 
@@ -107,9 +99,10 @@ def _measure(context: CliContext, benchmark: Benchmark, *, as_json: bool) -> Non
         gigabytes = benchmark.stored_events * _BYTES_PER_EVENT / 1e9
         say(f"this stores {benchmark.stored_events:,} events for a while: some {gigabytes:.0f} GB")
 
-    # The benchmark deletes its topics, as after Ctrl-C.
-    with handling(lambda *_: sys.exit(_TERMINATED), signal.SIGTERM), _progress() as report:
-        figures, environment = benchmark.run(Site(context.platform, context.settings.home, report))
+    # The benchmark removes what it has made, as after Ctrl-C. The exit code is that of shells.
+    ended = handling(lambda number, _frame: sys.exit(128 + number), signal.SIGTERM, signal.SIGHUP)
+    with ended, _progress() as report:
+        figures, environment = benchmark.run(context.platform, home=context.settings.home, report=report)
 
     if as_json:
         write_json([*map(asdict, figures), environment])

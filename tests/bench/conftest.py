@@ -12,5 +12,5 @@ from eventsql_orchestration.bench.session import Session
 
 @pytest.fixture
 def session(platform: EventSQL) -> Iterator[Session]:
-    with Session(platform, raw_events=1_000) as entered:
+    with Session(platform) as entered:
         yield entered

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import inspect
+import secrets
 import subprocess
 import sys
 import time
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Literal
 
+import psutil
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.bench import machine, processor, roles, workload
-from eventsql_orchestration.bench.figure import EVENTS_PER_SECOND, Figure, Sample, percentile, quarter_rates
+from eventsql_orchestration.bench import machine, roles, workload
+from eventsql_orchestration.bench.benchmark import Benchmark
+from eventsql_orchestration.bench.figure import (
+    EVENTS_PER_SECOND,
+    Figure,
+    Sample,
+    delays,
+    percentile,
+    quarter_rates,
+    ratio,
+)
 from eventsql_orchestration.bench.session import PREFIX, Session, start_publishers
+from eventsql_orchestration.bench.spark import Spark
 from eventsql_orchestration.bench.statements import counted
+from eventsql_orchestration.bench.store import Store
 from eventsql_orchestration.bench.stream import Stream
+from eventsql_orchestration.bench.table import BENCHMARKS, All
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.errors import BenchmarkError, ValidationError
+from eventsql_orchestration.errors import BenchmarkError
+from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.topics.partitioner import default_partition
 from tests.forms import stored
+from tests.waiting import PATIENCE, wait_until
 
 
 def tables(database: Database) -> set[str]:
@@ -27,6 +46,33 @@ def tables(database: Database) -> set[str]:
             "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
         )
         return {str(name) for (name,) in rows}
+
+
+PROGRAM = [
+    sys.executable,
+    "-c",
+    "import os, pathlib, signal; pathlib.Path('pid').write_text(f'{os.getpid()}.'); signal.pause()",
+]
+
+
+def started(directory: Path) -> psutil.Process:
+    """The process of `PROGRAM`, once it runs."""
+    written = directory / "pid"
+    wait_until(lambda: written.exists() and written.read_text().endswith("."), "the start of the program")
+    return psutil.Process(int(written.read_text()[:-1]))
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether a process has ended. In a container, nobody may ask for the result of one without a parent."""
+    try:
+        return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def queues(platform: EventSQL) -> list[str]:
+    with platform.database.connection() as connection:
+        return [str(name) for (name,) in connection.execute("SELECT eql_name FROM eventsql.queue")]
 
 
 def test_quarters_end_between_the_samples_around_them() -> None:
@@ -59,6 +105,23 @@ def test_batches_hold_every_event_that_was_asked_for(events: int) -> None:
     assert sum(number for number, _ in workload.encoded_batches("t", 10, events=events, batch=1_000)) == events
 
 
+@pytest.mark.parametrize("benchmark", [each for each in BENCHMARKS if each is not All], ids=lambda each: each.name)
+def test_every_option_of_a_benchmark_means_something_to_it(benchmark: type[Benchmark]) -> None:
+    code = inspect.getsource(benchmark)
+    used = {"partitions", "storage"} if "self.topic(" in code else set()
+    used |= {"raw_events"} if "self.beside_raw_copy(" in code else set()
+    options = {field.name for field, _ in benchmark.options()}
+    assert {name for name in options - used if f"self.{name}" not in code} == set()
+
+
+def test_the_whole_table_is_measured_with_its_options() -> None:
+    whole = All.sized(quick=True, storage="rows", partitions=3, raw_events=7)
+    assert whole._sized(Stream, publishers=2) == Stream.sized(
+        quick=True, storage="rows", partitions=3, raw_events=7, publishers=2
+    )
+    assert whole._sized(Store) == Store.sized(quick=True)
+
+
 def test_encoded_events_arrive_as_published_ones_do(session: Session) -> None:
     platform = session.platform
     with session.topic("encoded", partitions=4) as topic:
@@ -86,11 +149,60 @@ def test_statements_are_counted_with_the_begin_and_commit_around_them(database: 
 
 
 def test_rates_of_events_have_their_part_of_the_raw_copy_rate(session: Session) -> None:
-    rate, time = session.beside_raw_copy(lambda: [Figure("rate", 10.0, EVENTS_PER_SECOND), Figure("time", 1.0, "ms")])
+    figures = [Figure("rate", 10.0, EVENTS_PER_SECOND), Figure("time", 1.0, "ms")]
+    rate, time = session.beside_raw_copy(lambda: figures, events=1_000)
     (raw,) = session.raw_copy()
     assert rate.ratio_to_raw_copy == pytest.approx(10.0 / raw.value)
     assert time.ratio_to_raw_copy is None
     assert raw.details["measured"] == 2
+
+
+def test_the_raw_copy_rate_and_the_figure_each_begin_on_a_settled_server(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+    monkeypatch.setattr(session, "settle", lambda: steps.append("settle"))
+    monkeypatch.setattr(session, "_copy", lambda *_: steps.append("copy"))
+
+    def measure() -> list[Figure]:
+        steps.append("figure")
+        return []
+
+    session.beside_raw_copy(measure, events=10)
+    assert steps == ["settle", "copy", "settle", "figure", "settle", "copy"]
+
+
+def test_no_side_of_a_comparison_always_comes_first(session: Session) -> None:
+    measured: list[str] = []
+
+    def measure(side: str) -> float:
+        measured.append(side)
+        return float(len(measured))
+
+    sides = {side: partial(measure, side) for side in ("ours", "theirs")}
+    assert session.in_turns("comparing", 3, sides) == {"ours": [1.0, 4.0, 5.0], "theirs": [2.0, 3.0, 6.0]}
+    assert measured == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+
+
+def test_a_ratio_is_the_median_of_the_ratios_of_neighbours() -> None:
+    found = ratio("of_theirs", [10.0, 6.0, 40.0], [5.0, 2.0, 10.0], "ratio")
+    assert found.value == 3.0
+    assert (found.details["least"], found.details["most"], found.details["measured"]) == (2.0, 4.0, 3)
+
+
+def test_delays_are_told_in_milliseconds_with_their_percentiles() -> None:
+    found = delays("cold_start", [0.003, 0.001, 0.002], runs=3)
+    assert (found.value, found.unit) == (2.0, "ms")
+    assert found.details == {"least": 1.0, "p90": 3.0, "p99": 3.0, "most": 3.0, "measured": 3, "runs": 3}
+
+
+def test_spark_s_jdbc_source_reads_the_same_events_in_rows(session: Session) -> None:
+    with Spark.sized(events=200).sources(session) as topics:
+        platform = session.platform
+        assert [platform.registry.topic(name).storage for name in topics] == ["blocks", "rows"]
+        assert [platform.reader.count(name) for name in topics] == [200, 200]
+    with Spark.sized(events=200, storage="rows").sources(session) as (source, rows):
+        assert source == rows
 
 
 def test_what_a_figure_is_measured_on_is_gone_with_it(session: Session, database: Database) -> None:
@@ -113,13 +225,37 @@ def test_a_benchmark_deletes_what_a_killed_one_has_left_and_nothing_else(
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}raw_0 (eql_id bigint)")
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}deleted_event (eql_id bigint)")
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}notes (eql_id bigint)")
-    with Session(platform, raw_events=1):
+    for name in ("waiting", f"{PREFIX}queue_0"):
+        Queue(platform, name).send(b"message")
+    with Session(platform):
         assert [topic.name for topic in platform.registry.topics()] == ["orders"]
         assert tables(database) == {f"{PREFIX}notes"}
+        assert queues(platform) == ["waiting"]
+
+
+@pytest.mark.parametrize("kind", ["SCHEMA", "DATABASE"])
+def test_a_benchmark_drops_the_schemas_and_databases_of_a_killed_one_and_no_others(
+    platform: EventSQL, kind: Literal["SCHEMA", "DATABASE"]
+) -> None:
+    left, other = (f"{PREFIX}{name}_{secrets.token_hex(3)}" for name in ("left", "other"))
+    with platform.database.dedicated() as connection:
+
+        def found() -> list[str]:
+            names = "SELECT nspname FROM pg_namespace UNION ALL SELECT datname FROM pg_database"
+            return [str(name) for (name,) in connection.execute(names) if name in {left, other}]
+
+        connection.execute(f"CREATE {kind} {other}")
+        try:
+            with Session(platform) as session, session.made(kind, left):
+                assert sorted(found()) == [left, other]
+                session._remove_leftovers()
+                assert found() == [other]
+        finally:
+            connection.execute(f"DROP {kind} {other}")
 
 
 def test_one_benchmark_runs_on_a_database_at_a_time(session: Session) -> None:
-    with pytest.raises(BenchmarkError, match="another benchmark"), Session(session.platform, raw_events=1):
+    with pytest.raises(BenchmarkError, match="another benchmark"), Session(session.platform):
         pass
 
 
@@ -161,12 +297,6 @@ def test_the_server_says_what_it_is_set_to(session: Session) -> None:
     assert described["server_settings"]["synchronous_commit"] == "on"
 
 
-@pytest.mark.parametrize("wrong", [{"events": 1, "publishers": 2}, {"rate": 10.0, "hold_xmin": True}])
-def test_sizes_that_mean_nothing_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        Stream.sized(**wrong)
-
-
 def test_a_role_that_fails_fails_the_figure_with_its_error(session: Session) -> None:
     with session.crew() as crew, pytest.raises(BenchmarkError, match=r"publisher 1 failed: TopicNotFoundError"):
         start_publishers(crew, f"{PREFIX}nowhere", events=1, batch=1)
@@ -178,6 +308,37 @@ def test_a_process_that_does_not_end_is_given_up(session: Session) -> None:
         transfer = crew.start(roles.transfer, "the transfer")
         crew.go()
         crew.outcome(transfer, limit=0.2)
+
+
+def test_a_program_of_a_benchmark_ends_with_its_crew(session: Session, tmp_path: Path) -> None:
+    with session.crew() as crew:
+        crew.start(roles.run_program, "a program", command=PROGRAM, directory=str(tmp_path), environment={})
+        program = started(tmp_path)
+    assert ended(program)
+
+
+def test_a_program_of_a_benchmark_that_is_killed_ends_too(tmp_path: Path) -> None:
+    arguments = {"command": PROGRAM, "directory": str(tmp_path), "environment": {}}
+    code = (
+        "from eventsql_orchestration.bench import processes, roles\n"
+        "with processes.Crew() as crew:\n"
+        f"    crew.start(roles.run_program, 'a program', **{arguments!r})\n"
+        "    crew.wait(lambda: False, limit=600.0, what='the end')\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code]) as benchmark:
+        program = started(tmp_path)
+        benchmark.kill()
+    wait_until(lambda: ended(program), "the end of the program")
+
+
+def test_a_program_that_ends_by_itself_fails_the_figure_with_its_last_words(session: Session, tmp_path: Path) -> None:
+    with session.crew() as crew, pytest.raises(BenchmarkError) as raised:
+        command = [sys.executable, "-c", "import sys; sys.exit('the disk is full')"]
+        crew.start(roles.run_program, "the server", command=command, directory=str(tmp_path), environment={})
+        crew.go()
+        crew.wait(lambda: False, limit=PATIENCE, what="the server")
+    assert "the server died with exit code 1" in str(raised.value)
+    assert "the disk is full" in str(raised.value)
 
 
 def test_processes_end_with_their_crew(session: Session) -> None:
@@ -193,7 +354,7 @@ def test_a_meter_counts_the_processor_time_of_processes_and_of_what_they_started
     child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {busy!r}]); input()"
     with subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE) as process:
         try:
-            meter = processor.Meter({"child": [process.pid], "nobody": []})
+            meter = machine.Meter({"child": [process.pid], "nobody": []})
             before = time.monotonic()
             while meter.taken()["child"] < 0.3:
                 assert time.monotonic() < before + 60

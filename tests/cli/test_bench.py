@@ -48,6 +48,7 @@ FIGURES: dict[str, list[str]] = {
         "raw_copy",
     ],
     "retention": ["retention_of_oldest_half"],
+    "queue": ["queue_send", "queue_receive"],
     "capture": [
         "bulk_update", "bulk_update_captured", "bulk_update_ratio", "update_of_one_row", "update_of_one_row_captured",
         "update_of_one_row_ratio",
@@ -66,7 +67,7 @@ FIGURES: dict[str, list[str]] = {
 
 LONG = {
     "stream --through-buffer --hold-xmin", "stream --rate 2000 --handler-delay 5", "transfer", "consume",
-    "buffered --in-flight 100", "publish --batch 500", "idle --seconds 0.5", "views",
+    "buffered --in-flight 100", "publish --batch 500", "idle --seconds 0.5", "views", "queue",
 }  # fmt: skip
 """Commands that take long even where they are quick."""
 
@@ -124,7 +125,13 @@ def test_a_quick_run_ends_with_its_figures_and_leaves_nothing(
     assert "these figures are not of a durable server: fsync is off" in result.stderr
     assert left_behind(platform) == []
     assert platform.registry.topics() == []
+    assert platform.captures.list() == []
     assert platform.buffered() == {}
+
+
+def test_a_topic_of_any_size_loses_its_oldest_half(run: Run) -> None:
+    figure, _ = json.loads(run("bench", "retention", "--events", 2_000, "--json").stdout)
+    assert figure["details"] == {"events": 2_000, "left": 1_000}
 
 
 @pytest.mark.nightly
@@ -138,6 +145,12 @@ def test_the_whole_table_is_one_command(run: Run, platform: EventSQL) -> None:
     assert "publish_and_consume_4_publishers" in names
     assert len(names) == len(set(names))
     assert left_behind(platform) == []
+
+
+@pytest.mark.nightly
+def test_no_more_events_are_consumed_per_second_than_are_offered(run: Run) -> None:
+    published, consumed, _ = json.loads(run("bench", "stream", "--rate", 500, "--seconds", 0.4, "--json").stdout)
+    assert consumed["value"] <= published["value"] <= 500.0
 
 
 @pytest.mark.nightly
@@ -188,6 +201,7 @@ def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform
     [
         (signal.SIGINT, 130),
         pytest.param(signal.SIGTERM, 143, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.nightly),
     ],
 )
 def test_a_benchmark_that_is_ended_takes_its_topics_and_processes_along(

@@ -15,7 +15,7 @@ from click.testing import Result
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench import dagster_daemon, dagster_measurements
 from eventsql_orchestration.bench.dagster_daemon import Handled
-from eventsql_orchestration.bench.dagster_measurements import RunRate, Traffic, TransferHistory, steady_traffic
+from eventsql_orchestration.bench.dagster_measurements import Traffic, steady_traffic
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
 
@@ -30,7 +30,7 @@ def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
         reported.append((step, done, events))
 
     with (
-        Session(platform, raw_events=1, report=report) as session,
+        Session(platform, report=report) as session,
         dagster_daemon.daemon(session, "tiny", partitions=2, sensor="consumer", drain=2.0) as running,
     ):
         (first, second) = dagster_measurements.drained(running, 2, 0.1)
@@ -39,8 +39,9 @@ def test_a_daemon_is_measured_and_leaves_nothing(platform: EventSQL) -> None:
         # The run that drains would take one of these.
         running.await_quiet()
         rate = dagster_measurements.runs_at_once(running, 2)
-    assert rate.per_second > 0
-    assert rate.processor_seconds is None or rate.processor_seconds > 0
+    per_second, processor = rate
+    assert per_second > 0
+    assert processor is None or processor > 0
     assert 0 < min(first, second) < cold
     assert looks >= 0
     assert reported == [("draining", 1, 2), ("draining", 2, 2), ("cold starts", 1, 1)]
@@ -109,8 +110,8 @@ def test_every_part_is_measured_or_the_chosen_one(
     """The figures and their order; only a daemon tells real values."""
     for name, value in (("cold_starts", [1.0, 3.0]), ("drained", [0.02]), ("ticks_per_minute", 60.0)):
         monkeypatch.setattr(dagster_measurements, name, lambda *_, value=value: value)
-    monkeypatch.setattr(dagster_measurements, "runs_at_once", lambda *_: RunRate(0.5, 1.0))
-    monkeypatch.setattr(dagster_measurements, "transfer_at_rest", lambda *_: TransferHistory(0.0, 720.0))
+    monkeypatch.setattr(dagster_measurements, "runs_at_once", lambda *_: (0.5, 1.0))
+    monkeypatch.setattr(dagster_measurements, "transfer_at_rest", lambda *_: (0.0, 720.0))
     monkeypatch.setattr(dagster_measurements, "transfer_delays", lambda *_: [0.2])
     monkeypatch.setattr(dagster_daemon, "daemon", lambda *_, **__: contextlib.nullcontext())
     runs = Traffic([Handled(float(n), n + 0.05, process=n // 2) for n in range(4)])

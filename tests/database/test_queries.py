@@ -98,7 +98,7 @@ def with_a_topic(server: EmbeddedPostgres) -> Iterator[Database]:
 PREPARABLE = [
     (file, name)
     for file, name in STATEMENTS
-    if not (file == "database/bench" and (name.endswith("_raw") or name.startswith("vacuum_")))
+    if not (file == "database/bench" and (name.endswith(("_raw", "_orders", "_order")) or name.startswith("vacuum_")))
     and not (file == "storage/forms" and name not in {"form_of", "exists", "broken_blocks"})
     and (file, name)
     not in {

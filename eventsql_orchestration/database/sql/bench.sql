@@ -1,11 +1,18 @@
 -- take_database -- Keep other benchmarks out of this database until the session ends; false if one is under way.
 SELECT pg_try_advisory_lock(%(lock)s);
 
--- leftover_tables -- The tables of benchmarks that were killed, beside the logs of their topics.
-SELECT c.relname
+-- leftovers -- The tables, schemas and databases of benchmarks that were killed: the kind of each, and its name.
+SELECT 'TABLE', ARRAY[n.nspname::text, c.relname::text]
 FROM pg_class c
 JOIN pg_namespace n ON n.oid = c.relnamespace
-WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND starts_with(c.relname, %(prefix)s);
+WHERE n.nspname = %(schema)s AND c.relkind = 'r' AND starts_with(c.relname, %(tables)s)
+UNION ALL
+SELECT 'SCHEMA', ARRAY[nspname::text] FROM pg_namespace WHERE obj_description(oid, 'pg_namespace') = %(mark)s
+UNION ALL
+SELECT 'DATABASE', ARRAY[datname::text] FROM pg_database WHERE shobj_description(oid, 'pg_database') = %(mark)s;
+
+-- leftover_queues -- The queues of benchmarks that were killed.
+SELECT eql_name FROM {schema}.queue WHERE starts_with(eql_name, %(prefix)s);
 
 -- end_sessions -- End the sessions that processes of a benchmark have left on the server.
 SELECT count(pg_terminate_backend(pid))
@@ -53,9 +60,6 @@ SELECT pg_current_xact_id();
 -- server_settings -- The server's settings that matter for speed or durability.
 SELECT name, current_setting(name) FROM pg_settings WHERE name = ANY (%(names)s) ORDER BY name;
 
--- drop_raw -- Drop the raw table, before one of another shape is made.
-DROP TABLE {schema}.{table};
-
 -- create_plain -- A plain table with the columns that Spark writes, as its JDBC source would make it.
 CREATE TABLE {schema}.{table} (key pg_catalog.text, value pg_catalog.bytea, topic pg_catalog.text, partition integer);
 
@@ -88,3 +92,31 @@ FROM generate_series(%(first)s::bigint, %(upto)s::bigint) AS number;
 
 -- vacuum_view -- Vacuum a view, as autovacuum does soon after the view was filled.
 VACUUM (ANALYZE) {schema}.{table};
+
+-- create_orders -- A table as a service might have it, whose changes are captured.
+CREATE TABLE {schema}.{table} (
+    id bigint PRIMARY KEY,
+    customer bigint NOT NULL,
+    status pg_catalog.text NOT NULL,
+    amount numeric(12, 2) NOT NULL,
+    currency pg_catalog.text NOT NULL,
+    placed_at pg_catalog.timestamptz NOT NULL,
+    note pg_catalog.text NOT NULL
+);
+
+-- index_orders -- A second index, as such a table might have it.
+CREATE INDEX ON {schema}.{table} (customer);
+
+-- fill_orders -- Orders of 150 bytes each.
+INSERT INTO {schema}.{table} (id, customer, status, amount, currency, placed_at, note)
+SELECT number, mod(number, 1000), 'new', number / 7.0, 'EUR', now(), repeat('note', 15)
+FROM generate_series(0, %(rows)s::bigint - 1) AS number;
+
+-- vacuum_orders -- Remove what an earlier update has left.
+VACUUM {schema}.{table};
+
+-- update_orders -- Change all orders in one statement.
+UPDATE {schema}.{table} SET status = status || 'x';
+
+-- update_order -- Change one order.
+UPDATE {schema}.{table} SET note = 'changed' || note WHERE id = %(id)s;
