@@ -273,7 +273,7 @@ class ClusterLag:
             except TopicNotFoundError:
                 if shard.active:
                     raise
-        for shard in self._cluster.known():
+        for shard in self._cluster.members():
             if shard.down is not None:
                 lags += self._unreachable(shard, lags)
         return sorted(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from eventsql_orchestration.errors import ShardSetError
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.shard_state import ShardState
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +68,11 @@ def compare(states: Sequence[tuple[str, ShardState]], unreachable: Sequence[str]
     if len(missing) > len(unreachable):
         raise unnamed(newest[-1], {state.name for state in named.values()})
     if len(missing) < len(unreachable):
-        raise ShardSetError(
-            f"{', '.join(unreachable)} cannot be reached, and only {len(missing)} of the shards "
-            f"{', '.join(sorted(newest[-1]))} are missing: correct the URLs"
-        )
+        # A shard that is only prepared is not in the set yet.
+        logger.warning(
+            "%s cannot be reached, and only %d of the shards %s are missing: the others are prepared, or wrong URLs",
+            ", ".join(unreachable), len(missing), ", ".join(sorted(newest[-1])),
+        )  # fmt: skip
     return Comparison(_set(named), newest, False, frozenset(missing))
 
 

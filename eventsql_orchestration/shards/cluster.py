@@ -256,8 +256,10 @@ class Cluster:
         """The known shards without those that are only prepared: these may lack topics and consumers."""
         if self.lone is not None:
             return [self.lone]
-        names = self.current().names
-        return [shard for shard in self.known() if shard.active or shard.name is None or shard.name in names]
+        members: set[str | None] = {*self.current().names}
+        if not members.issubset(shard.name for shard in self._shards):
+            members.add(None)
+        return [shard for shard in self.known() if shard.active or shard.name in members]
 
     def up(self) -> list[Shard]:
         """The members that are not known to be down. Raises `DatabaseUnavailableError` if all are down."""

@@ -17,6 +17,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
+from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.topics.positions import Latest
 from tests.conftest import own_server
 from tests.effects import effects, make_table, write
@@ -197,6 +198,28 @@ def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_t
     second.start()
     until(lambda: handled == [LEFT[0], LOST[0]])
     platform.registry.register_topic(Topic("taken"))
+
+
+def test_a_platform_opens_while_the_server_of_a_prepared_shard_is_down(
+    databases: Databases, opened: Open, second: EmbeddedPostgres, until: Until
+) -> None:
+    second.start()
+    one, other, new = *databases(2), second.create_database("prepared")
+    with EventSQL(one, other) as platform:
+        platform.registry.register_topic(Topic("orders", 2)).register_consumer(Consumer("orders", "mailer"))
+    with Shard(one) as first, Shard(other) as next_one, Shard(new) as prepared:
+        ShardAddition([first, next_one], prepared).execute(only_prepare=True)
+    second.stop()
+
+    platform = opened(one, other, new).open()
+    assert sorted(each.state for each in platform.status()) == ["down", "takes events", "takes events"]
+    assert [shard.name for shard in platform.members()] == ["shard-1", "shard-2"]
+    platform.publisher.publish_all(publication(key) for key in KEYS)
+    assert platform.transfer.run_once() == {"orders": len(KEYS)}
+    assert {lag.shard for lag in platform.lag()} == {"shard-1", "shard-2"}
+    platform.registry.register_topic(Topic("taken"))
+    second.start()
+    until(lambda: platform.status()[-1].state == "prepared")
 
 
 def test_a_platform_that_is_opened_again_finds_out_anew_which_shards_are_down(
