@@ -27,7 +27,7 @@ from eventsql_orchestration.database.grants import may_not_migrate, permission_e
 from eventsql_orchestration.database.installation import CurrentRole, has_tables, revision_of
 from eventsql_orchestration.database.pool import Pool, plain
 from eventsql_orchestration.database.queries import statement
-from eventsql_orchestration.database.sessions import ISOLATION, connect, open_session
+from eventsql_orchestration.database.sessions import ISOLATION, connect
 from eventsql_orchestration.database.single_statement import RawRow, SingleStatement
 from eventsql_orchestration.database.translation import (
     describe,
@@ -243,13 +243,8 @@ class Database:
         arguments = {**connect_arguments(self._direct_url), **self._connect_args}
         with self.errors():
             connection = connect(self.dsn, **arguments, autocommit=True)
-            try:
-                connection.isolation_level = ISOLATION
-                open_session(connection)
-            except BaseException:
-                connection.close()
-                raise
-            return connection
+        connection.isolation_level = ISOLATION
+        return connection
 
     @checks_itself
     @contextmanager

@@ -14,6 +14,7 @@ from typing import Any, Final
 import psycopg
 import sqlalchemy
 from psycopg.pq import TransactionStatus
+from psycopg.rows import TupleRow
 
 from eventsql_orchestration.database.connections import Connection, gives_readable_times
 from eventsql_orchestration.database.queries import statement
@@ -37,13 +38,19 @@ the server has ended the session. A ping each time would take a third of the tim
 
 
 def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
-    """Connect with arguments of `psycopg.connect`. Its errors hide the secrets of the URL `dsn`."""
+    """Connect with arguments of `psycopg.connect`, and open the session. Errors hide the secrets of the URL `dsn`."""
     try:
         with hiding(dsn):
-            return psycopg.connect(*arguments, **options)
+            connection = psycopg.connect(*arguments, **options)
     except OSError as error:
         # psycopg opens a file to wait for the server, and the process may have too many.
         raise psycopg.OperationalError(f"connection failed: {error}") from error
+    try:
+        open_session(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def open_session(connection: Connection) -> None:
@@ -56,7 +63,13 @@ def open_session(connection: Connection) -> None:
     after_fork(connection, _leave_to_parent)
     own = connection.info.backend_pid
     autocommit, connection.autocommit = connection.autocommit, True
-    row = connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
+    try:
+        row = _opened(connection, own)
+    except psycopg.errors.FeatureNotSupported:
+        # A standby takes no statement at the level SERIALIZABLE, at which the database may begin transactions.
+        connection.isolation_level = ISOLATION
+        with connection.transaction():
+            row = _opened(connection, own)
     assert row is not None, "a SELECT without FROM gives a row"
     answering, encoding, read_committed, array_nulls, _ = row
 
@@ -82,6 +95,10 @@ def open_session(connection: Connection) -> None:
 def let_last(connection: Connection) -> None:
     """Let the caller's transaction and its statements last as long as they take, whatever limits the session has."""
     connection.execute(statement("sessions", "let_last"))
+
+
+def _opened(connection: Connection, own: int) -> TupleRow | None:
+    return connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
 
 
 def _leave_to_parent(connection: Connection) -> None:
@@ -125,16 +142,10 @@ def watch(engine: sqlalchemy.Engine, dsn: str, noted: Callable[[Connection], Non
 
     @sqlalchemy.event.listens_for(engine, "do_connect")
     def connecting(_dialect: object, _record: object, arguments: list[Any], options: dict[str, Any]) -> Connection:
-        return connect(dsn, *arguments, **options)
-
-    @sqlalchemy.event.listens_for(engine, "connect")
-    def connected(connection: Any, _record: object) -> None:
-        try:
-            open_session(connection)
-        except BaseException:
-            connection.close()
-            raise
+        # SQLAlchemy's own first statements come afterwards, in the session as it is then.
+        connection = connect(dsn, *arguments, **options)
         noted(connection)
+        return connection
 
     @sqlalchemy.event.listens_for(engine, "do_execute")
     def executing(cursor: Any, text: str, parameters: Any, _context: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import uuid
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -96,6 +97,26 @@ def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -
         platform.registry.register_topic(Topic("orders", 2)).register_topic(Topic("orders", 2))
         everything.register(platform)
         everything.publish(platform, direct_dsn)
+
+
+class OnStandby(psycopg.Cursor[Any]):
+    """A cursor as on a standby, which takes no statement at the level SERIALIZABLE."""
+
+    def execute(self, *arguments: Any, **options: Any) -> psycopg.Cursor[Any]:
+        if super().execute("SHOW transaction_isolation").fetchone() == ("serializable",):
+            raise psycopg.errors.FeatureNotSupported("cannot use serializable mode in a hot standby")
+        return super().execute(*arguments, **options)
+
+
+def test_a_standby_is_read_whatever_level_its_transactions_begin_at(
+    direct_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting(direct_dsn, default_transaction_isolation="serializable")
+    monkeypatch.setattr(psycopg, "connect", functools.partial(psycopg.connect, cursor_factory=OnStandby))
+    with Database(direct_dsn) as database, database.connection() as connection, database.dedicated() as alone:
+        for each in (connection, alone):
+            assert each.autocommit
+            assert each.execute("SHOW default_transaction_isolation").fetchone() == ("read committed",)
 
 
 @pytest.fixture
