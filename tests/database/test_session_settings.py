@@ -102,7 +102,7 @@ def test_one_odd_setting_changes_nothing(dsn: str, direct_dsn: str, name: str) -
 class OnStandby(psycopg.Cursor[Any]):
     """A cursor as on a standby, which takes no statement at the level SERIALIZABLE."""
 
-    def execute(self, *arguments: Any, **options: Any) -> psycopg.Cursor[Any]:
+    def execute(self, *arguments: Any, **options: Any) -> OnStandby:
         if super().execute("SHOW transaction_isolation").fetchone() == ("serializable",):
             raise psycopg.errors.FeatureNotSupported("cannot use serializable mode in a hot standby")
         return super().execute(*arguments, **options)
