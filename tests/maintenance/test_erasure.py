@@ -580,6 +580,7 @@ def test_an_interrupted_erasure_goes_on_and_has_one_record(
 def test_an_erasure_that_was_killed_before_its_end_is_vacuumed_by_the_next(
     platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    vacuum = erasing.vacuum
     vacuumed: list[str] = []
 
     def die(*_: Any, **__: Any) -> bool:
@@ -587,7 +588,7 @@ def test_an_erasure_that_was_killed_before_its_end_is_vacuumed_by_the_next(
 
     def note(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
         vacuumed.extend(tables)
-        return erasing.vacuum(connection, schema, tables)
+        return vacuum(connection, schema, tables)
 
     publish(platform, "ann")
     platform.transfer.run_once()
