@@ -8,13 +8,17 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import psycopg
 import pytest
 import sqlalchemy
 from psycopg.rows import dict_row
+from psycopg.types.json import set_json_loads
+from psycopg.types.string import StrDumper
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database, sessions, tables
@@ -122,6 +126,32 @@ def test_a_kind_of_transaction_that_a_handler_set_does_not_outlive_it(database: 
     with database.transaction() as connection:
         kind = connection.execute(f"SHOW transaction_{name}".encode()).fetchone()
     assert kind == ("off",)
+
+
+class DecimalAsText(StrDumper):
+    def dump(self, obj: Any) -> Any:
+        return super().dump(str(obj))
+
+
+def test_adapters_that_a_handler_registered_do_not_outlive_it(database: Database) -> None:
+    for _ in range(2):
+        with database.connection() as connection:
+            read = connection.execute("SELECT '1'::json, %s", [Decimal(1)]).fetchone()
+            assert read == (1, Decimal(1))
+            set_json_loads(bytes.decode, connection)
+            connection.adapters.register_dumper(Decimal, DecimalAsText)
+            assert connection.execute("SELECT '1'::json, %s", [Decimal(1)]).fetchone() == ("1", "1")
+    assert registered(database) == 0
+
+
+def test_adapters_of_all_connections_of_an_engine_stay(database: Database) -> None:
+    @sqlalchemy.event.listens_for(database.engine, "connect")
+    def connected(connection: Any, _record: object) -> None:
+        set_json_loads(bytes.decode, connection)
+
+    for _ in range(2):
+        with database.connection() as connection:
+            assert connection.execute("SELECT '1'::json").fetchone() == ("1",)
 
 
 def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(database: Database) -> None:
