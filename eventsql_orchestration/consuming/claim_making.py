@@ -8,6 +8,7 @@ from psycopg import sql
 
 from eventsql_orchestration.consuming.claim_processing import is_live
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
+from eventsql_orchestration.consuming.dead_letter_values import NEVER
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -104,9 +105,9 @@ class ClaimMaker:
         if locked.leased:
             assert state.lease_expires_at is not None
             left = (state.lease_expires_at - locked.now).total_seconds()
-            return NoClaim(
-                f"{state.lease_owner} leases the partition for {left:.0f} s more", leased_by=state.lease_owner
-            )
+            # `start_queue` leases a partition until its events are acknowledged.
+            lasts = f" for {left:.0f} s more" if left < NEVER / 2 else ""
+            return NoClaim(f"{state.lease_owner} leases the partition{lasts}", leased_by=state.lease_owner)
         if (reason := self._dead_letters.blocking(state, connection)) is not None:
             return NoClaim(
                 f"event {state.failed_event_id} blocks the partition: it failed {how_often(state.attempts)} "
