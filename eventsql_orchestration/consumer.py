@@ -10,7 +10,7 @@ from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import MAX_KEY_BYTES, Event, check_topic_name
-from eventsql_orchestration.validation import check_kind, check_metadata, check_name, check_text, check_time
+from eventsql_orchestration.validation import check_kind, check_metadata, check_name, check_text
 
 MAX_FILTER_KEYS: Final = 1_000
 """A consumer's filter is read with every batch."""
@@ -136,7 +136,7 @@ class ConsumerState:
     the partition. `failed_event_id`, `attempts` and `failure` describe the event that the partition retries, if any;
     `retry_at` is its next due time. A consumer passes over events that do not match its `filter`. Events after `until`
     wait until all partitions of the consumer have consumed the events before. `shard` names the partition's shard, in a
-    list of several shards.
+    list of several shards. `read_at` is the database's time when the state was read.
     """
 
     topic: str
@@ -154,6 +154,7 @@ class ConsumerState:
     failure: str | None
     retry_at: datetime | None
     max_attempts: int
+    read_at: datetime = field(compare=False)
     filter: EventFilter | None = None
     until: int | None = None
     shard: str | None = None
@@ -168,7 +169,8 @@ class ConsumerState:
         """Whether the event that is being retried has used up its attempts."""
         return self.failing and self.attempts >= self.max_attempts
 
-    def leased(self, now: datetime) -> bool:
-        """Whether a lease is in force at `now`, by the database's clock."""
-        check_time("now", now)
-        return self.lease_owner is not None and self.lease_expires_at is not None and self.lease_expires_at > now
+    @property
+    def leased(self) -> bool:
+        """Whether a lease was in force when the state was read."""
+        expires = self.lease_expires_at
+        return self.lease_owner is not None and expires is not None and expires > self.read_at

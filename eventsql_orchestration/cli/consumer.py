@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Annotated, Final
 
 import click
@@ -110,7 +109,7 @@ def condition(state: ConsumerState) -> str:
         return "paused"
     if state.failing:
         return "blocked" if state.spent else "retrying"
-    if state.leased(datetime.now(UTC)):
+    if state.leased:
         return "leased"
     if state.until is not None and state.last_event_id >= state.until:
         return str(LagCause.HELD_BACK)

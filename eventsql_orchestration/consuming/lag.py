@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from typing import TypeAlias
 
@@ -119,8 +118,7 @@ def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCaus
     if state.failing:
         tried = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
         return (LagCause.BLOCKED if state.spent else LagCause.RETRYING), tried
-    expires = state.lease_expires_at
-    if state.lease_owner is not None and expires is not None and expires > datetime.now(UTC):
+    if state.leased:
         return LagCause.LEASED, f"by {state.lease_owner}"
     if not in_log:
         return LagCause.TRANSFER, "not transferred yet; `eventsql transfer` moves events"

@@ -41,12 +41,16 @@ class ConsumerPartition:
 
 @dataclass(frozen=True, slots=True)
 class LockedPartition:
-    """A consumer partition that this `transaction` has locked. `now` is the database's clock."""
+    """A consumer partition that this `transaction` has locked."""
 
     key: ConsumerPartition
     state: ConsumerState
-    now: datetime
     transaction: str
+
+    @property
+    def now(self) -> datetime:
+        """The database's clock when the partition was locked."""
+        return self.state.read_at
 
     @property
     def offset(self) -> int:
@@ -59,7 +63,7 @@ class LockedPartition:
 
     @property
     def leased(self) -> bool:
-        return self.state.leased(self.now)
+        return self.state.leased
 
     def at(self, offset: int) -> LockedPartition:
         """The same partition after this transaction has moved its offset."""
@@ -85,9 +89,9 @@ def lock(connection: Connection, queries: Queries, key: ConsumerPartition, *, wa
     if row is None:
         return None
 
-    *columns, conditions, until, now, transaction = row
+    *columns, conditions, until, transaction = row
     state = ConsumerState(*[*columns, EventFilter.from_json(conditions), until])
-    return LockedPartition(key, state, now, transaction)
+    return LockedPartition(key, state, transaction)
 
 
 def advance(

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from sqlalchemy import Connection, func, select, text
+from sqlalchemy import Connection, text
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -130,14 +130,14 @@ class Seeker:
 
     def _moves(self, connection: Connection, states: Sequence[ConsumerState], position: Position) -> list[Move]:
         """The moves, without counts."""
-        topic, now = states[0].topic, connection.execute(select(func.clock_timestamp())).scalar_one()
+        topic = states[0].topic
         offsets = {state.partition: state.last_event_id for state in states}
         targets = resolve(driver_connection(connection), self._database.schema, topic, position, offsets)
         return [
             Move(
                 topic, state.name, state.partition, again=0, skipped=0,
                 offset=state.last_event_id, target=targets[state.partition].offset,
-                clamped=targets[state.partition].clamped, owner=state.lease_owner if state.leased(now) else None,
+                clamped=targets[state.partition].clamped, owner=state.lease_owner if state.leased else None,
             )
             for state in states
         ]  # fmt: skip

@@ -107,7 +107,7 @@ def consumer_states(
         _c.eql_topic, _c.eql_name, _c.eql_partition, func.coalesce(_c.eql_last_event_id, 0), _c.eql_consumed_events,
         _c.eql_last_consumption_at, _c.eql_paused, _c.eql_epoch, _c.eql_lease_owner, _c.eql_lease_expires_at,
         _c.eql_failed_event_id, _c.eql_attempts, _c.eql_failure, _c.eql_retry_at, _c.eql_max_attempts,
-        _c.eql_filter, _c.eql_until,
+        func.clock_timestamp(), _c.eql_filter, _c.eql_until,
     ).order_by(_c.eql_topic, _c.eql_name, _c.eql_partition)  # fmt: skip
     if topic is not None:
         query = query.where(_c.eql_topic == topic)

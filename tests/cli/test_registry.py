@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -356,7 +357,7 @@ def test_an_event_that_was_passed_meanwhile_neither_blocks_nor_fails_its_partiti
     state = ConsumerState(
         topic="orders", name="mailer", partition=-1, last_event_id=7, consumed_events=7, last_consumption_at=None,
         paused=False, epoch=0, lease_owner=None, lease_expires_at=None, failed_event_id=8, attempts=5, failure="no",
-        retry_at=None, max_attempts=5,
+        retry_at=None, max_attempts=5, read_at=datetime.now(UTC),
     )  # fmt: skip
     assert condition(state) == "blocked"
     assert condition(replace(state, attempts=1)) == "retrying"

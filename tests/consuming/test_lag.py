@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
+from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause, cause_of
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import TopicNotFoundError
 from tests.forms import stored
@@ -141,3 +143,13 @@ def test_the_cause_is_a_lease_and_names_its_owner_until_it_expires(platform: Eve
     assert (lag_of(platform, "mailer", 0).cause, lag_of(platform, "mailer", 0).detail) == (LagCause.LEASED, "by run 7")
     age(platform, "consumer", "eql_lease_expires_at", 10)
     assert lag_of(platform, "mailer", 0).cause == LagCause.WAITING
+
+
+def test_a_lease_ends_by_the_databases_clock(platform: EventSQL) -> None:
+    publish(platform, 1, 0, 0)
+    platform.transfer.run_once()
+    assert isinstance(platform.claims.claim("orders", "mailer", 0, owner="run 7"), Claim)
+    age(platform, "consumer", "eql_lease_expires_at", 3_600)
+    ended = platform.registry.consumer("orders", "mailer")[0]
+    held = replace(ended, read_at=ended.read_at - timedelta(hours=2))
+    assert [cause_of(each, 1, 0)[0] for each in (held, ended)] == [LagCause.LEASED, LagCause.WAITING]

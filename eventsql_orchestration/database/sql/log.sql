@@ -129,8 +129,8 @@ GROUP BY eql_topic, eql_partition;
 -- part consumer_state -- What a transaction must know of a consumer partition that it takes.
 SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_consumed_events,
        eql_last_consumption_at, eql_paused, eql_epoch, eql_lease_owner, eql_lease_expires_at,
-       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, eql_filter, eql_until,
-       clock_timestamp(), pg_current_xact_id()::text
+       eql_failed_event_id, eql_attempts, eql_failure, eql_retry_at, eql_max_attempts, clock_timestamp(),
+       eql_filter, eql_until, pg_current_xact_id()::text
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 
