@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
@@ -13,8 +13,6 @@ from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.orchestration.batch import BatchConsumer
-from eventsql_orchestration.orchestration.errors import ForeignClaimError, ReplayError
 from eventsql_orchestration.orchestration.limits import RunLimits
 
 POLL: Final = 0.05
@@ -42,17 +40,14 @@ class Drained:
         return sum(result.consumed for _, result in self.claims)
 
     @property
-    def failure(self) -> tuple[Claim, Failure] | None:
-        """The event that ended the run, and its claim. A dead letter does not end a run."""
-        if not self.claims:
-            return None
-        claim, consumed = self.claims[-1]
-        return None if consumed.failure is None else (claim, consumed.failure)
+    def failures(self) -> list[tuple[Claim, Failure]]:
+        """The events that hold their partitions up, and their claims. A dead letter holds none up."""
+        return [(claim, consumed.failure) for claim, consumed in self.claims if consumed.failure is not None]
 
     @property
     def over(self) -> bool:
         """Whether the run has to end."""
-        return self.failure is not None or self.lost is not None
+        return bool(self.failures) or self.lost is not None
 
     @property
     def dead_letters(self) -> list[Failure]:
@@ -80,7 +75,7 @@ class Drained:
 
 @dataclass
 class Draining:
-    """Consumes a claim, then the events after it, until an event fails, a limit is reached or no more events come.
+    """Consumes claims, then the events after them, until an event fails, a limit is reached or no more events come.
 
     It works on one shard. A run that continues on another shard uses the same `drained`.
     """
@@ -95,17 +90,6 @@ class Draining:
 
     def __post_init__(self) -> None:
         self._deadline = self.drained.started + self.limits.drain_seconds
-
-    def require_own_claim(self, claim_id: int) -> None:
-        """Raise `ForeignClaimError` if the claim belongs to another consumer."""
-        # `take_over` reports a claim that is lost.
-        with suppress(ClaimLostError):
-            claim, _ = self.shard.claims.get(claim_id)
-            if (claim.range.topic, claim.consumer) != (self.consumer.topic, self.consumer.name):
-                raise ForeignClaimError(
-                    f"{claim} does not belong to consumer {self.consumer.name!r} of topic {self.consumer.topic!r}: "
-                    "launch the run without a claim, and it claims the waiting events itself"
-                )
 
     def take_over(self, claim_id: int, *, previous: str | None = None) -> Claim | None:
         """Adopt the claim that the run was requested for. None if the claim is lost; then `note` has the reason.
@@ -124,29 +108,6 @@ class Draining:
 
     def _mine(self, claim: Claim) -> Claim:
         return replace(claim, shard=self.shard.name)
-
-    def committed(self, claim_id: int) -> Claim | None:
-        """The claim if it was committed, else None. Raises `ClaimNotFoundError`."""
-        claim, state = self.shard.claims.get(claim_id)
-        return self._mine(claim) if state == "committed" else None
-
-    def is_committed(self, claim_id: int) -> bool:
-        """Whether a claim is known to have been committed."""
-        with suppress(ClaimLostError):
-            return self.committed(claim_id) is not None
-        return False
-
-    def replay(self, claim: Claim) -> None:
-        """Hand the range of a committed claim to the function again, without a lease and without moving the offset.
-
-        Raises `ReplayError` if the function commits claims itself, or if events of the range are gone.
-        """
-        if not isinstance(self.consume, BatchConsumer):
-            raise ReplayError(
-                f"{claim} cannot be replayed: it is committed, and the consumer's function commits its claims itself. "
-                "Consume the range with another consumer, or move the offset back with `eventsql seek`"
-            )
-        self.drained.claims.append((claim, self.consume.replay(claim)))
 
     def partitions(self) -> list[int]:
         """The partitions that the consumer has now. Raises `ConsumerNotFoundError`."""
@@ -170,33 +131,54 @@ class Draining:
 
     def run(self, claim: Claim) -> None:
         """Consume `claim` and the events after it."""
-        current: Claim | None = claim
-        while current is not None:
-            try:
-                with self.shard.claims.heartbeat(current, lease=self.limits.lease):
-                    consumed = self.consume(current)
-            except ClaimLostError as error:
-                self.drained.lost = str(error)
-                return
-            self.drained.claims.append((current, consumed))
-            if consumed.failure is not None:
-                return
-            current = self._next(current.range.partition)
+        if self.consume_one(claim):
+            self.go_on([claim.range.partition])
 
-    def _next(self, partition: int) -> Claim | None:
+    def consume_one(self, claim: Claim) -> bool:
+        """Consume `claim` only. False if it is lost, or if an event holds its partition up."""
+        try:
+            with self.shard.claims.heartbeat(claim, lease=self.limits.lease):
+                consumed = self.consume(claim)
+        except ClaimLostError as error:
+            self.drained.lost = str(error)
+            return False
+        self.drained.claims.append((claim, consumed))
+        return consumed.failure is None
+
+    def go_on(self, partitions: Iterable[int]) -> None:
+        """Consume the events that come next: a range of each partition in turn, except those that are held up."""
+        turns = deque(partitions)
+        while self.drained.lost is None and (claim := self._next(turns)) is not None:
+            if not self.consume_one(claim):
+                turns.remove(claim.range.partition)
+
+    def _next(self, turns: deque[int]) -> Claim | None:
+        """Claim the next range of the first partition that has events, and move the partition to the end of `turns`."""
         limits = self.limits
         left = limits.drain_events - self.drained.events
         if left < limits.min_events:
             return None
         idle_until = time.monotonic() + limits.drain_idle
-        while self._goes_on(partition):
-            found = self._claim_if_due(partition, most=min(limits.max_events, left))
-            if isinstance(found, Claim):
-                return found
-            if time.monotonic() >= idle_until or self._is_succeeded(found):
+        while turns and self._goes_on(turns[0]):
+            for partition in self._with_events(turns):
+                found = self._claim_if_due(partition, most=min(limits.max_events, left))
+                turns.remove(partition)
+                if isinstance(found, Claim):
+                    turns.append(partition)
+                    return found
+                if not self._is_succeeded(found):
+                    turns.append(partition)
+            if time.monotonic() >= idle_until:
                 return None
             time.sleep(POLL)
         return None
+
+    def _with_events(self, turns: deque[int]) -> list[int]:
+        """The partitions to claim, in turn. One statement looks at several; a single one is claimed without a look."""
+        if len(turns) == 1:
+            return list(turns)
+        waiting = {each.partition for each in self.shard.claims.standings(self.consumer) if each.waiting}
+        return [partition for partition in turns if partition in waiting]
 
     def _goes_on(self, partition: int) -> bool:  # noqa: ARG002 - a subclass asks for the partition
         """Whether the run may claim a further range of the partition."""

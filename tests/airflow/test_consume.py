@@ -14,7 +14,7 @@ from airflow.sdk.exceptions import AirflowException, AirflowFailException, Airfl
 from eventsql_orchestration import Claim, Connection, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.airflow import EventSQLConsumeOperator, EventSQLHook, RunLimits, publish_output, topic_asset
 from eventsql_orchestration.airflow.claim_producer import ClaimEvent
-from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 from tests.airflow.conftest import context_of
 
@@ -155,6 +155,36 @@ def test_the_second_run_for_a_claim_consumes_nothing(rides: EventSQL) -> None:
     assert effects(rides) == logged(rides)
 
 
+@pytest.mark.parametrize("by", ["a claim", "named claims", "hand"])
+def test_a_retry_after_the_last_commit_succeeds_with_what_the_try_before_consumed(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch, by: str
+) -> None:
+    """The tasks after a skipped one would be skipped, too, though the events are consumed."""
+    publish(rides, 3)
+    claim = claimed(rides) if by != "hand" else None
+    payloads = [] if claim is None else [payload(claim)]
+    named = {"claims": payloads} if by == "named claims" else {}
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(EventSQLConsumeOperator, "_report", killed)
+        operator(**named).execute(context_of(payloads=payloads))
+    result = operator(**named).execute(context_of(payloads=payloads, try_number=2))
+    assert (result["events"], [each["upto"] for each in result["ranges"]]) == (3, [logged(rides)[-1]])
+    with pytest.raises(AirflowSkipException):
+        operator(**named).execute(context_of(payloads=payloads, try_number=2, run_id="other"))
+    assert effects(rides) == logged(rides)
+
+
+def test_a_task_whose_claims_are_none_consumes_nothing(rides: EventSQL) -> None:
+    publish(rides, 3)
+    with pytest.raises(AirflowSkipException):
+        operator(claims=[]).execute(context_of())
+    assert effects(rides) == []
+
+
 def test_a_late_run_takes_over_the_newer_claim_of_the_trigger(rides: EventSQL) -> None:
     publish(rides, 3)
     late = claimed(rides)
@@ -166,6 +196,20 @@ def test_a_late_run_takes_over_the_newer_claim_of_the_trigger(rides: EventSQL) -
     with pytest.raises(AirflowSkipException):
         operator().execute(context_of(payloads=[payload(newer)], run_id="other"))
     assert effects(rides) == logged(rides)
+
+
+def test_a_late_run_for_a_partition_that_the_topic_has_lost_consumes_nothing(rides: EventSQL) -> None:
+    publish(rides, 1, 3)
+    late = payload(claimed(rides, partition=3))
+    operator().execute(context_of(payloads=[late]))
+    rides.repartitioner.repartition("rides", 2)
+    with pytest.raises(AirflowSkipException):
+        operator().execute(context_of())
+    assert len(rides.registry.consumer("rides", "billing")) == 2
+    with pytest.raises(AirflowSkipException):
+        operator().execute(context_of(payloads=[late], run_id="late"))
+    with pytest.raises(ConsumerNotFoundError):
+        operator(partition=3).execute(context_of())
 
 
 def test_a_run_by_hand_claims_what_waits_in_every_partition(rides: EventSQL) -> None:
@@ -224,21 +268,29 @@ def test_a_claim_stays_with_the_task_that_has_taken_it_over(rides: EventSQL, sec
     assert effects(rides) == logged(rides)
 
 
-def test_a_retry_goes_on_where_the_first_try_died(rides: EventSQL) -> None:
+@pytest.mark.parametrize("in_", ["its claim", "a further range", "a claim without a run", "a run by hand"])
+def test_a_retry_goes_on_where_the_first_try_died(rides: EventSQL, in_: str) -> None:
     publish(rides, 6)
-    claim = claimed(rides)
-    calls = []
+    payloads = []
+    if in_ == "a claim without a run":
+        publish(rides, 1, 1)
+        payloads = [payload(claimed(rides, partition=1))]
+        claimed(rides)
+    elif in_ != "a run by hand":
+        payloads = [payload(claimed(rides, max_events=6 if in_ == "its claim" else 2))]
+    batches = []
 
     def dying(events: Sequence[Event], connection: Connection) -> None:
-        calls.append(len(events))
         record(events, connection)
-        if len(calls) == 2:
+        if events[0].partition == 0:
+            batches.append(events)
+        if len(batches) == 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        operator(dying).execute(context_of(payloads=[payload(claim)]))
-    assert len(effects(rides)) == 2
-    operator().execute(context_of(payloads=[payload(claim)], try_number=2))
+        operator(dying).execute(context_of(payloads=payloads))
+    assert len(batches) == 2
+    operator().execute(context_of(payloads=payloads, try_number=2))
     assert effects(rides) == logged(rides)
 
 
@@ -274,6 +326,76 @@ def test_an_event_that_keeps_failing_becomes_a_dead_letter_and_the_task_succeeds
     result = operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
     assert result["dead_letters"] == [bad]
     assert effects(rides) == [each for each in logged(rides) if each != bad]
+
+
+@pytest.mark.parametrize("by", ["claims", "hand"])
+def test_an_event_that_fails_delays_no_other_partition(rides: EventSQL, by: str) -> None:
+    publish(rides, 2, 0)
+    publish(rides, 2, 1)
+    payloads = [payload(claimed(rides, partition=partition)) for partition in (0, 1)] if by == "claims" else []
+
+    def refusing(events: Sequence[Event], connection: Connection) -> None:
+        if events[0].partition == 0:
+            raise ValueError("no")
+        record(events, connection)
+
+    with pytest.raises(AirflowException, match=f"event {logged(rides)[0]} of topic rides failed"):
+        operator(refusing).execute(context_of(payloads=payloads))
+    assert effects(rides) == logged(rides)[2:]
+
+
+def test_a_range_that_fails_delays_no_other_partition(rides: EventSQL) -> None:
+    publish(rides, 2, 0)
+    publish(rides, 2, 1)
+    claims = [claimed(rides, partition=partition) for partition in (0, 1)]
+    consume = claims_seen([])
+
+    def refusing(claim: Claim, eventsql: EventSQLHook) -> None:
+        if claim.range.partition == 0:
+            raise ValueError("no")
+        consume(claim, eventsql)
+
+    with pytest.raises(AirflowFailException, match="failed and was released"):
+        operator(refusing, gets="claim").execute(context_of(payloads=[payload(claim) for claim in claims]))
+    assert [rides.claims.get(claim.id)[1] for claim in claims] == ["released", "committed"]
+
+
+def test_a_shard_that_is_down_fails_the_task_after_the_claims_of_the_others(
+    rides: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(rides, 3)
+    asked: list[str | None] = []
+    find = EventSQLHook.shard
+
+    def shard(hook: EventSQLHook, name: str | None) -> Any:
+        asked.append(name)
+        if name == "down":
+            raise DatabaseUnavailableError("it is down")
+        return find(hook, name)
+
+    monkeypatch.setattr(EventSQLHook, "shard", shard)
+    here = payload(claimed(rides))
+    with pytest.raises(DatabaseUnavailableError):
+        operator().execute(context_of(payloads=[{**here, "shard": "down"}, {**here, "shard": "down"}, here]))
+    assert asked == ["down", None]
+    assert effects(rides) == logged(rides)
+
+
+def test_the_first_range_of_each_partition_comes_before_further_ranges(rides: EventSQL) -> None:
+    publish(rides, 1, 0)
+    publish(rides, 1, 1)
+    claims = [claimed(rides, partition=partition) for partition in (0, 1)]
+    partitions: list[int] = []
+
+    def busy(events: Sequence[Event], connection: Connection) -> None:
+        partitions.append(events[0].partition)
+        if len(partitions) <= 2:
+            for _ in range(2):
+                publish(rides, 1, events[0].partition)
+
+    limits = RunLimits(max_wait=0.0, drain_idle=0.0, max_events=1)
+    operator(busy, limits=limits).execute(context_of(payloads=[payload(claim) for claim in claims]))
+    assert partitions == [0, 1, 0, 1, 0, 1]
 
 
 def test_a_lost_claim_fails_the_task_without_a_retry(rides: EventSQL) -> None:

@@ -50,8 +50,8 @@ def report(
                 metadata={"dead letters": len(drained.dead_letters), "events given up": _dead_letters(drained)},
             )
         )
-    if drained.failure is not None:
-        raise _failure(consumer, *drained.failure, refused=dead_letters.accepts(consumer.topic))
+    if drained.failures:
+        raise _failure(consumer, *drained.failures[0], refused=dead_letters.accepts(consumer.topic))
     if drained.lost is not None:
         # The claim's new owner consumes its events, so a retry has nothing to do.
         forbid_retries(context.run, context.instance)

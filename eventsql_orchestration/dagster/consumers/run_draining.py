@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Final
 
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.dagster.consumers.claim_runs import is_another_claim
 from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.drain import POLL, Draining
+from eventsql_orchestration.orchestration.errors import ForeignClaimError, ReplayError
 from eventsql_orchestration.orchestration.owners import owner_of_run
 
 PATIENCE: Final = 30.0
@@ -48,6 +50,17 @@ class RunDraining(Draining):
         )
         return True
 
+    def require_own_claim(self, claim_id: int) -> None:
+        """Raise `ForeignClaimError` if the claim belongs to another consumer."""
+        # `take_over` reports a claim that is lost.
+        with suppress(ClaimLostError):
+            claim, _ = self.shard.claims.get(claim_id)
+            if (claim.range.topic, claim.consumer) != (self.consumer.topic, self.consumer.name):
+                raise ForeignClaimError(
+                    f"{claim} does not belong to consumer {self.consumer.name!r} of topic {self.consumer.topic!r}: "
+                    "launch the run without a claim, and it claims the waiting events itself"
+                )
+
     @contextmanager
     def keeping(self, claim_id: int, tags: Mapping[str, str]) -> Iterator[None]:
         """Keep the run's claim leased while another step of the run goes first."""
@@ -61,6 +74,29 @@ class RunDraining(Draining):
         else:
             with self.shard.claims.heartbeat(claim, lease=self.limits.lease):
                 yield
+
+    def committed(self, claim_id: int) -> Claim | None:
+        """The claim if it was committed, else None. Raises `ClaimNotFoundError`."""
+        claim, state = self.shard.claims.get(claim_id)
+        return self._mine(claim) if state == "committed" else None
+
+    def is_committed(self, claim_id: int) -> bool:
+        """Whether a claim is known to have been committed."""
+        with suppress(ClaimLostError):
+            return self.committed(claim_id) is not None
+        return False
+
+    def replay(self, claim: Claim) -> None:
+        """Hand the range of a committed claim to the function again, without a lease and without moving the offset.
+
+        Raises `ReplayError` if the function commits claims itself, or if events of the range are gone.
+        """
+        if not isinstance(self.consume, BatchConsumer):
+            raise ReplayError(
+                f"{claim} cannot be replayed: it is committed, and the consumer's function commits its claims itself. "
+                "Consume the range with another consumer, or move the offset back with `eventsql seek`"
+            )
+        self.drained.claims.append((claim, self.consume.replay(claim)))
 
     def first_of(self, run_id: str, partition: int) -> int | None:
         """The id of the first claim of a partition that a run has committed; None if none is left."""
