@@ -23,7 +23,7 @@ from eventsql_orchestration import Consumer, Shard
 from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.database.notifications import LOG
-from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, EventSQLError
+from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, DatabaseBusyError, EventSQLError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.orchestration.limits import RunLimits
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
@@ -100,7 +100,8 @@ class Watched:
         for standing in shard.claims.standings(Consumer(self.topic, self.consumer, partitioned)):
             if not standing.waiting or standing.leased:
                 continue
-            with suppress(DatabaseBusyError):
+            # A topic that is repartitioned may have lost the partition since.
+            with suppress(DatabaseBusyError, ConsumerNotFoundError):
                 found = shard.claims.claim(
                     self.topic, self.consumer, standing.partition,
                     owner=AIRFLOW_TRIGGER, min_events=self.limits.min_events, max_events=self.limits.max_events,
@@ -161,7 +162,7 @@ class ClaimProducer(SharedStreamProducer):
                         async for claim in claims:
                             yield asdict(ClaimEvent.of(claim)), claim
                 except EventSQLError as error:
-                    # A trigger that failed would not come back, and its DAGs would not run any more.
+                    # Airflow would start a trigger that fails again at once, each second.
                     logger.warning(
                         "claims of %s are tried again in %.0f s: %s", self._watched.topic, self._pause, error
                     )

@@ -25,6 +25,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
+from tests.waiting import wait_until
 
 STORED = AdvanceOutcome(acked=1, failed=0)
 NOT_STORED = AdvanceOutcome(acked=0, failed=1)
@@ -167,6 +168,19 @@ def test_events_that_come_later_are_claimed_without_a_restart(rides: EventSQL) -
         return (await waiting)[0]
 
     assert with_producer(test)["partition"] == 1
+
+
+def test_a_partition_that_the_topic_loses_delays_no_claim(rides: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("eventsql_orchestration.airflow.claim_producer.FIRST_BACKOFF", 600.0)
+    rides.repartitioner.repartition("rides", 1)
+
+    async def test(_: ClaimProducer, stream: Any) -> Any:
+        waiting = asyncio.ensure_future(anext(stream))
+        await asyncio.to_thread(wait_until, lambda: len(rides.registry.consumer("rides", "billing")) == 1)
+        await asyncio.to_thread(publish, rides, 0)
+        return (await asyncio.wait_for(waiting, 30))[0]
+
+    assert with_producer(test)["partition"] == 0
 
 
 def test_a_consumer_that_does_not_exist_yet_is_waited_for(connected: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,7 +386,7 @@ def test_a_waiting_trigger_ends_when_its_topic_is_gone(connected: EventSQL, monk
 
     async def test() -> Any:
         trigger = EventSQLConditionTrigger(condition=wanted, eventsql_conn_id="c", poll_interval=60.0)
-        return await asyncio.wait_for(anext(trigger.run()), 30)  # type: ignore[arg-type]  # it is a generator
+        return await asyncio.wait_for(anext(trigger.run()), 30)
 
     with pytest.raises(TopicNotFoundError):
         asyncio.run(test())
