@@ -9,6 +9,7 @@ from urllib.parse import quote, unquote, urlencode, urlsplit
 
 import requests
 
+from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError
 from eventsql_orchestration.orchestration.webservers import check_url, proxies_of, without_credentials
 
@@ -127,6 +128,7 @@ def running_airflow(directory: Path) -> str | None:
     try:
         url = (directory / URL_FILE).read_text(encoding="utf-8")
         AirflowApi(url).ask("GET", "/version")
-    except (OSError, LocalAirflowError):
+    except (OSError, EventSQLError):
+        # A killed process may have left an empty file.
         return None
     return url

@@ -10,7 +10,15 @@ from eventsql_orchestration.errors import ValidationError
 
 def check_url(url: str, server: str, example: str) -> str:
     """Return a URL of HTTP. `server` names what it must lead to. Raises `ValidationError`."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+        # It raises for a port that is no number.
+        _ = parts.port
+    except ValueError:
+        # The error may repeat a part of a password.
+        raise ValidationError(
+            f"the URL of {server} cannot be read: write it like {example}, and / in a password as %2F"
+        ) from None
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValidationError(f"{without_credentials(url)!r} is not the URL of {server}, for example {example}")
     return url

@@ -258,13 +258,16 @@ def test_the_api_is_read_page_by_page(url: str, fake: FakeAirflow) -> None:
 
 
 def test_a_server_that_is_no_airflow_or_away_is_an_error_of_ours(tmp_path: Any) -> None:
-    with pytest.raises(ValidationError, match="not the URL of an Airflow"):
-        AirflowApi("ftp://airflow")
+    for wrong in ("ftp://airflow", "http://me:secret@[::1", "http://me:secret/@airflow"):
+        with pytest.raises(ValidationError) as raised:
+            AirflowApi(wrong)
+        assert "secret" not in str(raised.value)
     with pytest.raises(LocalAirflowError, match="no Airflow answers"):
         AirflowApi("http://127.0.0.1:9").ask("GET", "/dags")
     assert running_airflow(tmp_path) is None
-    (tmp_path / URL_FILE).write_text("http://127.0.0.1:9")
-    assert running_airflow(tmp_path) is None
+    for left in ("http://127.0.0.1:9", ""):
+        (tmp_path / URL_FILE).write_text(left)
+        assert running_airflow(tmp_path) is None
 
 
 # The command
