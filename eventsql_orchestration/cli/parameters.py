@@ -18,7 +18,7 @@ from eventsql_orchestration.cli import offered_names
 from eventsql_orchestration.cli.context import pass_context
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
-from eventsql_orchestration.validation import check_name, check_time
+from eventsql_orchestration.validation import check_name, check_time, shown
 
 FILE: Final = click.Path(path_type=Path, dir_okay=False)
 
@@ -168,7 +168,10 @@ class LogPlace(click.ParamType[Place]):
         if text in ("earliest", "latest"):
             return Earliest() if text == "earliest" else Latest()
         if re.fullmatch(r"-?[0-9]+", text):
-            return AtOffset(int(text))
+            try:
+                return AtOffset(int(text))
+            except ValueError:
+                self.fail(f"{shown(text)} is too large for an offset", param, ctx)
         if _LIKE_A_DURATION.fullmatch(text):
             return Back(Duration().convert(text, param, ctx))
         if not text[:1].isdecimal():
@@ -184,8 +187,8 @@ class Pattern(click.ParamType[re.Pattern[bytes]]):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> re.Pattern[bytes]:
         try:
             return re.compile(str(value).encode())
-        except re.error as error:
-            self.fail(f"{value!r} is not a regular expression: {error}", param, ctx)
+        except (re.error, UnicodeEncodeError) as error:
+            self.fail(f"{shown(value)} is not a regular expression: {error}", param, ctx)
 
 
 class Size(click.ParamType[int]):

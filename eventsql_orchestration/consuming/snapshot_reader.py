@@ -31,7 +31,7 @@ from eventsql_orchestration.database.queries import statement
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseError, ValidationError
-from eventsql_orchestration.validation import check_name, check_text, check_whole
+from eventsql_orchestration.validation import check_name, check_text, check_whole, shown
 
 MAX_TRANSACTION: Final = 2**64 - 1
 """`xid8` has 64 bits without a sign."""
@@ -63,7 +63,7 @@ class Checkpoint:
         try:
             return cls(int(transaction), int(position))
         except ValueError as error:
-            raise ValidationError(f"a checkpoint is written as transaction:position, not {text!r}") from error
+            raise ValidationError(f"a checkpoint is written as transaction:position, not {shown(text)}") from error
 
 
 NO_CONDITIONS: Final[Mapping[str, object]] = {}

@@ -85,7 +85,9 @@ class Archive:
         self._see_commits(connection)
         row = fetch_first(connection, self._queries("hold_stream"), {"type": aggregate_type, "id": aggregate_id})
         if row is None:
-            raise ValidationError(f"{aggregate_type} {aggregate_id!r} has no changes: there is nothing to archive")
+            raise ValidationError(
+                f"aggregate {aggregate_type} {aggregate_id!r} has no changes: there is nothing to archive"
+            )
         return row[0], row[1]
 
     def _see_commits(self, connection: Connection) -> None:

@@ -22,6 +22,7 @@ from eventsql_orchestration.validation import (
     check_text,
     check_whole,
     encode_json,
+    shown,
 )
 
 CORRELATION: Final = "correlation_id"
@@ -86,7 +87,7 @@ class StoreCheckpoint:
         try:
             return cls(era, int(transaction), int(position))
         except ValueError as error:
-            raise ValidationError(f"a checkpoint is written as era:transaction:position, not {text!r}") from error
+            raise ValidationError(f"a checkpoint is written as era:transaction:position, not {shown(text)}") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,7 +142,9 @@ class Store:
         with self.database.joined(connection) as joined:
             closed = joined.execute(self._queries("close_stream"), values, prepare=False).rowcount
         if not closed:
-            raise ValidationError(f"{aggregate_type} {aggregate_id!r} has no changes: there is nothing to close")
+            raise ValidationError(
+                f"aggregate {aggregate_type} {aggregate_id!r} has no changes: there is nothing to close"
+            )
 
     def archive_stream(self, aggregate_type: str, aggregate_id: str) -> int:
         """Move the changes of a closed aggregate into the archive. Gives their number; 0 if they are there already.

@@ -175,6 +175,9 @@ def conforms(value: object, hint: Any) -> bool:  # noqa: PLR0911 - a case each
         return isinstance(value, bytes | bytearray | memoryview)
     if kind is frozenset:
         kind = collections.abc.Collection
+    if kind is tuple:
+        # Values that keep a tuple take a list, too.
+        return isinstance(value, tuple | list)
     if isinstance(value, str | bytes) and issubclass(kind, collections.abc.Iterable) and kind is not str:
         return False
     return isinstance(value, kind)

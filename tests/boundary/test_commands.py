@@ -23,7 +23,7 @@ HOSTILE = (
 
 REQUIRED = {"topic": "orders", "consumer": "audit", "offset": "1", "new": "postgresql://nobody@127.0.0.1:1/nowhere"}
 
-ENDING = {"transfer": ("--once",)}
+ENDING = {"transfer": ("--once",), "top": ("--count=1",)}
 """What makes a command end that would go on."""
 
 APART = {"dev", "bench", "server", "serve"}

@@ -102,6 +102,9 @@ WORDS: Mapping[str, str] = {
     "conditions": "filter",
     "seconds": "retention",
     "times_in": "time zone",
+    "aggregate_type": "aggregate",
+    "aggregate_id": "aggregate",
+    "text": "checkpoint",
 }
 """What an error calls an argument, where that is not its name."""
 
@@ -259,6 +262,7 @@ class Face:
     def prepare(self) -> None:
         """Bring back what a call that succeeded may have changed."""
         self.stack.close()
+        self.platform.open()
         self.platform.publisher.configure_partitioner(_first)
         self.platform.dead_letters.configure(None)
         for known in self.platform.registry.topics():

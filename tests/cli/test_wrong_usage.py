@@ -49,7 +49,8 @@ WRONG_USAGE = (
     ("consumer create orders mailer --key b --key-prefix a", "filter"),
     ("consumer create plain mailer --partitioned", "not partitioned"),
     # Events
-    *((f"tail orders --from {offset}", "") for offset in (-1, "one", "1.5", 2**63, "²")),
+    *((f"tail orders --from {offset}", "") for offset in (-1, "one", "1.5", 2**63, "9" * 5_000, "²")),
+    ("tail orders --grep \udcff", "--grep"),
     *((f"{command} --partition {number}", "out of range")
       for command in ("tail orders", "consume orders fares", "publish orders") for number in (2, -1, 40_000)),
     ("publish plain --partition 0", "not partitioned"),
