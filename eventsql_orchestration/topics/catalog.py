@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
+from functools import partial
+from itertools import cycle, permutations
 from typing import Any, Final
 
 import psycopg
@@ -30,6 +33,9 @@ logger = logging.getLogger(__name__)
 
 LOCK_SECONDS: Final = 10
 """Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
+
+MOMENT_SECONDS: Final = 0.01
+"""Seconds that a redefinition with one lock waits for another one: far less than the server's `deadlock_timeout`."""
 
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
@@ -186,8 +192,8 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     _limit_waits(driver)
 
 
-def _limit_waits(driver: psycopg.Connection[Any]) -> None:
-    driver.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+def _limit_waits(driver: psycopg.Connection[Any], seconds: float = LOCK_SECONDS) -> None:
+    driver.execute(f"SET LOCAL lock_timeout TO '{round(seconds * 1000)}ms'")
 
 
 def lock_topic(connection: Connection, name: str) -> None:
@@ -207,15 +213,22 @@ def lock_buffer(connection: Connection) -> None:
 def lock_log(connection: Connection, name: str) -> None:
     """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`.
 
-    Gives way again and again: a transaction may read the log and then publish, and another may do it the other way
-    round. Raises `DatabaseBusyError` if such transactions do not end in `LOCK_SECONDS`.
+    A transaction may read the log and then publish, and another may do it the other way round. So this waits for one of
+    the two locks while it has neither, and gives it back if the other one is not free then. The two take turns, because
+    transactions may keep one of them busy without a pause. Raises `DatabaseBusyError` after `LOCK_SECONDS`.
     """
+    driver, schema = driver_connection(connection), schema_of(connection)
+    locks = partial(log_table.hold_log, driver, schema, name), partial(lock_buffer, connection)
+    turns = cycle(permutations(locks))
+    deadline = time.monotonic() + LOCK_SECONDS
 
     def hold(driver: psycopg.Connection[Any]) -> None:
-        log_table.hold_log(driver, schema_of(connection), name)
-        lock_buffer(connection)
+        first, second = next(turns)
+        _limit_waits(driver, max(deadline - time.monotonic(), MOMENT_SECONDS))
+        first()
+        _limit_waits(driver, MOMENT_SECONDS)
+        second()
 
-    driver = driver_connection(connection)
     if not attempt(driver, hold, seconds=LOCK_SECONDS):
         raise DatabaseBusyError(
             f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "

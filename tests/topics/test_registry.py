@@ -37,11 +37,12 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import STORAGES, Retention, Storage
+from eventsql_orchestration.storage import exchanging
 from eventsql_orchestration.topics.positions import Place, Start
 from tests.forms import stored
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, Spawn, UntilBlocked
+    from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
 
 
 def fill(platform: EventSQL, topic: str, count: int = 3) -> None:
@@ -275,6 +276,26 @@ def test_a_transaction_that_has_published_may_read_a_topic_that_waits_to_be_drop
         handler.commit()
         dropped.result()
     assert platform.registry.topics() == [Topic("payments")]
+
+
+@pytest.mark.both_forms
+@pytest.mark.parametrize("statement", ["SELECT FROM eventsql.orders_event", "DELETE FROM eventsql.event_buffer"])
+def test_a_topic_that_waits_to_be_dropped_keeps_its_place_before_later_transactions(
+    platform: EventSQL, sessions: Sessions, until: Until, statement: str
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    before, looking = sessions(), sessions()
+    before.execute(statement)
+    waits = (
+        "SELECT FROM pg_locks WHERE database = (SELECT oid FROM pg_database WHERE datname = current_database()) "
+        f"AND NOT granted AND waitstart < clock_timestamp() - interval '{2 * exchanging.WAIT_SECONDS} s'"
+    )
+    with ThreadPoolExecutor(1) as executor:
+        dropped = executor.submit(platform.registry.unregister_topic, "orders", force=True)
+        until(lambda: looking.execute(waits).rowcount == 1)
+        before.commit()
+        dropped.result()
+    assert platform.registry.topics() == []
 
 
 @pytest.mark.both_forms
