@@ -12,6 +12,7 @@ from typing import Final
 from psycopg.conninfo import timeout_from_conninfo
 
 from eventsql_orchestration.database import Database
+from eventsql_orchestration.database.urls import connect_arguments
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseError,
@@ -161,7 +162,7 @@ def ask(shards: Iterable[Shard]) -> dict[Shard, ShardState | DatabaseUnavailable
 
 def _bound(database: Database) -> float:
     """Seconds for a database to answer. Its hosts are tried in turn, and the last host needs time too."""
-    _, options = database.engine.dialect.create_connect_args(database.url)
+    options = connect_arguments(database.url)
     further = str(options.get("host", "")).count(",")
     if not further:
         return ANSWER_SECONDS

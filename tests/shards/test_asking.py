@@ -134,3 +134,9 @@ def test_a_shard_is_asked_at_each_host_of_its_url(
     assert silent[0].asked()
     assert [member.down for member in platform._cluster.all()] == [None] * 3
     assert health._bound(platform._cluster.named("shard-1").database) == 1.9
+
+
+def test_the_hosts_of_a_url_may_share_a_port(opened: Open) -> None:
+    platform = opened("postgresql://user@/one?host=a,b&port=5432", "postgresql://user@/two?host=c&port=5432")
+    alone, shared = (health._bound(shard.database) for shard in reversed(platform.shards))
+    assert shared > alone == health.ANSWER_SECONDS
