@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -119,18 +120,23 @@ class Compactor:
     def run_once(self) -> list[Compaction]:
         """Merge blocks of all topics for some seconds each. An error leaves its topic for the next run."""
         compacted: list[Compaction] = []
-        topics = [topic for topic in self._registry.topics() if topic.storage == BLOCKS]
-        with self._database.dedicated() as connection:
-            for topic in topics:
-                after = self._done.get(topic.name, 0)
-                try:
-                    compacted.append(self._compact(connection, topic, after=after, seconds=RUN_SECONDS))
-                except PermissionDeniedError as error:
-                    # A transfer role has no right to compact; the admin's retention does it.
-                    logger.debug("the log of topic %r is left to the admin role: %s", topic.name, error)
-                except EventSQLError as error:
-                    logger.warning("topic %r keeps its small blocks for now: %s", topic.name, error)
+        topics = deque(topic for topic in self._registry.topics() if topic.storage == BLOCKS)
+        while topics:
+            with self._database.dedicated() as connection:
+                # An error may be the end of the session: the next topic has another one.
+                while topics and not connection.closed:
+                    self._try(connection, topics.popleft(), compacted)
         return compacted
+
+    def _try(self, connection: Connection, topic: Topic, compacted: list[Compaction]) -> None:
+        after = self._done.get(topic.name, 0)
+        try:
+            compacted.append(self._compact(connection, topic, after=after, seconds=RUN_SECONDS))
+        except PermissionDeniedError as error:
+            # A transfer role has no right to compact; the admin's retention does it.
+            logger.debug("the log of topic %r is left to the admin role: %s", topic.name, error)
+        except EventSQLError as error:
+            logger.warning("topic %r keeps its small blocks for now: %s", topic.name, error)
 
     def _in_blocks(self, topic: str) -> Topic:
         found = self._registry.topic(topic)

@@ -130,6 +130,24 @@ def test_an_interrupted_window_stays_as_it_was(single: EventSQL, session: Connec
     assert content(single.reader.read("orders")) == before
 
 
+def test_a_session_that_ends_with_one_topic_keeps_no_other_from_its_compaction(
+    single: EventSQL, session: Connection, sessions: Sessions, until: Until
+) -> None:
+    single.registry.register_topic(Topic("invoices", storage="blocks"))
+    for _ in range(40):
+        single.publisher.publish(Publication("invoices", b""))
+        single.transfer.run_once()
+    sessions().execute("SELECT FROM eventsql.invoices_block WHERE eql_id = 5 FOR UPDATE")
+    ended = (
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    )
+    with ThreadPoolExecutor(1) as executor:
+        compacted = executor.submit(single.shards[0].compactor.run_once)
+        until(lambda: session.execute(ended).rowcount == 1)
+        assert [(each.topic, each.blocks) for each in compacted.result()] == [("orders", 90)]
+
+
 def test_it_waits_for_an_erasure_and_erased_events_stay_erased(single: EventSQL, sessions: Sessions) -> None:
     with sessions() as other, other.transaction():
         assert try_change(other, SCHEMA, "orders")
