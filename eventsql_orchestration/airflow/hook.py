@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Self
+from urllib.parse import quote, urlencode
 
 from airflow.sdk import BaseHook, Connection
 from sqlalchemy import URL
@@ -98,13 +99,17 @@ def urls_of(connection: Connection) -> tuple[str, ...]:
         )
     if not connection.host:
         raise ConfigurationError(f"connection {connection.conn_id!r} names no host: edit it")
+    host, port = connection.host, int(connection.port) if connection.port else None
+    # In a URL's own place, libpq would read the port as the port of the last host alone.
+    several = {"host": host, **({} if port is None else {"port": str(port)})} if "," in host else {}
     first = URL.create(
-        "postgresql", connection.login or None, connection.password or None, connection.host,
-        int(connection.port) if connection.port else None, connection.schema or None,
+        "postgresql", connection.login or None, connection.password or None, None if several else host,
+        None if several else port, connection.schema or None,
     ).render_as_string(hide_password=False)  # fmt: skip
     parameters, shards = _text(connection, "parameters"), _text(connection, "shards")
     # As they stand: SQLAlchemy would drop those without a value, which the platform refuses.
-    return (f"{first}?{parameters}" if parameters else first, *(split_urls(shards) if shards else ()))
+    query = "&".join(filter(None, (urlencode(several, quote_via=quote), parameters)))
+    return (f"{first}?{query}" if query else first, *(split_urls(shards) if shards else ()))
 
 
 def _text(connection: Connection, field: str) -> str:

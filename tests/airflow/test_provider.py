@@ -20,6 +20,7 @@ from eventsql_orchestration.airflow.assets import topic_of
 from eventsql_orchestration.airflow.conditions import Condition
 from eventsql_orchestration.airflow.hook import urls_of
 from eventsql_orchestration.airflow.provider import get_provider_info
+from eventsql_orchestration.database.urls import connect_arguments, parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Retention
 from tests.airflow.conftest import context_of
@@ -57,6 +58,18 @@ def test_a_connection_gives_the_urls_of_all_shards() -> None:
     assert urls_of(connection) == (
         "postgresql://me:a%2Fb%40c@db:5433/app?sslmode=require", "postgresql://two/app", "postgresql://three/app",
     )  # fmt: skip
+
+
+def test_the_port_of_a_connection_is_that_of_each_host() -> None:
+    connection = Connection(
+        conn_id="c", conn_type="eventsql", host="one,two", port=5433, login="me", password="p&w", schema="app",
+        extra=json.dumps({"parameters": "target_session_attrs=primary"}),
+    )  # fmt: skip
+    (url,) = urls_of(connection)
+    arguments = connect_arguments(parse_dsn(url))
+    assert (arguments["host"], arguments["port"], arguments["dbname"]) == ("one,two", "5433", "app")
+    assert (arguments["user"], arguments["password"]) == ("me", "p&w")
+    assert arguments["target_session_attrs"] == "primary"
 
 
 def test_a_connection_without_a_host_is_refused() -> None:
