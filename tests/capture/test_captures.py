@@ -129,6 +129,19 @@ def test_a_key_whose_constraint_has_not_looked_at_older_rows_may_be_null(
     assert platform.capture("orders", "changes", key=["code"]).key == ("code",)
 
 
+def test_a_capture_goes_on_while_the_constraint_of_its_key_is_not_valid(
+    platform: EventSQL, session: Connection
+) -> None:
+    if session.info.server_version < 180_000:
+        pytest.skip("PostgreSQL 18 is the first with such constraints")
+    platform.registry.register_topic(Topic("changes"))
+    session.execute("CREATE TABLE orders (code text UNIQUE NOT NULL)")
+    platform.capture("orders", "changes", key=["code"])
+    session.execute("ALTER TABLE orders ALTER code DROP NOT NULL, ADD CONSTRAINT sure NOT NULL code NOT VALID")
+    session.execute("INSERT INTO orders VALUES ('a')")
+    assert platform.transfer.run_once() == {"changes": 1}
+
+
 def test_a_topic_must_exist_and_a_name_be_one(platform: EventSQL, session: Connection) -> None:
     session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
     with pytest.raises(TopicNotFoundError):

@@ -52,8 +52,13 @@ SELECT EXISTS (SELECT FROM pg_trigger g WHERE g.tgrelid = %(relation)s::oid AND 
 -- give_number_back -- Forget a capture that has just been noted, and has no trigger yet.
 DELETE FROM {schema}.capture WHERE eql_id = %(capture)s;
 
--- missing -- Why a capture cannot tell the rows of its table apart; NULL if it can.
-SELECT part.missing
+-- missing -- Why a new capture cannot tell the rows of its table apart; NULL if it can. Since PostgreSQL 18, a column counts
+-- as NOT NULL although its constraint is NOT VALID: older rows may be NULL.
+SELECT coalesce(part.missing, CASE WHEN EXISTS (
+    SELECT FROM pg_constraint n
+    WHERE n.conrelid = captured.eql_relation AND n.contype = 'n' AND NOT n.convalidated
+      AND n.conkey && captured.eql_key_numbers
+) THEN 'has no unique key on ' || array_to_string(captured.eql_key_names, ', ') END)
 FROM {schema}.capture captured
 CROSS JOIN LATERAL {schema}.capture_columns(captured, captured.eql_relation) part
 WHERE captured.eql_id = %(capture)s;
