@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Sequence
-from functools import partial
-from itertools import cycle, permutations
 from typing import Any, Final
 
 import psycopg
@@ -34,8 +31,8 @@ logger = logging.getLogger(__name__)
 LOCK_SECONDS: Final = 10
 """Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
 
-MOMENT_SECONDS: Final = 0.01
-"""Seconds that a redefinition with one lock waits for another one: far less than the server's `deadlock_timeout`."""
+GIVE_WAY_SECONDS: Final = 4.0
+"""Seconds for which a redefinition gives way to transactions that hold one of its locks and wait for another one."""
 
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 
@@ -213,23 +210,21 @@ def lock_buffer(connection: Connection) -> None:
 def lock_log(connection: Connection, name: str) -> None:
     """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`.
 
-    A transaction may read the log and then publish, and another may do it the other way round. So this waits for one of
-    the two locks while it has neither, and gives it back if the other one is not free then. The two take turns, because
-    transactions may keep one of them busy without a pause. Raises `DatabaseBusyError` after `LOCK_SECONDS`.
+    A transaction that has published may read the log then, and would wait in a circle with this. So this gives way again
+    and again at first. Where transactions that read the log, or publish, follow one another without a pause, it then
+    waits in the queue for them. Raises `DatabaseBusyError` if they do not end in `LOCK_SECONDS`.
     """
-    driver, schema = driver_connection(connection), schema_of(connection)
-    locks = partial(log_table.hold_log, driver, schema, name), partial(lock_buffer, connection)
-    turns = cycle(permutations(locks))
-    deadline = time.monotonic() + LOCK_SECONDS
 
     def hold(driver: psycopg.Connection[Any]) -> None:
-        first, second = next(turns)
-        _limit_waits(driver, max(deadline - time.monotonic(), MOMENT_SECONDS))
-        first()
-        _limit_waits(driver, MOMENT_SECONDS)
-        second()
+        log_table.hold_log(driver, schema_of(connection), name)
+        lock_buffer(connection)
 
-    if not attempt(driver, hold, seconds=LOCK_SECONDS):
+    def queue(driver: psycopg.Connection[Any]) -> None:
+        _limit_waits(driver, LOCK_SECONDS - GIVE_WAY_SECONDS)
+        hold(driver)
+
+    driver = driver_connection(connection)
+    if not attempt(driver, hold, seconds=GIVE_WAY_SECONDS) and not attempt(driver, queue):
         raise DatabaseBusyError(
             f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "
             f"{LOCK_SECONDS} s: try again"
