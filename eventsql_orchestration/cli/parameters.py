@@ -169,9 +169,11 @@ class LogPlace(click.ParamType[Place]):
             return Earliest() if text == "earliest" else Latest()
         if re.fullmatch(r"-?[0-9]+", text):
             try:
-                return AtOffset(int(text))
+                offset = int(text)
             except ValueError:
+                # Python reads no more than some thousand digits.
                 self.fail(f"{shown(text)} is too large for an offset", param, ctx)
+            return AtOffset(offset)
         if _LIKE_A_DURATION.fullmatch(text):
             return Back(Duration().convert(text, param, ctx))
         if not text[:1].isdecimal():

@@ -186,10 +186,10 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """
     driver = driver_connection(connection)
     driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
-    _limit_waits(driver)
+    _limit_waits(driver, LOCK_SECONDS)
 
 
-def _limit_waits(driver: psycopg.Connection[Any], seconds: float = LOCK_SECONDS) -> None:
+def _limit_waits(driver: psycopg.Connection[Any], seconds: float) -> None:
     driver.execute(f"SET LOCAL lock_timeout TO '{round(seconds * 1000)}ms'")
 
 
@@ -229,7 +229,7 @@ def lock_log(connection: Connection, name: str) -> None:
             f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "
             f"{LOCK_SECONDS} s: try again"
         )
-    _limit_waits(driver)
+    _limit_waits(driver, LOCK_SECONDS)
 
 
 def lock_empty(connection: Connection, name: str) -> bool:

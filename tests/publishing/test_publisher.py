@@ -275,6 +275,7 @@ def test_a_redefinition_waits_for_what_is_being_published_and_is_refused_by_it(
 def test_a_redefinition_does_not_wait_for_ever_for_a_transaction_that_published(
     platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(catalog, "GIVE_WAY_SECONDS", 0.0)
     monkeypatch.setattr(catalog, "LOCK_SECONDS", 0.05)
     mine = sessions()
     platform.publisher.publish(order(b""), connection=mine)

@@ -105,7 +105,7 @@ def test_a_service_archives_with_the_rights_that_the_document_adds(service: Even
     with pytest.raises(PermissionDeniedError):
         service.store.archive_stream("order", "1")
     (rights, tables) = re.findall(
-        r"A role that archives needs `([A-Z,\s]+)` on (`eventsql\.\w+` and `eventsql\.\w+`)",
+        r"A role that archives needs\s+`([A-Z,\s]+)` on\s+(`eventsql\.\w+` and `eventsql\.\w+`)",
         DOCUMENT.read_text(encoding="utf-8"),
     )[0]
     with owner.database.connection() as connection, service.database.connection() as other:
