@@ -19,7 +19,7 @@ from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import compacting, copy_out, exchanging, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
-from tests.fixtures import Sessions, Until, UntilBlocked
+from tests.fixtures import Sessions, Terminate, Until, UntilBlocked
 
 SCHEMA = "eventsql"
 PARTITIONS = 3
@@ -115,7 +115,9 @@ def test_a_snapshot_that_is_open_meanwhile_has_each_event_once(
     assert session.execute(count).fetchone() == (100, 100)
 
 
-def test_an_interrupted_window_stays_as_it_was(single: EventSQL, session: Connection, sessions: Sessions) -> None:
+def test_an_interrupted_window_stays_as_it_was(
+    single: EventSQL, session: Connection, sessions: Sessions, terminate: Terminate
+) -> None:
     before = content(single.reader.read("orders"))
     compactor = compacting.LogCompactor(SCHEMA, "orders")
     killed = sessions()
@@ -123,7 +125,7 @@ def test_an_interrupted_window_stays_as_it_was(single: EventSQL, session: Connec
         window = compactor.window(killed, after=0, upto=60)
         assert window.upto is not None
         compactor.merge(killed, after=0, upto=window.upto, partitions=window.partitions)
-        session.execute("SELECT pg_terminate_backend(%s)", (killed.info.backend_pid,))
+        terminate(killed)
         killed.execute("SELECT 1")
     assert blocks(session) == 100
     single.compactor.execute("orders")
@@ -478,13 +480,13 @@ def test_a_snapshot_older_than_the_rewriting_sees_each_event(
 
 @pytest.mark.usefixtures("spacious")
 def test_a_rewriting_that_fails_leaves_the_segment_as_it_was(
-    single: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
+    single: EventSQL, session: Connection, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, replace = content(single.reader.read("orders")), Exchange.replace
 
     def die(self: Exchange, connection: Connection, *args: Any, **names: Any) -> None:
         replace(self, connection, *args, **names)
-        session.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
+        terminate(connection)
         connection.execute("SELECT")
 
     with monkeypatch.context() as patch:
