@@ -143,19 +143,20 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
     assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
 
     now = time.time()
-    command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "housekeeping"]
+    command = [sys.executable, "-m", "dagster", "job", "launch", "-m", "tests.dagster.location", "-j", "housekeeping"]
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    assert not ticks(platform, "consume_slow", before=now)
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        ended = dg.RunsFilter(job_name="housekeeping", statuses=[dg.DagsterRunStatus.SUCCESS])
+        wait_until(lambda: instance.get_runs(ended), "housekeeping by the daemon")
+    assert ticks(platform, "consume_slow", before=now) == []
     assert ticks(platform, "somebody_elses", before=now), "another location purges these"
 
 
-def ticks(platform: EventSQL, sensor: str, *, before: float) -> int:
-    """How many ticks of a sensor there are from before a time. Those that failed are kept longer."""
+def ticks(platform: EventSQL, sensor: str, *, before: float) -> list[tuple[object, str]]:
+    """Times and statuses of a sensor's ticks from before a time. Ticks that failed are kept longer."""
     with platform.database.connection() as connection:
-        row = connection.execute(
-            f"SELECT count(*) FROM {STORAGE_SCHEMA}.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
-            "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s) AND status <> 'FAILURE'",
+        return connection.execute(
+            f"SELECT timestamp, status FROM {STORAGE_SCHEMA}.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
+            "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s) AND status <> 'FAILURE' ORDER BY id",
             (sensor, before),
-        ).fetchone()
-        assert row is not None
-        return int(row[0])
+        ).fetchall()
