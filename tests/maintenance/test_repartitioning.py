@@ -25,7 +25,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.maintenance import repartitioning
-from eventsql_orchestration.model import Event
+from eventsql_orchestration.model import BLOCKS, ROWS, Event, Retention
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage import legacy_writer_trigger, segments
@@ -504,6 +504,24 @@ def test_a_plain_log_keeps_its_guard_when_it_becomes_a_segment(platform: EventSQ
     assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
     platform.repartitioner.repartition("orders", 1)
     assert write_past(platform, 1, "rider 1").partition == 0
+
+
+@pytest.mark.in_rows
+def test_a_log_in_rows_again_keeps_its_guard_though_retention_has_dropped_the_layout_with_more_partitions(
+    platform: EventSQL,
+) -> None:
+    platform.publisher.publish(Publication("orders", b""))
+    platform.repartitioner.repartition("orders", 2)
+    for storage in (BLOCKS, ROWS):
+        platform.registry.set_storage("orders", storage)
+        platform.publisher.publish(Publication("orders", b""))
+        platform.transfer.run_once()
+    for consumer in ("mailer", "auditor"):
+        platform.registry.unregister_consumer("orders", consumer)
+    platform.registry.set_retention("orders", Retention(events=1))
+    platform.retention.run_once()
+    assert [each.partitions for each in platform.layouts.of("orders")] == [2]
+    assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
 
 
 def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:

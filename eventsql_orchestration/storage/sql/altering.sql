@@ -13,8 +13,8 @@ SELECT setval(%(sequence)s::regclass, %(newest)s);
 -- note_form -- Note the form of a topic's new events.
 UPDATE {schema}.topic SET eql_storage = %(storage)s WHERE eql_name = %(topic)s;
 
--- lost_partitions -- Whether a topic had more partitions once.
-SELECT EXISTS (
-    SELECT FROM {schema}.topic_layout l JOIN {schema}.topic t ON t.eql_name = l.eql_topic
-    WHERE l.eql_topic = %(topic)s AND l.eql_partitions > t.eql_partitions
-);
+-- lost_partitions -- Whether a topic may have had more partitions once: retention deletes the layouts whose events it has
+-- dropped, the first one before others.
+SELECT coalesce(bool_or(l.eql_partitions > t.eql_partitions) OR min(l.eql_after) > 0, false)
+FROM {schema}.topic_layout l JOIN {schema}.topic t ON t.eql_name = l.eql_topic
+WHERE l.eql_topic = %(topic)s;
