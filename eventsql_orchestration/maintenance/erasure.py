@@ -135,6 +135,8 @@ class Eraser:
                 run.hold(holder)
                 run.begin(connection, requested_by)
                 run.erase(connection)
+                if self._names(topic) != run.names:
+                    raise DatabaseBusyError(f"topic {topic!r} got a dead letter topic meanwhile: run the erasure again")
                 # Before the record is finished: if it is interrupted here, the next run vacuums.
                 vacuumed = run.vacuum(connection)
                 # Raises if the session that keeps others away was ended: a compaction may have moved events meanwhile.

@@ -403,6 +403,34 @@ def test_a_consumer_that_holds_an_event_makes_no_dead_letter_of_its_value(platfo
     assert tables_with(platform) == set()
 
 
+@pytest.mark.usefixtures("in_a_handler")
+def test_a_dead_letter_topic_that_is_registered_during_an_erasure_keeps_no_value(
+    platform: EventSQL, form: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.unregister_topic("orders_dlt")
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=1)
+    publish(platform, "ann")
+    platform.transfer.run_once()
+    erase = LogEraser.erase
+
+    def refuse(events: Sequence[Event], connection: Connection) -> None:
+        raise ValueError(events[0].value)
+
+    def bury_before(self: LogEraser, connection: Connection, *, after: int, upto: int) -> Counter[str]:
+        platform.registry.register_topic(Topic("orders_dlt"))
+        while platform.consumers.consume_once("orders", "mailer", refuse):
+            pass
+        return erase(self, connection, after=after, upto=upto)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LogEraser, "erase", bury_before)
+        with pytest.raises(DatabaseBusyError):
+            platform.eraser.execute("orders", ["ann"])
+    assert [record.finished_at for record in platform.eraser.records("orders")] == [None]
+    assert platform.eraser.execute("orders", ["ann"]).dead_letters == 1
+    assert tables_with(platform) == set()
+
+
 def test_an_erasure_waits_for_dead_letters_that_are_being_redriven(
     platform: EventSQL, direct_dsn: str, form: Storage, sessions: Sessions, until_blocked: UntilBlocked
 ) -> None:
