@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.model import BLOCKS, ROWS, Storage
 from eventsql_orchestration.storage import compacting, erasing
 from tests.effects import effects, make_table
-from tests.fixtures import Sessions
+from tests.fixtures import Sessions, UntilBlocked
 from tests.forms import ids_in, stored
 
 if TYPE_CHECKING:
@@ -376,6 +377,36 @@ def test_a_log_that_was_compacted_is_consumed_to_its_end(
         fetched += [row[3] for row in rows]
     assert sorted(fetched) == [event.id for event in platform.reader.read("orders")]
     assert sum(state.consumed_events for state in platform.registry.consumer("orders", "mailer")) == 100
+
+
+def test_the_events_before_a_failing_one_are_committed_though_compaction_merges_them_at_that_moment(
+    platform: EventSQL, session: Connection, sessions: Sessions, until_blocked: UntilBlocked,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 30)
+    platform.registry.register_topic(Topic("orders", 3, storage=BLOCKS))
+    platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
+    for number in range(60):
+        platform.publisher.publish(Publication("orders", b"x", key=str(number % 7)))
+        platform.transfer.run_once()
+    rows = fetch(session)
+    assert len(rows) > 5
+
+    # The count of the events before the failing one stops after its first statement.
+    gate = sessions()
+    gate.execute("SELECT pg_advisory_xact_lock(1)")
+    row = session.execute("SELECT pg_get_functiondef('eventsql.partition_waiting'::regproc)").fetchone()
+    assert row is not None
+    before, statement, after = row[0].partition("USING after")
+    ending, rest = after.split(";", 1)
+    session.execute(f"{before}{statement}{ending}; PERFORM pg_advisory_xact_lock_shared(1);{rest}")
+    failing = threading.Thread(target=lambda: call(session, "fail", *rows[0][:2], rows[5][3], "no"))
+    failing.start()
+    until_blocked()
+    assert platform.compactor.execute("orders").into
+    gate.rollback()
+    failing.join()
+    assert offsets(platform)[rows[0][2]] == rows[4][3]
 
 
 @pytest.mark.parametrize("changes", [[ROWS], [ROWS, BLOCKS]])
