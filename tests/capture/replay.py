@@ -7,14 +7,18 @@ from typing import Any
 
 import psycopg
 
+from eventsql_orchestration.topics.partitioner import partition_of_key
+
 EVENTS = """
-    SELECT eql_partition, eql_key, eql_value FROM (
-        SELECT 1 AS place, eql_id, eql_partition, eql_key, eql_value FROM eventsql.changes_event
+    SELECT eql_partition, eql_key, eql_value, eql_metadata FROM (
+        SELECT 1 AS place, eql_id, eql_partition, eql_key, eql_value, eql_metadata FROM eventsql.changes_event
         UNION ALL
-        SELECT 2, eql_id, coalesce(eql_block_partition, eql_partition), own.key, own.value
+        SELECT 2, eql_id, coalesce(eql_block_partition, eql_partition), own.key, own.value, own.metadata
         FROM eventsql.event_buffer
-        CROSS JOIN LATERAL unnest(coalesce(eql_keys, ARRAY[eql_key]), coalesce(eql_values, ARRAY[eql_value]))
-            AS own (key, value)
+        CROSS JOIN LATERAL unnest(
+            coalesce(eql_keys, ARRAY[eql_key]), coalesce(eql_values, ARRAY[eql_value]),
+            coalesce(eql_event_metadata, ARRAY[eql_metadata])
+        ) AS own (key, value, metadata)
         WHERE eql_topic = 'changes'
     ) events ORDER BY place, eql_id
 """
@@ -22,22 +26,29 @@ EVENTS = """
 
 
 def events(connection: psycopg.Connection[Any]) -> list[dict[str, Any]]:
-    """The envelopes of all changes, each with the event's key and partition."""
+    """The envelopes of all changes, each with the event's key, partition and metadata."""
     rows = connection.execute(EVENTS).fetchall()
-    return [{**json.loads(value), "key": key, "partition": partition} for partition, key, value in rows]
+    return [
+        {**json.loads(value), "key": key, "partition": partition, "metadata": metadata}
+        for partition, key, value, metadata in rows
+    ]
 
 
 def replayed(changes: list[dict[str, Any]]) -> dict[str, Any]:
     """The rows by key after all changes."""
-    rows: dict[str, tuple[int, Any]] = {}
+    rows: dict[str, Any] = {}
     for change in changes:
         if change["op"] == "t":
-            rows = {key: row for key, row in rows.items() if row[0] != change["partition"]}
+            partition, partitions = change["partition"], int(change["metadata"]["partitions"])
+            rows = {
+                key: row for key, row in rows.items()
+                if partitions > 0 and partition_of_key(key, partitions) != partition
+            }  # fmt: skip
         elif change["op"] == "d":
             rows.pop(change["key"], None)
         else:
-            rows[change["key"]] = change["partition"], change["after"]
-    return {key: after for key, (_, after) in rows.items()}
+            rows[change["key"]] = change["after"]
+    return rows
 
 
 def differences(connection: psycopg.Connection[Any], table: str, key: str) -> list[str]:

@@ -208,6 +208,16 @@ def test_a_topic_that_is_repartitioned_gets_changes_in_its_new_partitions(
             assert each["partition"] == partition_of_key(each["key"], 7)
 
 
+def test_a_truncation_after_a_repartitioning_removes_the_rows_of_partitions_that_are_gone(
+    orders: EventSQL, session: Connection
+) -> None:
+    session.execute("INSERT INTO orders SELECT i, 'new', i FROM generate_series(1, 20) i")
+    orders.repartitioner.repartition("changes", 2)
+    session.execute("TRUNCATE orders")
+    session.execute("INSERT INTO orders VALUES (1, 'again', 0)")
+    assert differences(session, "orders", "id::text") == []
+
+
 def test_a_key_of_several_columns_is_a_json_array_of_their_texts(platform: EventSQL, session: Connection) -> None:
     session.execute('CREATE TABLE "Lines" (n smallint, "order" text, x int, PRIMARY KEY ("order", n))')
     platform.registry.register_topic(Topic("changes", 2))
