@@ -27,6 +27,7 @@ from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.topics import registry
 from eventsql_orchestration.topics.positions import Earliest, Latest
 from tests.conftest import Prepared
 from tests.forms import stored
@@ -100,6 +101,22 @@ def test_a_shard_that_joins_is_retained_too(dsns: list[str], addition: Adding, o
     stop.set()
     retaining.join(PATIENCE)
     assert not retaining.is_alive()
+
+
+def test_a_topic_that_was_made_anew_takes_no_event_by_the_shards_of_its_predecessor(
+    dsns: list[str], addition: Adding, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "CACHE_SECONDS", PATIENCE)
+    platform = opened(*dsns[:2]).open()
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    other = opened(*dsns)
+    other.registry.unregister_topic("orders", force=True)
+    other.registry.register_topic(Topic("orders", 2))
+    # It has no URL of the key's new shard.
+    with pytest.raises(ShardSetError):
+        platform.publisher.publish(publication(MOVING, 1))
+    assert numbers(other, MOVING) == {}
 
 
 def test_a_plan_says_what_will_move_and_changes_nothing(dsns: list[str], addition: Adding) -> None:
