@@ -27,6 +27,7 @@ from eventsql_orchestration.maintenance.retention import RUN_SECONDS, Dropped
 from eventsql_orchestration.maintenance.seek import Choose, Move
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
+from eventsql_orchestration.shards.bootstrap import unnamed
 from eventsql_orchestration.shards.cluster import ONE_SHARD, Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator, Unfinished
@@ -118,8 +119,13 @@ class ClusterEraser:
         erased or not; call it again, and it goes on. `requested_by` is a note for the record, such as a ticket.
 
         All shards must be up. Raises `TopicNotFoundError`, `ValidationError`, and `DatabaseBusyError` if other
-        transactions are in the way for 30 seconds.
+        transactions are in the way for 30 seconds, or if the topic got a dead letter topic meanwhile: call it again.
+        Raises `ShardSetError` on a platform with the URL of one of several shards: a key's older events may be on others.
         """
+        lone = self._cluster.lone
+        shards = None if lone is None else lone.registry.topic(topic).shards
+        if shards is not None and len(shards.names) > 1:
+            raise unnamed(shards.names, {shards.own})
         return self._merged(
             self._cluster.fan_out(lambda shard: shard.eraser.execute(topic, keys, requested_by=requested_by))
         )

@@ -116,6 +116,15 @@ def test_a_shard_that_is_left_out_is_named(databases: Databases, opened: Open) -
         opened(one, other).open()
 
 
+def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, opened: Open) -> None:
+    one, other = databases(2)
+    opened(one, other).registry.register_topic(Topic("orders"))
+    alone = opened(one)
+    with pytest.raises(ShardSetError):
+        alone.eraser.execute("orders", ["ann"])
+    assert alone.eraser.records() == []
+
+
 def test_a_database_with_topics_of_its_own_is_no_shard_by_the_way(databases: Databases, opened: Open) -> None:
     one, other = databases(2)
     with EventSQL(one) as platform:
