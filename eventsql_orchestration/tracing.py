@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from eventsql_orchestration.errors import MissingExtraError, ValidationError
 from eventsql_orchestration.model import Event, Placement, Publication, check_topic_name
 from eventsql_orchestration.publishing.batches import check_publication
 from eventsql_orchestration.publishing.publisher import EventPublisher, check_many
+from eventsql_orchestration.signatures import signature_of
 from eventsql_orchestration.validation import check_name
 
 try:
@@ -107,7 +107,7 @@ class Tracing:
 
             with suppress(TypeError, ValueError):
                 # A consumer refuses a handler by its parameters, before any event fails.
-                traced.__signature__ = inspect.signature(handler)  # type: ignore[attr-defined]  # functions take any
+                traced.__signature__ = signature_of(handler)  # type: ignore[attr-defined]  # functions take any
             return traced
 
         return decorate

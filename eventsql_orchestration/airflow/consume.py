@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsu
 from eventsql_orchestration.orchestration.drain import Consume, Drained
 from eventsql_orchestration.orchestration.errors import FinalRunError, WindowGoneError
 from eventsql_orchestration.orchestration.limits import RunLimits
+from eventsql_orchestration.signatures import signature_of
 from eventsql_orchestration.validation import check_name, check_whole
 
 if TYPE_CHECKING:
@@ -248,7 +248,7 @@ def published_to(outlet: Asset, summaries: Sequence[Mapping[str, Any]]) -> dict[
 
 def _wanted(function: Callable[..., Any], **offered: Any) -> dict[str, Any]:
     """The offered arguments for which a function has parameters."""
-    parameters = inspect.signature(function).parameters
+    parameters = signature_of(function).parameters
     return {name: value for name, value in offered.items() if name in parameters}
 
 

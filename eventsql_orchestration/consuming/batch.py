@@ -34,6 +34,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
 from eventsql_orchestration.model import Event
+from eventsql_orchestration.signatures import signature_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,21 +71,20 @@ def check_handler(handler: object, *arguments: str) -> None:
 
     A call of a coroutine function or a generator function runs nothing, and its events would count as consumed.
     """
-    called = ", ".join(arguments)
+    given = ", ".join(arguments)
     if not callable(handler):
-        raise ValidationError(f"a handler is a function of ({called}), not {handler!r}")
+        raise ValidationError(f"a handler is a function of ({given}), not {handler!r}")
     check_runs(handler)
     try:
         # The signature of the called function, which may pass further arguments to a wrapped one.
-        signature = inspect.signature(handler, follow_wrapped=False)
+        signature = signature_of(handler, follow_wrapped=False)
     except ValueError:
         # Some functions written in C have no signature.
         return
     try:
         signature.bind(*arguments)
     except TypeError as error:
-        refused = f"handler {_name(handler)}{signature} cannot be called with ({called})"
-        raise ValidationError(f"{refused}: {error}") from None
+        raise ValidationError(f"handler {_name(handler)}{signature} cannot be called with ({given}): {error}") from None
 
 
 def check_runs(handler: Callable[..., object]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
 )
 from eventsql_orchestration.model import Event
+from eventsql_orchestration.signatures import signature_of
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ QueueHandler: TypeAlias = EventHandler | PlainHandler
 def takes_connection(handler: QueueHandler) -> bool:
     """Whether a handler takes the connection of the acknowledgement beside the event. Raises `ValidationError`."""
     try:
-        inspect.signature(handler, follow_wrapped=False).bind("event")
+        signature_of(handler, follow_wrapped=False).bind("event")
     except (TypeError, ValueError):
         check_handler(handler, "event", "connection")
         return True

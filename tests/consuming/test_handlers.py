@@ -15,6 +15,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.consuming.queue_handler import takes_connection
 from eventsql_orchestration.errors import ValidationError
 from tests.effects import MuteError
 from tests.waiting import PATIENCE
@@ -104,6 +105,14 @@ def injecting(*arguments: object) -> None:
 )
 def test_any_callable_with_these_arguments_is_a_handler(handler: Any) -> None:
     check_handler(handler, "event", "connection")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="before 3.14, Python evaluates annotations at the definition")
+@pytest.mark.parametrize("parameters", ["event: Event", "event: Event, connection: Connection"])
+def test_a_handler_may_be_annotated_with_names_that_only_type_checkers_import(parameters: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(f"def handle({parameters}) -> Done: ...", __file__, "exec", dont_inherit=True), names)
+    assert takes_connection(names["handle"]) == ("connection" in parameters)
 
 
 @pytest.mark.parametrize(

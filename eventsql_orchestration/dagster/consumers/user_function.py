@@ -13,6 +13,7 @@ import dagster as dg
 from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.signatures import signature_of
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class UserFunction:
             check_runs(function)
         except ValidationError as error:
             raise dg.DagsterInvalidDefinitionError(error.message) from None
-        parameters = inspect.signature(function).parameters
+        parameters = signature_of(function).parameters
         for parameter in required:
             if parameter not in parameters:
                 raise dg.DagsterInvalidDefinitionError(
