@@ -26,6 +26,7 @@ from eventsql_orchestration.cli.output import (
     begin_with,
     complain,
     discard_output,
+    harmless,
     keep_secret,
     redact,
 )
@@ -126,7 +127,7 @@ class Application(click.Group):
             if ctx.params["debug"]:
                 with suppress(EventSQLError):
                     keep_secret(*ctx.obj.settings.dsns)
-                click.echo(redact("".join(traceback.format_exception(error))), err=True, nl=False)
+                click.echo(harmless(redact("".join(traceback.format_exception(error)))), err=True, nl=False)
             complain(lazy.message_of(error))
             wrong = isinstance(error, ValidationError | ConfigurationError) and not isinstance(error, MissingExtraError)
             ctx.exit(WRONG_USAGE if wrong else FAILED)
@@ -149,7 +150,7 @@ class _Messages(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         complain(f"{record.levelname.lower()}: {record.getMessage()}")
         if record.exc_info and self.level <= logging.DEBUG:
-            click.echo(redact("".join(traceback.format_exception(*record.exc_info))), err=True, nl=False)
+            click.echo(harmless(redact("".join(traceback.format_exception(*record.exc_info)))), err=True, nl=False)
 
 
 @contextmanager

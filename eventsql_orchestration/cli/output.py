@@ -99,7 +99,7 @@ def say(message: str) -> None:
 
 def complain(message: str) -> None:
     """Write a warning or an error on standard error, as one line."""
-    click.echo(f"eventsql: {' '.join(redact(message).split())}", err=True)
+    click.echo(f"eventsql: {harmless(' '.join(redact(message).split()))}", err=True)
 
 
 def write(text: str) -> None:
@@ -137,11 +137,18 @@ def discard_output() -> None:
         os.close(nowhere)
 
 
-_CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f]")
+_CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+"""Also characters that turn the direction of text, so that a line reads otherwise than it is written, and halves of
+characters, which cannot be written: JSON can name them."""
 
 
 def _escaped(found: re.Match[str]) -> str:
     return f"\\u{ord(found[0]):04x}"
+
+
+def harmless(text: str) -> str:
+    """A text whose control characters are escaped, except line feeds: a terminal would obey those of a value."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] == "\n" else _escaped(found), text)
 
 
 def write_json(value: object, *, indent: int | None = 2) -> None:
@@ -152,7 +159,7 @@ def write_json(value: object, *, indent: int | None = 2) -> None:
 def _json(value: object, *, indent: int | None = None) -> str:
     text = json.dumps(value, ensure_ascii=False, indent=indent, default=_as_json)
     # JSON escapes only control characters below U+0020, but a terminal also obeys control characters from U+007F on.
-    return _CONTROLS.sub(lambda found: found[0] if found[0] == "\n" else _escaped(found), text)
+    return harmless(text)
 
 
 def _as_json(value: object) -> object:

@@ -310,6 +310,18 @@ def test_csv_gives_back_any_text(platform: EventSQL, dsn: str) -> None:
 def test_a_row_is_one_line_and_obeys_no_text() -> None:
     assert cell("first\nsecond\r\nthird\tend") == "first second third\\u0009end"
     assert cell("\x1b[31mred\x9b") == "\\u001b[31mred\\u009b"
+    assert cell("paid\u202e001") == "paid\\u202e001"
+
+
+@pytest.mark.parametrize("options", [(), ("--debug",)])
+def test_a_message_obeys_no_text(run: Run, rides: EventSQL, options: tuple[str, ...]) -> None:
+    def fail(*_: object) -> None:
+        raise ValueError("\x1b]0;title\x07 \x9b31m \u202e")
+
+    rides.consumers.consume_once("prices", "ledger", fail)
+    told = run(*options, "consume", "prices", "ledger").stderr
+    assert not set("\x1b\x07\x9b\u202e") & set(told)
+    assert r"\u001b]0;title\u0007 \u009b31m \u202e" in told
 
 
 def test_the_failure_of_several_lines_stays_in_its_row(run: Run, rides: EventSQL) -> None:
