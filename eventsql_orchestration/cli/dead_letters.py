@@ -14,6 +14,7 @@ from eventsql_orchestration.cli.output import (
     Columns,
     counted,
     event_object,
+    harmless,
     partition_name,
     partition_of,
     picked,
@@ -151,7 +152,7 @@ def show(
         value, form = letter.value.decode(), "as text"
     except UnicodeDecodeError:
         value, form = letter.value.hex(), "in hexadecimal"
-    write(f"\n{counted(len(letter.value), 'byte')} {form}:\n\n{value}\n")
+    write(f"\n{counted(len(letter.value), 'byte')} {form}:\n\n{harmless(value)}\n")
 
 
 @command(dlt)

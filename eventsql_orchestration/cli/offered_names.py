@@ -23,6 +23,9 @@ from eventsql_orchestration.validation import DEFAULT_SCHEMA, split_urls
 _SECONDS: Final = 2
 """The longest wait for a database that does not answer."""
 
+_PLAIN: Final = re.compile(r"[\w@%+=:,./-]+")
+"""Names that a shell takes as they are. It puts an offered name into the line, and would run a `$(…)` in another."""
+
 
 def topics(context: click.Context, begun: str) -> list[CompletionItem]:
     """The topics whose names begin with `begun`; none if the database does not answer."""
@@ -51,7 +54,8 @@ def _names(context: click.Context, statement: str, values: Mapping[str, object])
         ):
             # For this transaction alone: behind a pooler, the session serves other programs afterwards.
             connection.execute("SET LOCAL statement_timeout = '2s'")
-            return [CompletionItem(name) for (name,) in connection.execute(query, values)]
+            found = connection.execute(query, values)
+            return [CompletionItem(name) for (name,) in found if _PLAIN.fullmatch(name)]
     return []
 
 

@@ -147,8 +147,8 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text whose control characters are escaped, except line feeds: a terminal would obey those of a value."""
-    return _CONTROLS.sub(lambda found: found[0] if found[0] == "\n" else _escaped(found), text)
+    """A text with its control characters escaped, but line feeds and tabs: a terminal would obey those of a value."""
+    return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found), text)
 
 
 def write_json(value: object, *, indent: int | None = 2) -> None:
@@ -211,7 +211,7 @@ def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, hea
     if header:
         text.write(",".join(columns) + "\n")
     lines.writerows([item.get(name) for name in columns] for item in items)
-    write(text.getvalue())
+    write(harmless(text.getvalue()) if stdout_is_terminal() else text.getvalue())
 
 
 EVENT_FORMATS: Final = ("json", "csv", "value")
@@ -354,7 +354,7 @@ def show_fields(fields: Mapping[str, object]) -> None:
     """Write names with their values, one to a line."""
     grid = lazy.Table.grid(padding=(0, 2))
     for name, value in fields.items():
-        grid.add_row(lazy.Text(name, style="bold"), lazy.Text(cell(value)))
+        grid.add_row(lazy.Text(cell(name), style="bold"), lazy.Text(cell(value)))
     show(grid)
 
 

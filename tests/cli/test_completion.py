@@ -75,6 +75,12 @@ def test_queues_are_completed(platform: EventSQL, dsn: str) -> None:
     assert completed("queue", "delete", "mai", EVENTSQL_DSN=dsn) == ["mails", "mails_dead"]
 
 
+def test_names_that_a_shell_would_obey_are_not_offered(defined: EventSQL, dsn: str) -> None:
+    for name in ("$(reboot)", "`reboot`", "a;reboot", "a b", "größe-1"):
+        defined.registry.declare_consumer(Consumer("prices", name))
+    assert completed("consume", "prices", "", EVENTSQL_DSN=dsn) == ["größe-1"]
+
+
 def test_completion_leaves_no_limit_on_the_session_of_a_pooler(
     defined: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

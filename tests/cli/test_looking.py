@@ -18,7 +18,7 @@ from click.testing import Result
 from rich.console import Console
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.cli import topic_output
+from eventsql_orchestration.cli import output, topic_output
 from eventsql_orchestration.cli.lag import _refreshes, lag_table, live_lag, sparkline
 from eventsql_orchestration.cli.output import cell, progress_bar, same, table_of
 from eventsql_orchestration.errors import DatabaseUnavailableError
@@ -322,6 +322,25 @@ def test_a_message_obeys_no_text(run: Run, rides: EventSQL, options: tuple[str, 
     told = run(*options, "consume", "prices", "ledger").stderr
     assert not set("\x1b\x07\x9b\u202e") & set(told)
     assert r"\u001b]0;title\u0007 \u009b31m \u202e" in told
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_terminal_obeys_no_csv_and_a_file_has_it_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes], terminal: bool
+) -> None:
+    monkeypatch.setattr(output, "stdout_is_terminal", lambda: terminal)
+    output.write_csv([{"value": "\x1b[2J\nend"}], ["value"], header=False)
+    assert capsysbinary.readouterr().out == (b'"\\u001b[2J\nend"\n' if terminal else b'"\x1b[2J\nend"\n')
+
+
+def test_a_dead_letter_is_shown_and_not_obeyed(run: Run, rides: EventSQL) -> None:
+    rides.registry.register_topic(Topic("prices_dlt"))
+    rides.publisher.publish(Publication("prices_dlt", b"\x1b[2J\tvalue\n", metadata={"\x1b]0;name\x07": "\x9b31m"}))
+    rides.transfer.run_once()
+    shown = run("dlt", "show", "prices", 1).stdout
+    assert not set("\x1b\x07\x9b") & set(shown)
+    assert "\\u001b[2J\tvalue\n" in shown
+    assert r"\u001b]0;name\u0007  \u009b31m" in shown
 
 
 def test_the_failure_of_several_lines_stays_in_its_row(run: Run, rides: EventSQL) -> None:
