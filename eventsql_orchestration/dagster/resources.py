@@ -9,14 +9,13 @@ from typing import Any, Final
 
 import dagster as dg
 import psycopg
-import sqlalchemy
 from pydantic import Field, PrivateAttr, field_validator
 from sqlalchemy import event
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, lineage
-from eventsql_orchestration.database import Connection, is_pooled
+from eventsql_orchestration.database import CallersConnection, is_pooled
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import check_partitions, check_schema_name, check_topic_name
@@ -173,7 +172,7 @@ class TopicResource(dg.ConfigurableResource[Any]):
         metadata: Mapping[str, str] | None = None,
         partition: int | None = None,
         context: ExecutionContext | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> None:
         """Publish one event: a publication, or a value with `key`, `metadata` and `partition`.
 
@@ -195,7 +194,7 @@ class TopicResource(dg.ConfigurableResource[Any]):
         publications: Iterable[Publication],
         *,
         context: ExecutionContext | None = None,
-        connection: Connection | sqlalchemy.Connection | None = None,
+        connection: CallersConnection | None = None,
     ) -> int:
         """Publish any number of events in order, in one commit on each shard. Returns the number of events.
 

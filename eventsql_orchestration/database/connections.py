@@ -21,12 +21,11 @@ Connection: TypeAlias = psycopg.Connection[TupleRow]
 CallersConnection: TypeAlias = Connection | sqlalchemy.Connection
 """A connection that a caller hands in, of psycopg or SQLAlchemy."""
 
-
 UTF8: Final = "utf-8"
 """The encoding of connections, as Python calls it."""
 
 
-def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+def driver_connection(connection: CallersConnection) -> Connection:
     """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy.
 
     Raises `ValidationError` for anything else.
@@ -36,7 +35,7 @@ def driver_connection(connection: Connection | sqlalchemy.Connection) -> Connect
     return driver
 
 
-def joinable_connection(connection: Connection | sqlalchemy.Connection) -> Connection:
+def joinable_connection(connection: CallersConnection) -> Connection:
     """The psycopg connection whose transaction the caller commits or rolls back; this begins no transaction on it.
 
     Raises `ValidationError` also for a SQLAlchemy connection in AUTOCOMMIT, whose `rollback()` does nothing, and for a
@@ -129,7 +128,7 @@ def _set_style(connection: Connection, style: str | None, *, local: bool) -> Non
         cursor.execute(statement("sessions", "set_style"), {"style": style, "local": local}, prepare=False)
 
 
-def begin(connection: Connection | sqlalchemy.Connection) -> None:
+def begin(connection: CallersConnection) -> None:
     """Begin a transaction on a SQLAlchemy connection that is in none. psycopg's connections begin theirs themselves."""
     if isinstance(connection, sqlalchemy.Connection) and not connection.in_transaction():
         # SQLAlchemy would roll back a transaction that it did not begin itself.

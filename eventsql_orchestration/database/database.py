@@ -14,6 +14,7 @@ import sqlalchemy
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import migrations
 from eventsql_orchestration.database.connections import (
+    CallersConnection,
     Connection,
     Home,
     begin,
@@ -139,13 +140,13 @@ class Database:
             yield connection
 
     @checks_itself
-    def joined(self, connection: Connection | sqlalchemy.Connection | None) -> AbstractContextManager[Connection]:
+    def joined(self, connection: CallersConnection | None) -> AbstractContextManager[Connection]:
         """A caller's connection, whose transaction the block joins, or a pooled connection for None."""
         return self.connection() if connection is None else self.callers(connection)
 
     @checks_itself
     @contextmanager
-    def callers(self, connection: Connection | sqlalchemy.Connection) -> Iterator[Connection]:
+    def callers(self, connection: CallersConnection) -> Iterator[Connection]:
         """A caller's connection of psycopg or SQLAlchemy, in whose transaction the block takes part.
 
         With a psycopg connection in autocommit mode, outside of a transaction, each statement commits by itself. Raises
