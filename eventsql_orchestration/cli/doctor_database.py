@@ -34,7 +34,7 @@ def server_finding(database: Database) -> Finding:
 
 
 def schema_finding(database: Database, *, embedded: bool) -> Finding:
-    revision, head = database.revision(), migrations.head()
+    revision, head = database.revision(), migrations.HEAD
     if revision == head:
         return ok("schema", f"{database.schema} is at revision {head}")
     if revision is not None and not migrations.known(revision):

@@ -295,12 +295,12 @@ class Database:
 
     def _check_schema(self) -> None:
         revision = self.revision()
-        if revision is not None and (revision == migrations.head() or not migrations.known(revision)):
+        if revision is not None and (revision == migrations.HEAD or not migrations.known(revision)):
             return
         if not self._migrate:
             found = "missing" if revision is None else f"at revision {revision}"
             raise SchemaOutdatedError(
-                f"schema {self.schema!r} of {self} is {found}, this package needs {migrations.head()}: run "
+                f"schema {self.schema!r} of {self} is {found}, this package needs {migrations.HEAD}: run "
                 "`eventsql migrate`" + ("" if self.has_tables() else ", or `eventsql topic create` makes the tables")
             )
         self.migrate()
@@ -357,7 +357,7 @@ class Database:
                 if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
                     role, prefix = self._role_names()
                     raise may_not_migrate(
-                        describe(error.orig), str(self), schema=self.schema, revision=migrations.head(),
+                        describe(error.orig), str(self), schema=self.schema, revision=migrations.HEAD,
                         role=role, prefix=prefix,
                     ) from error  # fmt: skip
                 raise

@@ -65,7 +65,7 @@ def test_processes_that_start_at_once_migrate_once(fresh: str) -> None:
         assert [worker.line() for worker in workers] == ["ready"] * 4
         for worker in workers:
             worker.tell("now")
-        assert [worker.line() for worker in workers] == [migrations.head()] * 4
+        assert [worker.line() for worker in workers] == [migrations.HEAD] * 4
         assert [worker.end() for worker in workers] == [0] * 4
     finally:
         for worker in workers:
@@ -81,7 +81,7 @@ def test_a_process_that_comes_during_a_migration_waits_for_it(fresh: str) -> Non
             waiting.migrate()
         first.rollback()
         waiting.migrate()
-        assert second.revision() == migrations.head()
+        assert second.revision() == migrations.HEAD
         waiting.close()
 
 
@@ -115,7 +115,7 @@ def test_migrating_again_changes_nothing(dsn: str) -> None:
     with Database(dsn) as database:
         database.migrate()
         database.migrate()
-        assert database.revision() == migrations.head()
+        assert database.revision() == migrations.HEAD
 
 
 def test_installations_in_schemas_of_one_database_are_apart(dsn: str) -> None:
@@ -146,7 +146,7 @@ def test_the_newest_revision_is_the_one_that_the_package_names() -> None:
 
 
 def test_only_revisions_of_this_package_are_known() -> None:
-    assert migrations.known(migrations.head())
+    assert migrations.known(migrations.HEAD)
     assert not migrations.known("9999")
 
 
@@ -203,4 +203,4 @@ def test_a_migration_gives_way_to_a_transaction_that_has_a_lock_which_it_needs_l
         other.execute(then.encode())
         other.commit()
         migrating.result()
-        assert database.revision() == migrations.head()
+        assert database.revision() == migrations.HEAD

@@ -289,7 +289,7 @@ def test_a_migration_that_is_needed_names_the_role_that_may(owner: EventSQL, log
     assert raised.value.role == f"{prefix}_login_0"
     assert f"{prefix}_admin" in str(raised.value)
     with owner.database.connection() as connection:
-        connection.execute("UPDATE eventsql.schema_version SET version_num = %s", [migrations.head()])
+        connection.execute("UPDATE eventsql.schema_version SET version_num = %s", [migrations.HEAD])
 
 
 def test_a_role_is_taken_on_by_an_option_of_the_url(owner: EventSQL, login: Login, prefix: str) -> None:

@@ -29,11 +29,6 @@ def _config() -> Config:
     return config
 
 
-def head() -> str:
-    """The newest revision that this package knows."""
-    return HEAD
-
-
 def scripts() -> ScriptDirectory:
     """The migrations, as Alembic sees them."""
     from alembic.script import ScriptDirectory  # noqa: PLC0415 - see above
