@@ -11,13 +11,13 @@ from typing import Any, Final, LiteralString, TypeAlias
 
 import psycopg
 from psycopg import sql
-from psycopg.rows import tuple_row
 
 from eventsql_orchestration.database import grants, tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.grants import ADMIN, KINDS, Log, Role
 from eventsql_orchestration.database.log_names import BLOCK_STORE, BLOCK_TABLE, EVENT_TABLE, ROW_STORE
 from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 
 _EVERYTHING: Final = "eventsql_all_topics"
@@ -76,8 +76,7 @@ def run(connection: psycopg.Connection[Any], statements: Statements) -> None:
 
 def rows_of(connection: psycopg.Connection[Any], schema: str, name: str, **values: object) -> list[tuple[Any, ...]]:
     """The rows of a statement of `roles.sql`."""
-    cursor = connection.cursor(row_factory=tuple_row)
-    return cursor.execute(Queries("roles", schema)(name), {"schema": schema, **values}).fetchall()
+    return fetch_all(connection, Queries("roles", schema)(name), {"schema": schema, **values})
 
 
 def states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from psycopg.rows import tuple_row
-
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError, ConfigurationError, RedefinitionError, TopicNotFoundError
 from eventsql_orchestration.publishing.staged_blocks import StagedBlock, StagedBlocks, missing_blocks
 from eventsql_orchestration.publishing.two_phase_participant import PublicationPart, TwoPhaseParticipant
@@ -127,8 +126,7 @@ class CommitLog:
         if connection.execute(self._queries("record_publication"), values).rowcount != 1:
             return False
 
-        cursor = connection.cursor(row_factory=tuple_row)
-        if cursor.execute(self._queries("is_forgotten"), values).fetchone() == (True,):
+        if fetch_first(connection, self._queries("is_forgotten"), values) == (True,):
             raise ConfigurationError(
                 f"{batch} is not published, because it may have been published more than "
                 f"{KEPT_SECONDS / 86_400:.0f} days ago: records are deleted then. If not, use another writerId"

@@ -8,7 +8,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database.connections import Connection
-from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.installation import has_table
 from eventsql_orchestration.retry import Backoff
 
 TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout", "queue_message")
@@ -29,12 +29,7 @@ def hold_publishers(connection: Connection, schema: str) -> None:
     table that the other has, and the server would end one of them. Raises `LockNotAvailable` or `QueryCanceled` if
     other transactions keep a table for `SECONDS`.
     """
-    has_table = Queries("sessions", schema)("has_table")
-    present = [
-        name
-        for name in TABLES
-        if connection.execute(has_table, {"table": f'"{schema}"."{name}"'}).fetchone() == (True,)
-    ]
+    present = [name for name in TABLES if has_table(connection, schema, name)]
     if not present:
         return
     tables = sql.SQL(", ").join(sql.Identifier(schema, name) for name in present)
