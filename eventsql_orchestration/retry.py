@@ -1,4 +1,4 @@
-"""Retries with random pauses, for a limited time."""
+"""Retries: random pauses for a limited time, and pauses that grow."""
 
 from __future__ import annotations
 
@@ -14,6 +14,20 @@ T = TypeVar("T")
 PAUSE: Final = (0.05, 0.25)
 """The shortest and the longest pause between two attempts, in seconds. It is random, so that one of two processes in
 each other's way goes first."""
+
+LONGEST_AWAY: Final = 5.0
+"""The longest pause of a thread while its database is away, in seconds."""
+
+
+def doubled(first: float, times: int, most: float) -> float:
+    """A pause that begins with `first` seconds and has doubled `times` times, up to `most` seconds."""
+    # A larger exponent could overflow.
+    return min(first * 2.0 ** min(times, 30), most)
+
+
+def pause_while_away(failures: int) -> float:
+    """The pause of a thread that has failed `failures` times in a row because its database is away, in seconds."""
+    return doubled(0.1, failures - 1, LONGEST_AWAY)
 
 
 class Backoff:

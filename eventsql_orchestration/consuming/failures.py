@@ -13,6 +13,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.model import Event, how_often
+from eventsql_orchestration.retry import doubled
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ class Failure:
 
 def backoff_after(attempts: int) -> float:
     """The seconds until an event is tried again that has failed so often."""
-    return min(FIRST_BACKOFF * 2.0 ** min(max(0, attempts - 1), 30), MAX_BACKOFF)
+    return doubled(FIRST_BACKOFF, max(0, attempts - 1), MAX_BACKOFF)
 
 
 def without_letter(failure: str, problem: BaseException) -> str:

@@ -28,6 +28,7 @@ from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.sessions import is_pooled
 from eventsql_orchestration.errors import ClosedError, EventSQLError
 from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.retry import pause_while_away
 from eventsql_orchestration.threads import start_thread
 
 logger = logging.getLogger(__name__)
@@ -47,9 +48,6 @@ TEST_SECONDS: Final = 2.0
 RETEST_SECONDS: Final = 60.0
 """Seconds until a listener without notifications tries again."""
 
-MAX_RETRY_DELAY: Final = 5.0
-"""The longest pause between two attempts while the database is away, in seconds."""
-
 CLOSE_SECONDS: Final = 2.0
 """How long closing waits for a thread, in seconds; a thread that is connecting ends by itself afterwards."""
 
@@ -67,10 +65,6 @@ def channel_of(schema: str) -> str:
     if len(channel.encode()) <= _MAX_CHANNEL_BYTES:
         return channel
     return f"eventsql_{hashlib.sha256(schema.encode()).hexdigest()[:32]}"
-
-
-def retry_delay(failures: int) -> float:
-    return float(min(0.1 * 2 ** min(failures - 1, 30), MAX_RETRY_DELAY))
 
 
 @checked
@@ -183,7 +177,7 @@ class Listener:
                     return
                 except (psycopg.Error, EventSQLError, OSError) as error:
                     failures += 1
-                    delay = retry_delay(failures)
+                    delay = pause_while_away(failures)
                     if failures == 1:
                         logger.warning("no notifications from %s, trying again: %s", self._database, error)
                 finally:

@@ -13,11 +13,12 @@ import psycopg
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.database import Database
-from eventsql_orchestration.database.notifications import CLOSE_SECONDS, channel_of, payload_of, retry_delay
+from eventsql_orchestration.database.notifications import CLOSE_SECONDS, channel_of, payload_of
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.retry import pause_while_away
 from eventsql_orchestration.threads import Wake, start_thread
 
 logger = logging.getLogger(__name__)
@@ -140,7 +141,7 @@ class Notifier:
                             )
                         failures += 1
                         self._pending.update(dict.fromkeys(due))
-                        if stop.wait(retry_delay(failures)):
+                        if stop.wait(pause_while_away(failures)):
                             self._wake.set()
                             return
                     else:

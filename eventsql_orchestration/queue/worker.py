@@ -23,6 +23,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
+from eventsql_orchestration.retry import doubled, pause_while_away
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import check_seconds
 
@@ -41,14 +42,10 @@ LONGEST_PAUSE: Final = 300.0
 _LONGEST_REASON: Final = 1_000
 """The most characters of an error in a message's history."""
 
-LONGEST_RETRY: Final = 5.0
-"""The longest pause of a worker while the database is away, in seconds."""
-
 
 def exponential(receives: int) -> float:
     """1, 2, 4 … seconds, 300 at most, each shortened at random by up to a half."""
-    pause = min(LONGEST_PAUSE, FIRST_PAUSE * 2.0 ** min(receives - 1, 30))
-    return pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+    return doubled(FIRST_PAUSE, receives - 1, LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
 
 def pause_after(message: Message, backoff: Backoff) -> float:
@@ -167,7 +164,7 @@ class QueueWorkers:
             except EventSQLError as error:
                 messages = []
                 failures += 1
-                pause = min(LONGEST_RETRY, 0.1 * 2.0 ** min(failures, 10))
+                pause = pause_while_away(failures)
                 if failures == 1:
                     logger.warning("a worker of queue %r receives nothing, trying again: %s", self._queue.name, error)
             if messages:

@@ -16,6 +16,7 @@ from eventsql_orchestration.dagster.consumers.options import RunLimits, TickOpti
 from eventsql_orchestration.dagster.consumers.run_draining import PATIENCE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG, FINISHED, PARTITION_TAG, REPLAY_TAG, SHARED_TAG
 from eventsql_orchestration.orchestration.owners import run_of_owner
+from eventsql_orchestration.retry import doubled
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +224,7 @@ def backoff(failures: int, options: TickOptions) -> float:
     """Seconds between the end of a failed run and the next run from the same offset."""
     if failures < 2:
         return 0.0
-    return min(options.first_backoff * 2.0 ** min(failures - 2, 20), options.max_backoff)
+    return doubled(options.first_backoff, failures - 2, options.max_backoff)
 
 
 def _time_to_adopt(run: RunState, late: int, options: TickOptions) -> float:
