@@ -254,11 +254,7 @@ def _spark(jar: str) -> Iterator[SparkSession]:
         "spark.driver.memory": "2g",
         "spark.log.level": "ERROR",
     }
-    builder = SparkSession.Builder()
-    for name, value in spark_config(**settings).items():
-        builder = builder.config(name, value)
-
-    spark = builder.getOrCreate()
+    spark = SparkSession.Builder().config(map={**spark_config(**settings)}).getOrCreate()
     try:
         yield spark
     finally:

@@ -32,10 +32,7 @@ def main() -> None:
     while not _listens(port):
         time.sleep(0.2)
     warnings.simplefilter("ignore")
-    builder = SparkSession.Builder()
-    for name, value in spark_config().items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    session = SparkSession.Builder().config(map={**spark_config()}).getOrCreate()
     session.range(2, numPartitions=1).groupBy("id").count().collect()
     # The topic does not exist. To find that out, Spark loads the source and the planner of its reads.
     with suppress(PySparkException):

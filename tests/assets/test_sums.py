@@ -32,11 +32,8 @@ Sums = Mapping[tuple[Any, ...], tuple[int, ...]]
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     home = tmp_path_factory.mktemp("spark")
     ensure_java(home)
-    builder = SparkSession.Builder()
     chosen = {"spark.sql.shuffle.partitions": "1", "spark.sql.warehouse.dir": str(home / "warehouse")}
-    for name, value in spark_config(**chosen).items():
-        builder = builder.config(name, value)
-    session = builder.getOrCreate()
+    session = SparkSession.Builder().config(map={**spark_config(**chosen)}).getOrCreate()
     session.sparkContext.setLogLevel("OFF")
     yield session
     session.stop()

@@ -27,7 +27,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     os.environ["SPARK_LOCAL_IP"] = "127.0.0.1"
     home = tmp_path_factory.mktemp("spark")
     ensure_java(home)
-    builder = SparkSession.Builder()
     settings = {
         "spark.master": "local[2,3]",
         "spark.sql.warehouse.dir": str(home / "warehouse"),
@@ -38,9 +37,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         "spark.ui.enabled": "true",
         "spark.ui.port": str(free_port()),
     }
-    for name, value in spark_config(**settings).items():
-        builder = builder.config(name, value)
-    session = started(builder)
+    session = started(SparkSession.Builder().config(map={**spark_config(**settings)}))
     yield session
     session.stop()
 

@@ -82,10 +82,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     given = json.loads(sys.stdin.readline())
     ensure_java(Path(given["home"]))
-    builder = SparkSession.Builder()
-    for name, value in spark_config(**given["settings"]).items():
-        builder = builder.config(name, value)
-    spark = started(builder)
+    spark = started(SparkSession.Builder().config(map={**spark_config(**given["settings"])}))
     print("ready", file=out, flush=True)
     for line in sys.stdin:
         order = json.loads(line)

@@ -240,10 +240,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
 
         session = SparkSession.getActiveSession()
         if session is None:
-            builder = SparkSession.Builder()
-            for name, value in spark_config(**self.spark_config).items():
-                builder = builder.config(name, value)
-            session = builder.getOrCreate()
+            session = SparkSession.Builder().config(map={**spark_config(**self.spark_config)}).getOrCreate()
         loaded = None
         for selection in selections:
             reader = session.read.format(FORMAT).options(
