@@ -18,7 +18,6 @@ from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, consumer_asset, topic_asset, topic_key
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
-from eventsql_orchestration.dagster.lineage.published import Published
 from eventsql_orchestration.errors import (
     ConfigurationError,
     DataLossError,
@@ -29,6 +28,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import Retention
+from eventsql_orchestration.orchestration.publication import Published
 from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
 from tests.dagster.conftest import Workbench

@@ -14,6 +14,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Event, OffsetRange, Shard
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import RANGE, Origin, input_metadata
+from eventsql_orchestration.dagster.lineage.published import metadata_of
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
@@ -125,7 +126,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             output += f"[{context.mapping_key}]"
         published = publish(Origin.of_output(context), obj, eventsql=self.eventsql, topic=topic, output=output)
         context.log.info("%s", published)
-        context.add_output_metadata(published.metadata())
+        context.add_output_metadata(metadata_of(published))
 
     def load_input(self, context: dg.InputContext) -> Any:
         """Load the events that an input asks for, as the type of its annotation."""

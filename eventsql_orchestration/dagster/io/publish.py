@@ -6,10 +6,11 @@ from typing import Any
 
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster.lineage.origin import ExecutionContext, Origin, step_of
-from eventsql_orchestration.dagster.lineage.published import Published
+from eventsql_orchestration.dagster.lineage.published import metadata_of
 from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.orchestration import publication
+from eventsql_orchestration.orchestration.publication import Published
 
 
 def publish_events(
@@ -38,7 +39,7 @@ def publish_events(
         Origin.of(context), events, eventsql=eventsql, topic=topic, claim=claim, batch=batch, output=output
     )
     context.log.info("%s", published)
-    return published.metadata()
+    return metadata_of(published)
 
 
 publish_dataframe = publish_events
@@ -61,7 +62,4 @@ def publish(
     `claim`. Raises the errors of `publish_events`.
     """
     require_topic(eventsql.platform, topic)
-    published = publication.publish(
-        origin, value, access=eventsql, topic=topic, claim=claim, batch=batch, output=output
-    )
-    return Published.of(published)
+    return publication.publish(origin, value, access=eventsql, topic=topic, claim=claim, batch=batch, output=output)

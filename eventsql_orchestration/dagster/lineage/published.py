@@ -1,48 +1,40 @@
-"""The result of a publication: its events, their offsets, and its metadata in materializations."""
+"""Metadata of publications in materializations: their events and offsets."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration.dagster import metadata_keys as keys
 from eventsql_orchestration.dagster.topics import topic_key
-from eventsql_orchestration.orchestration import publication
-from eventsql_orchestration.orchestration.publication import Span
+from eventsql_orchestration.orchestration.publication import Published, Span
 
 _LINKS: Final = (keys.PUBLISHED_RUN, keys.PUBLISHED_AS, keys.PUBLISHED_FOR, keys.PUBLISHED_TO, keys.PUBLISHED_TRACE)
 
 _OFFSETS: Final = (keys.PUBLISHED_FIRST, keys.PUBLISHED_LAST, keys.PUBLISHED_RANGES)
 
 
-@dataclass(frozen=True, slots=True)
-class Published(publication.Published):
-    """A publication to a topic, with metadata for Dagster."""
-
-    @classmethod
-    def of(cls, published: publication.Published) -> Published:
-        return cls(**{each.name: getattr(published, each.name) for each in fields(published)})
-
-    def metadata(self) -> dict[str, Any]:
-        """The metadata for a materialization. Other events can lie between the first and the last."""
-        metadata: dict[str, Any] = {
-            keys.PUBLISHED_TOPIC: self.topic,
-            keys.PUBLISHED_EVENTS: self.events,
-            keys.ROW_COUNT: self.events,
-            keys.PUBLISHED_RUN: dg.MetadataValue.dagster_run(self.run_id),
-            keys.PUBLISHED_TO: dg.MetadataValue.asset(topic_key(self.topic)),
-        }
-        if self.asset is not None:
-            metadata[keys.PUBLISHED_AS] = self.asset
-        if self.partition is not None:
-            metadata[keys.PUBLISHED_FOR] = self.partition
-        if self.spans:
-            metadata |= _offsets_of(self.spans)
-            metadata[keys.PUBLISHED_TRACE] = keys.trace_command(self.topic, self.spans[-1].last, self.spans[-1].shard)
-        return metadata
+def metadata_of(published: Published) -> dict[str, Any]:
+    """The metadata of a publication for a materialization. Other events can lie between the first and the last."""
+    metadata: dict[str, Any] = {
+        keys.PUBLISHED_TOPIC: published.topic,
+        keys.PUBLISHED_EVENTS: published.events,
+        keys.ROW_COUNT: published.events,
+        keys.PUBLISHED_RUN: dg.MetadataValue.dagster_run(published.run_id),
+        keys.PUBLISHED_TO: dg.MetadataValue.asset(topic_key(published.topic)),
+    }
+    if published.asset is not None:
+        metadata[keys.PUBLISHED_AS] = published.asset
+    if published.partition is not None:
+        metadata[keys.PUBLISHED_FOR] = published.partition
+    if published.spans:
+        last = published.spans[-1]
+        metadata |= _offsets_of(published.spans)
+        metadata[keys.PUBLISHED_TRACE] = keys.trace_command(published.topic, last.last, last.shard)
+    return metadata
 
 
 def _offsets_of(spans: Collection[Span]) -> dict[str, Any]:
