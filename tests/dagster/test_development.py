@@ -277,7 +277,7 @@ class Ending(BaseHTTPRequestHandler):
             self.under_way.clear()
             data: object = {"terminateRun": {"__typename": "TerminateRunSuccess"}}
         else:
-            assert "STARTED" in asked["variables"]["statuses"]
+            assert "STARTED" in asked["variables"]["filter"]["statuses"]
             data = {"runsOrError": {"results": list(self.under_way)}}
         answer = json.dumps({"data": data}).encode()
         self.send_response(200)
@@ -305,7 +305,7 @@ class Silent(Ending):
 def test_the_end_tells_runs_and_does_not_wait_for_a_webserver_that_does_not_answer(
     tmp_path: Path, handler: type[Ending], says: list[str]
 ) -> None:
-    Ending.under_way[:] = [{"runId": "r1", "jobName": "mail", "tags": []}]
+    Ending.under_way[:] = [{"runId": "r1", "jobName": "mail", "status": "STARTED", "tags": []}]
     Silent.over.clear()
     said: list[str] = []
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

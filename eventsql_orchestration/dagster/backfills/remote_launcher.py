@@ -26,15 +26,6 @@ mutation ($selector: RepositorySelector!, $name: String!, $key: String!) {
 }
 """
 
-_RUNS: Final = """
-query ($filter: RunsFilter!, $limit: Int) {
-    runsOrError(filter: $filter, limit: $limit) {
-        ... on Runs { results { runId status tags { key value } } }
-        ... on PythonError { message }
-    }
-}
-"""
-
 _FAILURE: Final = """
 query ($run: ID!) {
     runOrError(runId: $run) {
@@ -96,13 +87,11 @@ class RemoteDagster:
                 raise RunFailedError(f"partition {key} was refused: {added.get('message') or added['__typename']}")
 
     def was_run(self, job: DagsterJob, backfill_id: str) -> bool:
-        return bool(self._runs(tags=listed_tags(job.tags(backfill_id)), limit=1))
+        return bool(self._webserver.runs(tags=listed_tags(job.tags(backfill_id)), limit=1))
 
     def under_way(self, job: DagsterJob, backfill_id: str) -> dict[str, str]:
-        runs = self._runs(tags=listed_tags(job.tags(backfill_id)), statuses=_UNDER_WAY)
-        return {
-            tag["value"]: run["runId"] for run in runs for tag in run["tags"] if tag["key"] == DAGSTER_PARTITION_TAG
-        }
+        runs = self._webserver.runs(tags=listed_tags(job.tags(backfill_id)), statuses=_UNDER_WAY)
+        return {run.tags[DAGSTER_PARTITION_TAG]: run.id for run in runs if DAGSTER_PARTITION_TAG in run.tags}
 
     def launch(self, job: DagsterJob, backfill_id: str, key: str, *, max_failures: int | None = None) -> str:
         return self._webserver.launch(
@@ -112,7 +101,7 @@ class RemoteDagster:
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
         ids = list(runs)
-        found = {run["runId"]: run["status"] for run in self._runs(runIds=ids)} if ids else {}
+        found = {run.id: run.status for run in self._webserver.runs(runIds=ids)} if ids else {}
         ended = {}
         for run_id in ids:
             status = found.get(run_id, "deleted")
@@ -130,12 +119,6 @@ class RemoteDagster:
             if entry.get("error"):
                 return one_line((entry["error"].get("cause") or entry["error"])["message"])
         return "it failed"
-
-    def _runs(self, *, limit: int | None = None, **filters: Any) -> list[Any]:
-        answer = self._webserver.ask(_RUNS, filter=filters, limit=limit)["runsOrError"]
-        if "results" not in answer:
-            raise LocalDagsterError(f"{self.url} could not list its runs: {answer.get('message')}")
-        return list(answer["results"])
 
 
 def _job(repository: Mapping[str, Any], name: str, of: str) -> DagsterJob:

@@ -179,18 +179,18 @@ class LocalDagster:
 
         Raises `LocalDagsterError` if the webserver does not answer.
         """
-        jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
-        wanted = [
+        return sorted(
             job["name"]
-            for job in jobs
+            for job in self._jobs()
             if any(each["key"] == tag and value in (None, each["value"]) for each in job["tags"])
-        ]
-        return sorted(wanted)
+        )
 
     def values_of(self, tag: str) -> set[str]:
         """The values of a tag of the location's jobs. Raises as `jobs_with`."""
-        jobs = [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
-        return {each["value"] for job in jobs for each in job["tags"] if each["key"] == tag}
+        return {each["value"] for job in self._jobs() for each in job["tags"] if each["key"] == tag}
+
+    def _jobs(self) -> list[dict[str, Any]]:
+        return [job for repository in Webserver(self.url).repositories() for job in repository["jobs"]]
 
     def instance(self) -> dg.DagsterInstance:
         """The instance of these processes, which the caller closes."""
@@ -256,7 +256,8 @@ class LocalDagster:
 
     def _runs_before(self, deadline: float) -> list[RunOfWebserver]:
         """The runs under way. Raises `LocalDagsterError` if no answer comes before `deadline`."""
-        return Webserver(self.url, timeout=max(0.1, deadline - time.monotonic())).runs(UNFINISHED)
+        webserver = Webserver(self.url, timeout=max(0.1, deadline - time.monotonic()))
+        return webserver.runs(statuses=[status.value for status in UNFINISHED])
 
     def _end_run(self, run_id: str) -> None:
         # A webserver that does not answer ends with the other processes.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import dagster as dg
 import requests
 
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
@@ -45,8 +44,8 @@ mutation ($parameters: ExecutionParams!) {
 """
 
 _RUNS: Final = """
-query ($statuses: [RunStatus!]!) { runsOrError(filter: {statuses: $statuses}) {
-    ... on Runs { results { runId jobName tags { key } } }
+query ($filter: RunsFilter!, $limit: Int) { runsOrError(filter: $filter, limit: $limit) {
+    ... on Runs { results { runId jobName status tags { key value } } }
     ... on PythonError { message }
 } }
 """
@@ -58,11 +57,12 @@ _TERMINATE: Final = "mutation ($run: String!) { terminateRun(runId: $run) { __ty
 
 @dataclass(frozen=True, slots=True)
 class RunOfWebserver:
-    """A run, its job, and the names of its tags."""
+    """A run, its job, its status and its tags."""
 
     id: str
     job: str
-    tags: frozenset[str]
+    status: str
+    tags: Mapping[str, str]
 
 
 class Webserver:
@@ -124,13 +124,15 @@ class Webserver:
             raise RunFailedError(f"job {job!r} could not be launched: {one_line(why) or answer['__typename']}")
         return str(answer["run"]["runId"])
 
-    def runs(self, statuses: Iterable[dg.DagsterRunStatus]) -> list[RunOfWebserver]:
-        """The runs that have one of these statuses. Raises `LocalDagsterError`."""
-        found = self.ask(_RUNS, statuses=[status.value for status in statuses])["runsOrError"]
+    def runs(self, *, limit: int | None = None, **filters: Any) -> list[RunOfWebserver]:
+        """The runs that meet the filters of GraphQL's `RunsFilter`. Raises `LocalDagsterError`."""
+        found = self.ask(_RUNS, filter=filters, limit=limit)["runsOrError"]
         if "results" not in found:
-            raise LocalDagsterError(f"{self.url} could not read its runs: {one_line(str(found.get('message')))}")
+            raise LocalDagsterError(f"{self.url} could not list its runs: {one_line(str(found.get('message')))}")
         return [
-            RunOfWebserver(run["runId"], run["jobName"], frozenset(tag["key"] for tag in run["tags"]))
+            RunOfWebserver(
+                run["runId"], run["jobName"], run["status"], {tag["key"]: tag["value"] for tag in run["tags"]}
+            )
             for run in found["results"]
         ]
 
