@@ -12,6 +12,7 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import counted, say
 from eventsql_orchestration.cli.parameters import Number, command, option
 from eventsql_orchestration.signals import setting
+from eventsql_orchestration.threads import start_thread
 
 _REPORT_SECONDS: Final = 1.0
 
@@ -76,7 +77,7 @@ def transfer(
             say("transferring; Ctrl-C ends it")
             if retain:
                 # Retention may wait for readers of a segment; the transfer must not. The thread ends with the process.
-                threading.Thread(target=platform.retention.run, args=(stop,), name="retention", daemon=True).start()
+                start_thread("retention", platform.retention.run, stop)
             try:
                 platform.transfer.run(stop, polling_delay=interval, wake=wake, on_moved=report.add)
             finally:

@@ -17,7 +17,6 @@ from eventsql_orchestration.dagster.io.spark_progress import (
     SPARK_JOBS,
     SPARK_ROWS,
     SPARK_TASKS,
-    THREAD,
     spark_progress,
 )
 from eventsql_orchestration.spark import spark_config
@@ -73,7 +72,7 @@ def test_stages_and_rows_of_a_run_s_own_jobs_are_logged_and_become_metadata(reso
     told = [message for message in messages if message.startswith("Spark stage")]
     assert len(told) >= 2
     assert any("14 rows in" in message for message in told)
-    assert not [thread for thread in threading.enumerate() if thread.name == THREAD], (
+    assert not [thread for thread in threading.enumerate() if "spark-progress" in thread.name], (
         "the watching thread ended with the block"
     )
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import requests
 
@@ -22,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 EVERY_SECONDS: Final = 2.0
 """Seconds between two lines about a stage: each line of Dagster's log is a row of its storage."""
-
-THREAD: Final = "eventsql-spark-progress"
 
 UNKNOWN: Final = "the progress of Spark is not known"
 
@@ -58,15 +57,49 @@ class StageProgress:
         return f"Spark stage {self.id} ({self.name}): {self.done} of {self.tasks} tasks{failed}{rows}"
 
 
-class SparkStatus(Protocol):
-    """A source of Spark's figures."""
+class SparkProgress(ABC):
+    """The progress of the jobs that a block of code has started."""
 
+    @abstractmethod
     def look(self) -> tuple[int, list[StageProgress]]:
-        """The number of jobs of a block of code so far, and their stages that have begun or are done, in order."""
+        """The number of jobs so far, and their stages that have begun or are done, in order."""
+
+    def stages(self) -> list[StageProgress]:
+        """The stages that have begun or are done, in order."""
+        _, stages = self.look()
+        return stages
+
+    def metadata(self) -> dict[str, Any]:
+        """Metadata for a materialization: the numbers of jobs, stages and tasks, and each stage's rows in and out.
+
+        Empty if Spark gives no figures: that must not fail a run whose work is done.
+        """
+        try:
+            jobs, stages = self.look()
+        except _unavailable() as error:
+            logger.warning("%s: %s", UNKNOWN, error)
+            return {}
+        if not jobs:
+            return {}
+        return {
+            SPARK_JOBS: jobs,
+            SPARK_STAGES: len(stages),
+            SPARK_TASKS: sum(stage.done for stage in stages),
+            SPARK_FAILED_TASKS: sum(stage.failed for stage in stages),
+            SPARK_ROWS: [{"stage": each.name, "in": each.rows_in, "out": each.rows_out} for each in stages],
+        }
 
 
-class _OwnStatus:
-    """The figures of a Spark session of this process, for the jobs of a job group."""
+def _unavailable() -> tuple[type[Exception], ...]:
+    """The errors by which Spark shows that it gives no figures."""
+    # py4j comes with Spark, and assets without Spark import this module, too.
+    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
+
+    return (Py4JError, requests.RequestException)
+
+
+class _OwnProgress(SparkProgress):
+    """The jobs of a job group, in a Spark session of this process."""
 
     def __init__(self, spark: SparkSession, group: str) -> None:
         self._context: Any = spark.sparkContext
@@ -110,11 +143,8 @@ def _own_stage(stage: int, data: Any) -> StageProgress:
     )
 
 
-class _ServerStatus:
-    """The figures of a Spark Connect server, for the jobs with a tag. They come from the monitoring API of its UI.
-
-    Without a UI, there are no figures.
-    """
+class _ServerProgress(SparkProgress):
+    """The jobs with a tag, on a Spark Connect server. They come from the monitoring API of its UI, if it has a UI."""
 
     def __init__(self, spark: SparkSession, tag: str) -> None:
         self._tag = tag
@@ -158,49 +188,9 @@ def _server_stage(data: dict[str, Any]) -> StageProgress:
     )
 
 
-class SparkProgress:
-    """The stages of the jobs that a block of code has started."""
-
-    def __init__(self, status: SparkStatus) -> None:
-        self._status = status
-
-    def stages(self) -> list[StageProgress]:
-        """The stages that have begun or are done, in order."""
-        _, stages = self._status.look()
-        return stages
-
-    def metadata(self) -> dict[str, Any]:
-        """Metadata for a materialization: the numbers of jobs, stages and tasks, and each stage's rows in and out.
-
-        Empty if Spark gives no figures: that must not fail a run whose work is done.
-        """
-        try:
-            jobs, stages = self._status.look()
-        except _unavailable() as error:
-            logger.warning("%s: %s", UNKNOWN, error)
-            return {}
-        if not jobs:
-            return {}
-        return {
-            SPARK_JOBS: jobs,
-            SPARK_STAGES: len(stages),
-            SPARK_TASKS: sum(stage.done for stage in stages),
-            SPARK_FAILED_TASKS: sum(stage.failed for stage in stages),
-            SPARK_ROWS: [{"stage": each.name, "in": each.rows_in, "out": each.rows_out} for each in stages],
-        }
-
-
-def _unavailable() -> tuple[type[Exception], ...]:
-    """The errors by which Spark shows that it gives no figures."""
-    # py4j comes with Spark, and assets without Spark import this module, too.
-    from py4j.protocol import Py4JError  # type: ignore[import-untyped]  # noqa: PLC0415 - an optional package
-
-    return (Py4JError, requests.RequestException)
-
-
 @contextmanager
-def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
-    """Put the Spark jobs that this thread starts in the block into one group, and yield their figures."""
+def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkProgress]:
+    """Put the Spark jobs that this thread starts in the block into one group, and yield their progress."""
     from pyspark.sql.utils import is_remote  # noqa: PLC0415 - an optional package
 
     group = f"{run_id}/{uuid.uuid4().hex[:8]}"
@@ -208,7 +198,7 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
         # A tag of Spark Connect has no comma. It is per thread, as a job group is.
         spark.addTag(group)
         try:
-            yield _ServerStatus(spark, group)
+            yield _ServerProgress(spark, group)
         except BaseException:
             # Otherwise the server would go on working for a run that has ended. Do not wait for a server that is gone.
             start_thread("interrupt", spark.interruptTag, group).join(ANSWER_SECONDS)
@@ -219,7 +209,7 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkStatus]:
 
     spark.sparkContext.setJobGroup(group, f"run {run_id}")
     try:
-        yield _OwnStatus(spark, group)
+        yield _OwnProgress(spark, group)
     finally:
         for name in () if _is_stopped(spark.sparkContext) else ("spark.jobGroup.id", "spark.job.description"):
             spark.sparkContext.setLocalProperty(name, None)  # type: ignore[arg-type]  # None removes it
@@ -235,8 +225,7 @@ def spark_progress(
     `metadata()` to the materialization. With Spark Connect, the figures come from the server's UI, and if the block
     fails, its work on the server ends.
     """
-    with _grouped(spark, context.run.run_id) as status:
-        progress = SparkProgress(status)
+    with _grouped(spark, context.run.run_id) as progress:
         told: dict[int, StageProgress] = {}
         ended = threading.Event()
 
@@ -254,8 +243,7 @@ def spark_progress(
             while not ended.wait(every):
                 tell()
 
-        watching = threading.Thread(target=watch, name=THREAD, daemon=True)
-        watching.start()
+        watching = start_thread("spark-progress", watch)
         try:
             yield progress
         finally:
