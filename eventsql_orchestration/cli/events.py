@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING, Annotated, Final
 
 import click
@@ -86,10 +87,10 @@ def tail(
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):
             raise ValidationError("each shard has its own offsets: choose a shard with --shard NAME")
-        tail = _Tail(EventWriter(form), topic, partition, key, grep, max_events)
+        tail = _Tail(EventWriter(form), topic, partition, key, grep, inf if max_events is None else max_events)
         after = {shard: _before(shard, topic, start) for shard in platform.members()}
         wake = _woken_by(platform, topic, follow=follow)
-        while tail.left != 0:
+        while tail.left > 0:
             found_any = False
             for shard, offset in after.items():
                 if (last := tail.print_next(shard, offset, context.shard or shard.name)) is not None:
@@ -103,18 +104,18 @@ def tail(
 
 @dataclass(slots=True)
 class _Tail:
-    """Prints the chosen events of a topic. `left` is how many more it prints, None for any number."""
+    """Prints the chosen events of a topic. `left` is how many more it prints."""
 
     _writer: EventWriter
     _topic: str
     _partition: int | None
     _key: str | None
     _grep: re.Pattern[bytes] | None
-    left: int | None
+    left: float
 
     def print_next(self, shard: Shard, after: int, label: str | None) -> int | None:
         """Print the next events of a shard; gives the offset of the last event that was read, None without one."""
-        limit = _BATCH if self.left is None else min(_BATCH, self.left)
+        limit = int(min(_BATCH, self.left))
         if not limit:
             return None
         chooses = self._key is not None or self._grep is not None
@@ -125,7 +126,7 @@ class _Tail:
             return None
         matching = [event for event in events if self._matches(event)][:limit]
         self._writer.write(matching, shard=label)
-        self.left = None if self.left is None else self.left - len(matching)
+        self.left -= len(matching)
         return events[-1].id
 
     def _matches(self, event: Event) -> bool:
@@ -188,12 +189,12 @@ class _Printer:
     _said: list[str] = field(default_factory=list)
 
     def run(self, max_events: int | None, *, follow: bool) -> None:
-        left = max_events
+        left = inf if max_events is None else max_events
         locked_since: float | None = None
         wake = _woken_by(self._platform, self._topic, follow=follow)
-        while left is None or left > 0:
+        while left > 0:
             consumed = self._pass(left)
-            left = None if left is None else left - consumed
+            left -= consumed
             if consumed:
                 locked_since = None
                 continue
@@ -215,13 +216,12 @@ class _Printer:
             wake.wait(_FOLLOW_DELAY)
             wake.clear()
 
-    def _pass(self, left: int | None) -> int:
-        if self._everything and left is None:
+    def _pass(self, left: float) -> int:
+        if self._everything and left == inf:
             return self._consume_once(None, _BATCH)
         consumed = 0
         for partition in self._partitions:
-            limit = _BATCH if left is None else min(_BATCH, left - consumed)
-            if limit:
+            if limit := int(min(_BATCH, left - consumed)):
                 consumed += self._consume_once(partition, limit)
         return consumed
 

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
+from math import inf
 from operator import itemgetter
 from typing import TYPE_CHECKING, Annotated, Any, Final
 from uuid import UUID
@@ -103,14 +104,13 @@ def tail(
         wake = threading.Event()
         if follow:
             platform.listener.subscribe(lazy.STORE, None, wake.set)
-        left = most
-        while left is None or left > 0:
-            limit = _BATCH if left is None else min(_BATCH, left)
-            changes = opened.read_all(place, types=types or None, kinds=kinds or None, limit=limit)
+        left = inf if most is None else most
+        while left > 0:
+            changes = opened.read_all(place, types=types or None, kinds=kinds or None, limit=int(min(_BATCH, left)))
             _write(changes)
             if changes:
                 place = changes[-1].checkpoint
-                left = None if left is None else left - len(changes)
+                left -= len(changes)
                 continue
             if not follow:
                 return
