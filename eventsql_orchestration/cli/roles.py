@@ -25,12 +25,7 @@ def roles() -> None:
 
 
 @command(roles, short_help="Create the roles, or give existing roles the rights that they lack.")
-def create(
-    context: CliContext,
-    prefix: _Prefix,
-    topics: _Topics,
-    printed: Annotated[bool, option("Print the SQL and change nothing.", "--print")],
-) -> None:
+def create(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Create the roles, or give existing roles the rights that they lack.
 
     The roles are PREFIX_admin, PREFIX_transfer, PREFIX_publisher, PREFIX_stager, PREFIX_consumer, PREFIX_reader,
@@ -40,9 +35,6 @@ def create(
 
     PREFIX_admin becomes the owner of the platform's tables, and their former owner becomes a member of it.
     """
-    if printed:
-        _print(context, prefix, topics)
-        return
     with context.platform() as platform:
         made = [Roles(shard.database).create(prefix=prefix, topics=topics) for shard in platform.shards]
     say(f"there are roles {', '.join(role.name for role in made[0])}: grant them to your logins, as in")
@@ -52,10 +44,6 @@ def create(
 @command(roles, short_help="Print the SQL of `create`, to apply it by hand.")
 def sql(context: CliContext, prefix: _Prefix, topics: _Topics) -> None:
     """Print the SQL of `eventsql roles create`, to apply it by hand."""
-    _print(context, prefix, topics)
-
-
-def _print(context: CliContext, prefix: str, topics: tuple[str, ...]) -> None:
     with context.platform() as platform:
         for shard in platform.shards:
             write(Roles(shard.database).sql(prefix=prefix, topics=topics))
