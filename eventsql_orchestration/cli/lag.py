@@ -51,12 +51,12 @@ _ORDERS: Final[dict[str, Callable[[Any], Any]]] = {
 
 _FORMATS: Final = ("table", "json", "csv")
 
-_SAMPLES: Final = 20
-"""Refreshes that the trend of --watch shows."""
+SAMPLES: Final = 20
+"""Refreshes that a trend shows."""
 
 _BARS: Final = "▁▂▃▄▅▆▇█"
 
-_WIDE: Final = 110
+WIDE: Final = 110
 """The least width of a terminal that shows all columns of a refreshing table."""
 
 _ONLY_WIDE: Final = ("offset", "end", "buffered")
@@ -195,10 +195,10 @@ class _Trend:
 
     def add(self, rows: list[Any]) -> None:
         for row in rows:
-            self._events.setdefault(_row(row), deque(maxlen=_SAMPLES)).append(row.events)
+            self._events.setdefault(_row(row), deque(maxlen=SAMPLES)).append(row.events)
 
     def table(self, rows: list[Any], width: int) -> Listing:
-        samples = _SAMPLES if width >= _WIDE else _SAMPLES // 2
+        samples = SAMPLES if width >= WIDE else SAMPLES // 2
         trend: Columns = {"trend": lambda row: sparkline([*self._events[_row(row)]][-samples:])}
         return table_of(rows, {**_fitting(self._columns, width), **trend})
 
@@ -289,10 +289,10 @@ _LAG: Final[Columns] = {
 
 
 def _fitting(columns: Columns, width: int) -> Columns:
-    return {name: each for name, each in columns.items() if width >= _WIDE or name not in _ONLY_WIDE}
+    return {name: each for name, each in columns.items() if width >= WIDE or name not in _ONLY_WIDE}
 
 
-def lag_table(lags: list[ConsumerLag], *, width: int = _WIDE) -> Listing:
+def lag_table(lags: list[ConsumerLag], *, width: int = WIDE) -> Listing:
     """A table of the lag for people, with a row for each consumer partition, on a terminal of `width` columns."""
     return table_of(lags, _fitting(_LAG, width))
 

@@ -59,7 +59,10 @@ def list_aggregates(
     with context.platform() as platform:
         if aggregate_type is None:
             types = [{"type": name, "aggregates": count} for name, count in platform.store.types().items()]
-            _show(types, ["type", "aggregates"], as_json=as_json)
+            if as_json:
+                write_json(types)
+            else:
+                show_items(types, {"type": itemgetter("type"), "aggregates": itemgetter("aggregates")})
             return
         found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
         columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")
@@ -231,13 +234,6 @@ def adopt(context: CliContext) -> None:
         say("nothing to adopt: the event store is ordered by this server")
         return
     say(f"adopted {counted(done.changes, 'change')}; subscriptions go on where they stood")
-
-
-def _show(items: list[dict[str, Any]], names: list[str], *, as_json: bool) -> None:
-    if as_json:
-        write_json(items)
-    else:
-        show_items(items, {name: itemgetter(name) for name in names})
 
 
 def _write(changes: Iterable[RecordedChange]) -> None:

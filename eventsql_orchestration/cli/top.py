@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, sparkline
+from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, WIDE, sparkline
 from eventsql_orchestration.cli.output import (
     Columns,
     counted,
@@ -33,12 +33,6 @@ if TYPE_CHECKING:
 
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.metrics.figures import Figures, FiguresReader, PartitionFigures
-
-_SAMPLES: Final = 20
-"""Refreshes that a trend shows."""
-
-_WIDE: Final = 110
-"""Columns of a screen that has room for trends."""
 
 _LEAST_ROWS: Final = 3
 """Rows of each table on the lowest screen."""
@@ -287,7 +281,7 @@ class _Look:
         return None if before is None else max(0, count - before[1]) / max(1e-3, now - before[0])
 
     def _trend(self, key: object, number: float) -> tuple[float, ...]:
-        trend = self._trends.setdefault(key, deque(maxlen=_SAMPLES))
+        trend = self._trends.setdefault(key, deque(maxlen=SAMPLES))
         trend.append(number)
         return tuple(trend)
 
@@ -334,7 +328,7 @@ def _drawn(screen: Screen, height: int | None, width: int | None = None) -> Rend
 
     A narrow screen has no trends, so that names stay on one line.
     """
-    trends = width is None or width >= _WIDE
+    trends = width is None or width >= WIDE
     parts: list[RenderableType] = [lazy.Text(_title(screen), style="bold")]
     tables = [
         (screen.topics, _TOPICS),
