@@ -14,8 +14,7 @@ from typing import Any, Final, NoReturn
 import click
 import psycopg
 from psycopg import sql
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.progress import Progress
 from sqlalchemy.engine.url import make_url
 
 from eventsql_orchestration.airflow.api import URL_FILE
@@ -24,7 +23,7 @@ from eventsql_orchestration.airflow.local import LocalAirflow, connection_of, ki
 from eventsql_orchestration.airflow.round_runs import run_counts, runs_since
 from eventsql_orchestration.cli.airflow_url import airflow_home
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import is_quiet, say
+from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import (
     Simulations,
     consume_all,
@@ -34,6 +33,7 @@ from eventsql_orchestration.cli.rounds import (
     serve,
     spark_environment,
     spark_for_runs,
+    steps_shown,
     transferring,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -68,9 +68,7 @@ class AirflowDevelopment:
 
     def run(self, *, once: bool) -> None:
         """Run until Ctrl-C, or with `once` until a round is done. Raises `RoundError` for a round with faults."""
-        console = Console(stderr=True, quiet=is_quiet())
         home = airflow_home(self.context.settings.home)
-        columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
@@ -78,7 +76,7 @@ class AirflowDevelopment:
             temporary_directory(home) as temporary,
             self.context.whole_system() as platform,
             lock_file(home / PROCESSES_LOCK) as lock,
-            Progress(*columns, console=console) as progress,
+            steps_shown() as progress,
         ):
             take_lock(lock, home)
             warm = find_java(self.context.settings.home) and not self.cold_spark
@@ -98,8 +96,7 @@ class AirflowDevelopment:
                 running = _Running(self.context, platform, airflow, progress, self.orders, keep_spark)
                 running.start(self.dags, self.timeout)
                 if not once:
-                    progress.stop()
-                    running.serve(console)
+                    running.serve()
                 faults = running.round(self.timeout)
                 failed = [run["dag_id"] for run in runs_since(airflow.api, started) if run["state"] == "failed"]
                 counts = run_counts(airflow.api, started)
@@ -237,9 +234,10 @@ class _Running:
             if each["state"] != "success"
         ]
 
-    def serve(self, console: Console) -> NoReturn:
+    def serve(self) -> NoReturn:
         """Show lag, and simulate a round every minute if there is a simulation, until the user ends it."""
-        airflow = self.airflow
+        self.progress.stop()
+        airflow, console = self.airflow, self.progress.console
         console.print(f"The Airflow UI is at {airflow.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
         simulations = Simulations(
             lambda: [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)],

@@ -6,7 +6,7 @@ import json
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Final, NoReturn
@@ -14,11 +14,10 @@ from typing import Any, Final, NoReturn
 import click
 import dagster as dg
 import sqlalchemy
-from rich.console import Console
-from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import is_quiet, say
+from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.rounds import (
     Simulations,
     consume_all,
@@ -28,6 +27,7 @@ from eventsql_orchestration.cli.rounds import (
     serve,
     spark_environment,
     spark_for_runs,
+    steps_shown,
     transferring,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -73,45 +73,38 @@ class Development:
         """
         location = CodeLocation(**self.location)
         location.check()
-        console = Console(stderr=True, quiet=is_quiet())
         home = self.context.settings.home
+        directory = instance_directory(home)
         # Take the lock first: a second `dev` must not stop the server of the first one.
         with (
             handling(interrupt, signal.SIGTERM, signal.SIGHUP),
-            only_one(instance_directory(home)),
+            only_one(directory),
             self.context.whole_system() as platform,
-            ExitStack() as stack,
+            temporary_directory(directory) as temporary,
         ):
             warm = find_java(home) and not self.cold_spark
-            temporary = stack.enter_context(temporary_directory(instance_directory(home)))
             environment = {**spark_environment(platform), "TMPDIR": str(temporary)}
-            spark, keep = stack.enter_context(spark_for_runs(instance_directory(home), environment, warm=warm))
-            dagster = LocalDagster(
-                location, instance_home=write_instance(home, platform.database.dsn), port=self.port,
-                environment={**environment, **spark}, on_stop=say,
-            )  # fmt: skip
-            # Do this before the daemon starts: its sensors launch runs for events that already wait.
-            started, before = datetime.now(UTC), Counts.take(platform)
-            columns = (SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn())
-            with Progress(*columns, console=console) as progress, dagster:
-                starting = progress.add_task("Dagster starts")
-                dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
-                progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
-                with dagster.instance() as instance:
-                    running = Running(
-                        self.context, platform, dagster, instance, progress, keep, self._config(dagster)
-                    )  # fmt: skip
+            with spark_for_runs(directory, environment, warm=warm) as (spark, keep_spark):
+                dagster = LocalDagster(
+                    location, instance_home=write_instance(home, platform.database.dsn), port=self.port,
+                    environment={**environment, **spark}, on_stop=say,
+                )  # fmt: skip
+                # Do this before the daemon starts: its sensors launch runs for events that already wait.
+                started, before = datetime.now(UTC), Counts.take(platform)
+                with steps_shown() as progress, dagster, dagster.instance() as instance:
+                    starting = progress.add_task("Dagster starts")
+                    dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
+                    progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
+                    config = self._config(dagster)
+                    running = Running(self.context, platform, dagster, instance, progress, keep_spark, config)
                     with running.transferring():
                         running.set_up(self.timeout)
                         if not once:
-                            progress.stop()
-                            running.serve(console)
+                            running.serve()
                         faults = running.round(self.timeout)
                         runs = instance.get_runs(dg.RunsFilter(created_after=started))
-                        alone = bool(running.simulations)
-                        topics = account(
-                            before, Counts.take(platform), run_counts(instance, runs), alone=alone
-                        )  # fmt: skip
+                        counts, alone = run_counts(instance, runs), bool(running.simulations)
+                        topics = account(before, Counts.take(platform), counts, alone=alone)
         report([run.job_name for run in runs if run.status is dg.DagsterRunStatus.FAILURE], topics, faults)
 
     def _config(self, dagster: LocalDagster) -> Mapping[str, object]:
@@ -206,8 +199,10 @@ class Running:
         # Delayed messages may be due long after the round.
         return any(lag.queue in queues and lag.depth > lag.delayed for lag in lags)
 
-    def serve(self, console: Console) -> NoReturn:
+    def serve(self) -> NoReturn:
         """Show lag, and simulate a round every minute if the location can, until the user ends it."""
+        self.progress.stop()
+        console = self.progress.console
         console.print(
             f"The Dagster UI is at {self.dagster.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True
         )

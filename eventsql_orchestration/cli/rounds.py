@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table, live_lag
-from eventsql_orchestration.cli.output import Columns, complain, counted, same, say, show_items
+from eventsql_orchestration.cli.output import Columns, complain, counted, is_quiet, same, say, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import MissingExtraError
@@ -57,6 +57,12 @@ def find_java(home: Path) -> bool:
         return False
     say(f"Java {java.version} from {java.source}: {java.home}")
     return True
+
+
+def steps_shown() -> Progress:
+    """The steps of the command on standard error, each with its time."""
+    console = Console(stderr=True, quiet=is_quiet())
+    return Progress(SpinnerColumn(finished_text="✓"), "{task.description}", TimeElapsedColumn(), console=console)
 
 
 def interrupt(*_: object) -> NoReturn:
