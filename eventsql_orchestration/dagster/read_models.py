@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
 
 import dagster as dg
 
+from eventsql_orchestration.dagster.topics import Dependencies
 from eventsql_orchestration.store import Projection
 from eventsql_orchestration.store.projection_definition import subscription_of
 from eventsql_orchestration.validation import check_name
@@ -19,11 +20,9 @@ VIEW_GROUP: Final = "views"
 SUBSCRIPTION: Final = "subscription"
 """The metadata key with the name of an asset's subscription."""
 
-Upstream: TypeAlias = Iterable[dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str]
-
 
 def store_asset(
-    *, description: str | None = None, deps: Upstream = (), owners: Sequence[str] = (),
+    *, description: str | None = None, deps: Dependencies = (), owners: Sequence[str] = (),
     group_name: str | None = STORE_GROUP, tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip
     """The event store as an external asset, `event_store`: services append to it."""
@@ -33,13 +32,13 @@ def store_asset(
     )  # fmt: skip
 
 
-def _upstream(deps: Upstream | None) -> list[Any]:
+def _upstream(deps: Dependencies | None) -> list[Any]:
     """The given assets; the event store if none are given."""
     return [STORE_KEY] if deps is None else list(deps)
 
 
 def subscription_asset(
-    name: str, *, description: str | None = None, deps: Upstream | None = None, owners: Sequence[str] = (),
+    name: str, *, description: str | None = None, deps: Dependencies | None = None, owners: Sequence[str] = (),
     group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip
@@ -62,7 +61,7 @@ def projection_key(projection: Projection | type[Projection]) -> dg.AssetKey:
 
 
 def projection_asset(
-    projection: Projection | type[Projection], *, description: str | None = None, deps: Upstream | None = None,
+    projection: Projection | type[Projection], *, description: str | None = None, deps: Dependencies | None = None,
     owners: Sequence[str] = (), group_name: str | None = STORE_GROUP, metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip
@@ -85,7 +84,7 @@ def view_key(definition: Definition) -> dg.AssetKey:
 
 
 def view_asset(
-    definition: Definition, *, deps: Upstream, description: str | None = None, owners: Sequence[str] = (),
+    definition: Definition, *, deps: Dependencies, description: str | None = None, owners: Sequence[str] = (),
     group_name: str | None = VIEW_GROUP, metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
 ) -> dg.AssetSpec:  # fmt: skip

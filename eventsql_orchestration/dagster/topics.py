@@ -37,6 +37,9 @@ assets of this package, only captured tables have this kind."""
 COLUMN_SCHEMA: Final = "dagster/column_schema"
 """The metadata key in which Dagster's UI looks for the columns of an asset."""
 
+Dependencies: TypeAlias = Iterable[dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str]
+"""The assets that an asset reads."""
+
 Columns: TypeAlias = Mapping[str, str] | Sequence[dg.TableColumn] | dg.TableSchema
 """The columns of a topic's values: names with their types, or Dagster's table schema."""
 
@@ -84,7 +87,7 @@ def topic_asset(
     *,
     description: str | None = None,
     owners: Sequence[str] = (),
-    deps: Iterable[dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str] = (),
+    deps: Dependencies = (),
     group_name: str | None = TOPIC_GROUP,
     kinds: Collection[str] = (),
     columns: Columns | None = None,

@@ -3,17 +3,15 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Annotated, Any, ClassVar, Final, TypeAlias
+from typing import Annotated, Any, ClassVar, Final
 
 import dagster as dg
 
-from eventsql_orchestration.dagster.topics import KINDS, Columns, declared_columns, freshness_policy
+from eventsql_orchestration.dagster.topics import KINDS, Columns, Dependencies, declared_columns, freshness_policy
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration import limits
 from eventsql_orchestration.orchestration.limits import check_not_negative
-
-Dependency: TypeAlias = dg.AssetKey | dg.AssetSpec | dg.AssetsDefinition | str
 
 
 def _keys(context: dg.ResolutionContext, model: Sequence[str]) -> Sequence[dg.AssetKey]:
@@ -91,7 +89,7 @@ class AssetOptions(dg.Resolvable):
     ] = None
     columns: Annotated[Columns | None, dg.Resolver.default(model_field_type=Mapping[str, str] | None)] = None
     translator: Annotated[EventSQLTranslator | None, dg.Resolver.default(model_field_type=str | None)] = None
-    deps: Annotated[Iterable[Dependency], dg.Resolver(_keys, model_field_type=Sequence[str])] = ()
+    deps: Annotated[Dependencies, dg.Resolver(_keys, model_field_type=Sequence[str])] = ()
     kinds: Annotated[Collection[str] | None, dg.Resolver.default(model_field_type=Sequence[str] | None)] = None
     tags: Mapping[str, str] | None = None
     pool: str | None = None

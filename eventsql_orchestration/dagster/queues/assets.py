@@ -14,7 +14,7 @@ import dagster as dg
 
 from eventsql_orchestration import Connection, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import check_returned
-from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, Dependency, TickOptions
+from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.lineage.origin import lineage
@@ -29,7 +29,7 @@ from eventsql_orchestration.dagster.register import require_queue
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import ALIVE_TAG, CONSUMER_RUN, HANDLED_TAG, QUEUE_TAG, SHARD_TAG
-from eventsql_orchestration.dagster.topics import topic_asset, topic_key
+from eventsql_orchestration.dagster.topics import Dependencies, topic_asset, topic_key
 from eventsql_orchestration.dagster.translator import EventSQLTranslator, translated
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.limits import WorkLimits
@@ -70,7 +70,7 @@ def queue_asset(
     *,
     description: str | None = None,
     owners: Sequence[str] = (),
-    deps: Iterable[Dependency] = (),
+    deps: Dependencies = (),
     group_name: str | None = QUEUE_GROUP,
     metadata: Mapping[str, Any] | None = None,
     tags: Mapping[str, str] | None = None,
