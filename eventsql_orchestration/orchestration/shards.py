@@ -60,6 +60,11 @@ def where(shard: str | None, partition: int) -> str:
     return "/".join(parts)
 
 
+def partition_label(topic: str, partition: int) -> str:
+    """A topic or one of its partitions, for people: `orders`, `orders[3]`."""
+    return topic if partition == NOT_PARTITIONED else f"{topic}[{partition}]"
+
+
 def command(shard: str | None, arguments: str) -> str:
     """A command of `eventsql`, with the shard's name if there are several."""
     return f"eventsql {'' if shard is None else f'--shard {shlex.quote(shard)} '}{arguments}"

@@ -41,6 +41,7 @@ from eventsql_orchestration.errors import (
     SchemaOutdatedError,
     TopicNotFoundError,
 )
+from eventsql_orchestration.orchestration.shards import partition_label
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class PartitionWatch(Watched):
 
     @property
     def label(self) -> str:
-        return self.topic.name if self.partition == NOT_PARTITIONED else f"{self.topic.name}[{self.partition}]"
+        return partition_label(self.topic.name, self.partition)
 
     @property
     def description(self) -> str:

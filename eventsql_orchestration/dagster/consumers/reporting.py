@@ -7,7 +7,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer
+from eventsql_orchestration import Consumer
 from eventsql_orchestration.client.dead_letters import ClusterDeadLetters
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.failures import Failure
@@ -17,12 +17,8 @@ from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.shards import partition_label
 from eventsql_orchestration.validation import advised
-
-
-def name_of(consumer: Consumer, partition: int) -> str:
-    """The label of a consumer's partition, for people."""
-    return f"topic {consumer.topic}" if partition == NOT_PARTITIONED else f"topic {consumer.topic}[{partition}]"
 
 
 def report(
@@ -89,7 +85,7 @@ def _failure(consumer: Consumer, claim: Claim, failure: Failure, *, refused: boo
     else:
         advice = f"it is retried after a pause; after its last attempt, it goes to topic {topic}_dlt if that exists"
     return dg.Failure(
-        f"event {failure.event_id} of {name_of(consumer, claim.range.partition)} failed "
+        f"event {failure.event_id} of topic {partition_label(topic, claim.range.partition)} failed "
         f"{how_often(failure.attempts)} in consumer {consumer.name} ({failure.error}): {advice}",
         metadata={
             "topic": topic,

@@ -18,12 +18,12 @@ from eventsql_orchestration.dagster.consumers.reexecution import (
     repeats_success,
     requested_tags,
 )
-from eventsql_orchestration.dagster.consumers.reporting import name_of
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import LATE_TAG, REPLAY_BEGUN_TAG, REPLAY_TAG, SHARD_TAG, SHARED_TAG
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.orchestration.errors import ReplayError
+from eventsql_orchestration.orchestration.shards import partition_label
 
 DrainingOn: TypeAlias = Callable[[Shard], RunDraining]
 """Returns the `RunDraining` for a shard."""
@@ -121,8 +121,8 @@ def _claim_and_drain(context: dg.AssetExecutionContext, draining: RunDraining, c
             draining.run(found)
         else:
             on = "" if draining.shard.name is None else f" on shard {draining.shard.name!r}"
-            place = name_of(draining.consumer, partition)
-            context.log.info("nothing to consume of %s%s: %s", place, on, found.reason)
+            place = partition_label(draining.consumer.topic, partition)
+            context.log.info("nothing to consume of topic %s%s: %s", place, on, found.reason)
         if draining.drained.over:
             return
 

@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster.monitoring.checks import (
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
-from eventsql_orchestration.orchestration.shards import command, place, shards_of
+from eventsql_orchestration.orchestration.shards import command, partition_label, place, shards_of
 from eventsql_orchestration.validation import advised
 
 DELIVERED_CHECK: Final = "delivered"
@@ -180,9 +180,9 @@ def _error(letter: DeadLetter) -> str:
 
 
 def _blocked(state: ConsumerState, reason: str) -> str:
-    where = state.topic if state.partition < 0 else f"{state.topic}[{state.partition}]"
+    where = f"{partition_label(state.topic, state.partition)}{_on(state.shard)}"
     return (
-        f"{where}{_on(state.shard)} is blocked by event {state.failed_event_id}, which failed "
+        f"{where} is blocked by event {state.failed_event_id}, which failed "
         f"{how_often(state.attempts)} ({state.failure}), and {reason}"
     )
 
