@@ -26,13 +26,12 @@ from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, buil
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
 from eventsql_orchestration.dagster.monitoring.queues import build_queue_checks, build_queue_sensor
-from eventsql_orchestration.dagster.queues.assets import WorkerDefinition, check_one_worker, queue_asset
+from eventsql_orchestration.dagster.queues.assets import WorkerDefinition, queue_asset, queues_of
 from eventsql_orchestration.dagster.register import REGISTER_JOB, undeclared, undeclared_consumer
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.tags import DEV_SETUP, DEV_TAG
 from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
-from eventsql_orchestration.dagster.translator import EventSQLTranslator
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.registration import Registration
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
@@ -89,47 +88,32 @@ def common_definitions(
         name=REGISTER_JOB + suffix,
         workers=options.workers,
     )
-    check_one_worker(options.workers)
-    queues = queue_assets(options.workers, options.translator)
+    sources = _publishers(options.assets)
+    topics = [topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator) for each in external]
+    queues = [queue_asset(name, translator=options.translator) for name in queues_of(options.workers)]
     limits = options.queue_lag
     queue_checks = [] if limits is None else [each for spec in queues for each in build_queue_checks(spec, limits)]
-    sources = _publishers(options.assets)
+    all_checks = [*checks, *queue_checks]
 
     sensors = [build_lag_sensor(consumers, checks=checks, topics=external, sample=options.sample, name=f"lag{suffix}")]
     if queues:
         sensors.append(build_queue_sensor(queues, checks=queue_checks, name=f"queues{suffix}"))
-    all_checks = [*checks, *queue_checks]
     if options.notify is not None and all_checks:
         sensors.append(build_alert_sensor(all_checks, options.notify, name=f"alerts{suffix}"))
 
     resources = dict(options.resources or {})
+    schedules: list[dg.ScheduleDefinition] = []
     if options.platform:
         resources = {RESOURCE_KEY: options.eventsql or environment_resource(), **resources}
+        schedules = [build_transfer_schedule(), build_housekeeping_schedule(checks=all_checks)]
     return dg.Definitions(
-        assets=[
-            *options.assets,
-            *queues,
-            *(worker.asset for worker in options.workers),
-            *(
-                topic_asset(topic, deps=sources.get(topic.name, ()), translator=options.translator)
-                for topic in external
-            ),
-        ],
+        assets=[*options.assets, *queues, *(worker.asset for worker in options.workers), *topics],
         asset_checks=[check.definition for check in queue_checks],
         jobs=[register, *(worker.job for worker in options.workers)],
         sensors=[*sensors, *(worker.sensor for worker in options.workers)],
-        schedules=[build_transfer_schedule(), build_housekeeping_schedule(checks=all_checks)]
-        if options.platform
-        else [],
+        schedules=schedules,
         resources=resources,
     )
-
-
-def queue_assets(
-    workers: Sequence[WorkerDefinition], translator: EventSQLTranslator | None = None
-) -> list[dg.AssetSpec]:
-    """The assets of the workers' queues, each queue once."""
-    return [queue_asset(name, translator=translator) for name in dict.fromkeys(worker.queue for worker in workers)]
 
 
 def definitions_of(

@@ -154,42 +154,46 @@ def worker_asset(
     def decorate(function: Callable[..., Any]) -> WorkerDefinition:
         user = UserFunction.of(function, required=("messages", "connection"), optional=("context",))
         asset_name = name or user.call.__name__
-        if asset_name == queue:
-            raise ValidationError(
-                f"worker {queue!r} and queue {queue!r} would have the same label in Dagster's graph: give the worker's "
-                f"asset another name, for example name={'work_' + queue!r}"
-            )
-        spec = options.spec(asset_name, user.call.__doc__, deps=[queue_key(queue)], metadata={QUEUE: queue})
-        spec = translated(options.translator, None, asset_name, spec, queue=queue).replace_attributes(skippable=True)
-        step = _Step(queue, declared, user, limits, backoff, spec.key, topics)
-        published = [
-            topic_asset(
-                topic,
-                description=f"Events that {asset_name} publishes.",
-                deps=[spec.key],
-                translator=options.translator,
-            ).replace_attributes(skippable=True)
-            for topic in topics
-        ]
+        specs = _specs(queue, asset_name, user.call.__doc__, topics, options)
+        step = _Step(queue, declared, user, limits, backoff, specs[0].key, topics)
         asset = step_of_assets(
-            asset_name, [spec, *published], user.as_compute(WorkConfig, step), pool=options.pool,
-            retry_policy=options.retry_policy,
-        )  # fmt: skip
+            asset_name, specs, user.as_compute(WorkConfig, step), pool=options.pool, retry_policy=options.retry_policy
+        )
         job = job_of_assets(
             f"work_{asset_name}",
             asset.keys,
             description=f"Handles the messages of queue {queue}, a batch at a time.",
             tags={QUEUE_TAG: queue, **CONSUMER_RUN, **(options.tags or {})},
         )
-        watch = QueueWatch(queue, asset_name, limits, job.name, ticks)
-        sensor = build_sensor(watch, job, default_status)
-        return WorkerDefinition(queue, declared, asset, job, sensor, spec.key, limits, topics)
+        sensor = build_sensor(QueueWatch(queue, asset_name, limits, job.name, ticks), job, default_status)
+        return WorkerDefinition(queue, declared, asset, job, sensor, step.key, limits, topics)
 
     return decorate
 
 
-def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
-    """Raise `ValidationError` if two workers have the same queue: each would take the other's runs for its own."""
+def _specs(
+    queue: str, name: str, docstring: str | None, topics: Iterable[Topic], options: AssetOptions
+) -> list[dg.AssetSpec]:
+    """The worker's asset, and the assets of the topics that it publishes to. Raises `ValidationError`."""
+    if name == queue:
+        raise ValidationError(
+            f"worker {queue!r} and queue {queue!r} would have the same label in Dagster's graph: give the worker's "
+            f"asset another name, for example name={'work_' + queue!r}"
+        )
+    spec = options.spec(name, docstring, deps=[queue_key(queue)], metadata={QUEUE: queue})
+    own = translated(options.translator, None, name, spec, queue=queue)
+    described = f"Events that {name} publishes."
+    published = [
+        topic_asset(topic, description=described, deps=[own.key], translator=options.translator) for topic in topics
+    ]
+    return [each.replace_attributes(skippable=True) for each in (own, *published)]
+
+
+def queues_of(workers: Iterable[WorkerDefinition]) -> list[str]:
+    """The workers' queues.
+
+    Raises `ValidationError` if two workers have the same queue: each would take the other's runs for its own.
+    """
     places: dict[str, str] = {}
     for worker in workers:
         name = worker.key.to_user_string()
@@ -198,6 +202,7 @@ def check_one_worker(workers: Iterable[WorkerDefinition]) -> None:
                 f"{other!r} and {name!r} are both workers of queue {worker.queue!r}: make them one worker, with "
                 "a higher max_runs if you want several runs at once"
             )
+    return list(places)
 
 
 @dataclass(frozen=True)
