@@ -59,6 +59,14 @@ def eventsql(dsn: str) -> Iterator[EventSQLResource]:
     resource.platform.close()
 
 
+def request_of(answer: Any) -> dg.RunRequest:
+    """The only run request of a tick."""
+    assert isinstance(answer, list), answer
+    (request,) = answer
+    assert isinstance(request, dg.RunRequest)
+    return request
+
+
 class Workbench:
     """Publishes events, evaluates ticks, executes runs, and reads the results."""
 
@@ -83,6 +91,10 @@ class Workbench:
         ) as context:
             tick = sensor.evaluate_tick(context)
         return list(tick.run_requests or []) or tick.skip_message
+
+    def request(self, definition: ConsumerDefinition) -> dg.RunRequest:
+        """The only run request of a tick of the consumer's first sensor."""
+        return request_of(self.tick(definition.sensors[0]))
 
     def job(self, definition: ConsumerDefinition, **resources: Any) -> dg.JobDefinition:
         return dg.Definitions(

@@ -41,13 +41,6 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
-    answer = bench.tick(definition.sensors[0])
-    assert isinstance(answer, list), answer
-    found: dg.RunRequest = answer[0]
-    return found
-
-
 def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
     data = event.step_failure_data.user_failure_data
@@ -61,7 +54,7 @@ def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
     definition = define()
     bench.platform.registry.register_consumer(Consumer("rides", "other"))
     bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     counted: list[str] = []
 
     def too_slow(reader: LagReader, state: ConsumerState, *_: object) -> None:
@@ -80,7 +73,7 @@ def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
 def test_a_run_consumes_exactly_the_claimed_range(bench: Workbench, metadata: Metadata) -> None:
     definition = define(max_events=30)
     ids = bench.publish("rides", 50)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     result = bench.run(definition, requested)
 
     assert result.success
@@ -120,7 +113,7 @@ def test_a_run_drains_the_events_that_came_meanwhile_and_commits_each_range_sepa
 ) -> None:
     definition = define(max_events=10, drain_seconds=30.0, drain_idle=0.0)
     ids = bench.publish("rides", 35)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
 
     assert bench.effects() == ids
     assert bench.claims() == [
@@ -137,9 +130,9 @@ def test_a_run_drains_the_events_that_came_meanwhile_and_commits_each_range_sepa
 def test_a_run_drains_up_to_its_limit_of_events(bench: Workbench) -> None:
     definition = define(max_events=10, drain_seconds=30.0, drain_events=25)
     ids = bench.publish("rides", 40)
-    bench.run(definition, request(bench, definition))
+    bench.run(definition, bench.request(definition))
     assert bench.effects() == ids[:25]
-    assert isinstance(request(bench, definition), dg.RunRequest), "the rest is the next run's"
+    assert isinstance(bench.request(definition), dg.RunRequest), "the rest is the next run's"
 
 
 def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench) -> None:
@@ -149,7 +142,7 @@ def test_a_run_drains_up_to_its_limit_of_seconds(bench: Workbench) -> None:
 
     definition = define(slowly, max_events=1, drain_seconds=4.0, drain_idle=60.0)
     ids = bench.publish("rides", 50)
-    bench.run(definition, request(bench, definition))
+    bench.run(definition, bench.request(definition))
     assert 1 < len(bench.effects()) <= 6
     assert bench.effects() == ids[: len(bench.effects())]
 
@@ -166,7 +159,7 @@ def test_a_run_waits_for_further_events_and_consumes_them_too(bench: Workbench) 
 
     with ThreadPoolExecutor(1) as publishing:
         published = publishing.submit(publish_one_by_one)
-        bench.run(definition, request(bench, definition))
+        bench.run(definition, bench.request(definition))
         published.result()
     assert len(bench.effects()) == 6
 
@@ -175,7 +168,7 @@ def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbenc
     """A run that Dagster launches twice."""
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
     again = bench.run(definition, requested)
 
@@ -189,9 +182,9 @@ def test_a_claim_that_was_committed_before_is_not_consumed_again(bench: Workbenc
 def test_a_claim_lost_before_the_run_began_fails_it(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
-    lost = request(bench, definition)
+    lost = bench.request(definition)
     bench.end_lease(definition)
-    request(bench, definition)
+    bench.request(definition)
 
     result = bench.run(definition, lost)
     assert not result.success
@@ -213,7 +206,7 @@ def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch_and_fails_the_
 
     definition = define(overtake, batch=10)
     bench.publish("rides", 30)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert not result.success
     assert "lost" in failure_of(result)
     assert bench.effects() == []
@@ -230,7 +223,7 @@ def test_another_owner_fails_the_run_between_batches(bench: Workbench) -> None:
 
     definition = define(steal, batch=10, max_events=30)
     ids = bench.publish("rides", 30)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert not result.success
     assert "lost" in failure_of(result)
     # This run committed the batch in which the epoch moved, and nothing after it.
@@ -250,7 +243,7 @@ def test_the_lease_is_renewed_while_a_batch_takes_long(bench: Workbench) -> None
 
     definition = define(slowly, lease=1.0, batch=1)
     ids = bench.publish("rides", 5)
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == ids
     assert left == sorted(left)
     assert left[-1] - left[0] > 1.0
@@ -259,7 +252,7 @@ def test_the_lease_is_renewed_while_a_batch_takes_long(bench: Workbench) -> None
 def test_an_event_that_fails_fails_the_run_and_is_named(bench: Workbench) -> None:
     definition = define(fail_at(b"3"))
     ids = bench.publish("rides", 6)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
 
     assert not result.success
     found = failure_of(result)
@@ -281,7 +274,7 @@ def test_without_a_dead_letter_topic_a_failing_event_fails_the_run_and_blocks_it
     definition = define(fail_at(b"0"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
-    found = failure_of(bench.run(definition, request(bench, definition)))
+    found = failure_of(bench.run(definition, bench.request(definition)))
 
     assert found["outcome"] == "blocked"
     assert "eventsql consumer resume rides c" in found["advice"]
@@ -305,7 +298,7 @@ def test_a_failure_says_if_the_factory_made_no_dead_letter_of_the_event(bench: W
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
     bench.eventsql = FactoryOfNone(dsn=bench.eventsql.dsn)
-    found = failure_of(bench.run(definition, request(bench, definition)))
+    found = failure_of(bench.run(definition, bench.request(definition)))
     assert found["outcome"] == "blocked"
     assert "dead letter factory" in found["advice"]
     assert "create topic" not in found["advice"], "it exists, and did not help"
@@ -317,7 +310,7 @@ def test_a_dead_letter_is_passed_and_the_run_succeeds_and_says_so(bench: Workben
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 6)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
 
     assert result.success
     assert bench.effects() == [*ids[:3], *ids[4:]]
@@ -346,7 +339,7 @@ def test_an_event_whose_function_exits_becomes_a_dead_letter(bench: Workbench) -
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == [ids[0], ids[2]]
 
 
@@ -355,9 +348,9 @@ def test_a_failing_event_is_retried_by_the_next_tick_and_becomes_a_dead_letter_i
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     bench.platform.registry.register_consumer(definition.consumer, max_attempts=2)
     ids = bench.publish("rides", 3)
-    assert not bench.run(definition, request(bench, definition)).success
+    assert not bench.run(definition, bench.request(definition)).success
     bench.end_pause(definition)
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == [ids[0], ids[2]]
 
 
@@ -375,7 +368,7 @@ def test_a_run_that_is_launched_by_hand_claims_the_waiting_events_of_every_parti
 def test_a_run_that_is_launched_by_hand_leaves_a_leased_partition_alone(bench: Workbench, metadata: Metadata) -> None:
     definition = define()
     bench.publish("rides", 3)
-    request(bench, definition)
+    bench.request(definition)
     assert metadata(bench.run(definition), definition.key)["events"] == 0
     assert bench.effects() == []
 
@@ -394,7 +387,7 @@ def test_a_function_may_take_the_context_and_resources(bench: Workbench) -> None
 
     definition = define(curious)
     bench.publish("rides", 1)
-    result = bench.run(definition, request(bench, definition), word="hello")
+    result = bench.run(definition, bench.request(definition), word="hello")
     assert result.success
     assert seen == {"run": result.run_id, "topics": 2, "word": "hello"}
 
@@ -425,9 +418,9 @@ def test_a_database_that_goes_away_fails_the_run_and_the_range_is_claimed_again(
 
     definition = define(cut)
     ids = bench.publish("rides", 5)
-    assert not bench.run(definition, request(bench, definition)).success
+    assert not bench.run(definition, bench.request(definition)).success
     assert bench.effects() == []
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == ids
 
 
@@ -443,9 +436,9 @@ def test_a_batch_that_stands_still_is_ended_by_the_server(bench: Workbench, monk
     monkeypatch.setattr("eventsql_orchestration.orchestration.batch.STALLED_AFTER", 0.5)
     definition = define(stall, lease=0.5)
     ids = bench.publish("rides", 5)
-    assert not bench.run(definition, request(bench, definition)).success
+    assert not bench.run(definition, bench.request(definition)).success
     assert bench.effects() == []
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == ids
 
 

@@ -78,10 +78,6 @@ class Traffic:
         self._thread.join()
 
 
-def requests_of(answer: Any) -> list[dg.RunRequest]:
-    return answer if isinstance(answer, list) else []
-
-
 @pytest.mark.parametrize(
     "watch",
     [
@@ -144,7 +140,7 @@ def _claims(platform: EventSQL) -> list[tuple[str, float]]:
 
 def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
     bench.publish("long", 3)
-    (request,) = requests_of(bench.tick(long.sensors[0]))
+    request = bench.request(long)
     run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
     claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     with bench.platform.database.transaction() as connection:
@@ -159,7 +155,7 @@ def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
 @pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "not adopted in time"])
 def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Workbench, *, adopted: bool) -> None:
     bench.publish("long", 3)
-    (request,) = requests_of(bench.tick(long.sensors[0]))
+    request = bench.request(long)
     run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
     (seen,) = (standing.claim for standing in bench.platform.claims.standings(long.consumer))
     claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
@@ -189,7 +185,7 @@ def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_successor(be
     assert reason == f"run {successor.run_id} takes over from run {ended.run_id}"
 
     bench.instance.report_run_failed(successor)
-    (request,) = requests_of(bench.tick(long.sensors[0]))
+    request = bench.request(long)
     assert ".dagster/eventsql_claim" in request.tags
 
 
@@ -197,7 +193,7 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
     bench: Workbench,
 ) -> None:
     bench.publish("long", 3)
-    (request,) = requests_of(bench.tick(long.sensors[0]))
+    request = bench.request(long)
     run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
     claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     with bench.platform.database.transaction() as connection:
@@ -207,7 +203,7 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
 
     with bench.platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
-    (request,) = requests_of(bench.tick(long.sensors[0]))
+    request = bench.request(long)
     assert ".dagster/eventsql_claim" in request.tags
 
 

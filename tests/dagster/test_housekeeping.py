@@ -150,7 +150,7 @@ def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(bench: Workbe
     eager.register(bench.platform)
     for _ in range(4):
         bench.publish("rides", 1)
-        (request,) = bench.tick(eager.sensors[0])
+        request = bench.request(eager)
         assert bench.run(eager, request).success
     bench.publish("rides", 1)
     bench.tick(eager.sensors[0])

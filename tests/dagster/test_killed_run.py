@@ -82,7 +82,7 @@ def finish(bench: Workbench, reached: int) -> dg.RunRequest:
 
 def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: Workbench) -> None:
     ids = bench.publish("orders", 100)
-    (request,) = bench.tick(location.slow.sensors[0])
+    request = bench.request(location.slow)
     with run_process(bench, request, delay=1.0) as process:
         # Effects of a batch are not visible before its commit: two batches are through here, and a third is under way.
         wait_until(lambda: len(bench.effects()) >= 2 * location.SLOW_BATCH, "two batches")
@@ -106,7 +106,7 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
     bench: Workbench,
 ) -> None:
     ids = bench.publish("orders", 100)
-    (request,) = bench.tick(location.slow.sensors[0])
+    request = bench.request(location.slow)
     with run_process(bench, request, delay=0.2) as process:
         wait_until(lambda: len(bench.effects()) >= location.SLOW_BATCH, "a batch")
         process.send_signal(signal.SIGSTOP)

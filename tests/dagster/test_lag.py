@@ -210,7 +210,7 @@ def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> N
     assert cause(observe(bench), "eager").startswith("stopped: it is paused")
     bench.platform.registry.resume("rides", "eager")
 
-    (request,) = bench.tick(eager.sensors[0])
+    request = bench.request(eager)
     claim = int(request.tags[".dagster/eventsql_claim"])
     assert cause(observe(bench), "eager") == "leased: by sensor consume_eager"
     bench.platform.claims.adopt(claim, owner="run 0123-abc", lease=60.0)

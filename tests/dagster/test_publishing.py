@@ -82,13 +82,6 @@ counts: ConsumerDefinition = range_asset(
 )(count)
 
 
-def request(bench: Workbench) -> dg.RunRequest:
-    answer = bench.tick(counts.sensors[0])
-    assert isinstance(answer, list), answer
-    found: dg.RunRequest = answer[0]
-    return found
-
-
 @pytest.mark.nightly
 def test_events_of_a_frame_that_is_published_in_a_span_carry_the_context_of_the_span(
     bench: Workbench, spark: LazyPySparkResource
@@ -101,7 +94,7 @@ def test_events_of_a_frame_that_is_published_in_a_span_carry_the_context_of_the_
         limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
     )(Tracing(provider).handler("rides", "counts")(count))  # fmt: skip
     bench.publish("rides", 3, partition=0)
-    assert bench.run(traced, request(bench), spark=spark).success
+    assert bench.run(traced, bench.request(counts), spark=spark).success
 
     [span] = spans.get_finished_spans()
     assert span.context is not None
@@ -116,7 +109,7 @@ def test_a_range_is_read_summed_up_and_published_exactly_once(
 ) -> None:
     bench.publish("rides", 30, partition=0)
     last = bench.publish("rides", 20, partition=1)[-1]
-    requested = request(bench)
+    requested = bench.request(counts)
     result = bench.run(counts, requested, spark=spark)
     assert result.success
 

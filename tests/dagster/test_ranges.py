@@ -64,13 +64,6 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
-    answer = bench.tick(definition.sensors[0])
-    assert isinstance(answer, list), answer
-    found: dg.RunRequest = answer[0]
-    return found
-
-
 def sums(bench: Workbench) -> list[bytes]:
     bench.platform.transfer.run_once()
     return [event.value for event in bench.platform.reader.read("sums")]
@@ -81,7 +74,7 @@ def test_a_range_is_consumed_and_published_once(
 ) -> None:
     definition = define(total)
     ids = bench.publish("rides", 40)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     result = bench.run(definition, requested)
 
     assert result.success
@@ -105,7 +98,7 @@ def test_a_range_asset_drains_too(
 ) -> None:
     definition = define(total, max_events=10, drain_seconds=60.0, drain_idle=0.0)
     bench.publish("rides", 25)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert sums(bench) == [b"10", b"10", b"5"]
     assert metadata(result, topic_key("sums"))["published events"] == 3
 
@@ -113,7 +106,7 @@ def test_a_range_asset_drains_too(
 def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench: Workbench) -> None:
     definition = define(forget)
     ids = bench.publish("rides", 3)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
 
     assert not result.success
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
@@ -122,16 +115,16 @@ def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench
     bench.prolong_pause(definition)
     assert "is retried in" in bench.tick(definition.sensors[0])
     bench.end_pause(definition)
-    assert request(bench, definition).tags[".dagster/eventsql_after"] == "0"
+    assert bench.request(definition).tags[".dagster/eventsql_after"] == "0"
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
 
 def test_a_function_that_raises_has_its_range_claimed_again(bench: Workbench) -> None:
     bench.publish("rides", 3)
     broken, mended = define(stumble), define(total)
-    assert not bench.run(broken, request(bench, broken)).success
+    assert not bench.run(broken, bench.request(broken)).success
     bench.end_pause(broken)
-    assert bench.run(mended, request(bench, mended)).success
+    assert bench.run(mended, bench.request(mended)).success
     assert sums(bench) == [b"3"]
 
 
@@ -139,7 +132,7 @@ def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(ben
     broken = define(stumble, max_attempts=1)
     bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
-    result = bench.run(broken, request(bench, broken))
+    result = bench.run(broken, bench.request(broken))
     assert not result.success
     assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
 
@@ -154,7 +147,7 @@ def test_a_range_whose_function_was_cancelled_or_exits_spends_an_attempt(
     broken = define(ends, max_attempts=1)
     bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
     ids = bench.publish("rides", 3)
-    assert not bench.run(broken, request(bench, broken)).success
+    assert not bench.run(broken, bench.request(broken)).success
     assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
 
 
@@ -165,7 +158,7 @@ def test_a_function_that_raises_after_its_commit_fails_its_run_with_its_own_erro
 
     definition = define(late)
     ids = bench.publish("rides", 3)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert not result.success
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
     assert "RuntimeError: out of memory" in str(event.step_failure_data.user_failure_data or event.event_specific_data)
@@ -182,7 +175,7 @@ def test_a_committed_range_is_reported_whatever_its_function_returns(
 
     definition = define(counting)
     bench.publish("rides", 3)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert result.success
     assert metadata(result, definition.key)["events"] == 3
 
@@ -193,8 +186,8 @@ def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) ->
 
     broken, mended = define(cut_off), define(total)
     bench.publish("rides", 3)
-    assert not bench.run(broken, request(bench, broken)).success
-    assert bench.run(mended, request(bench, mended)).success
+    assert not bench.run(broken, bench.request(broken)).success
+    assert bench.run(mended, bench.request(mended)).success
 
 
 def test_a_partitioned_range_asset_has_a_claim_for_each_partition(bench: Workbench) -> None:

@@ -41,13 +41,6 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
-    answer = bench.tick(definition.sensors[0])
-    assert isinstance(answer, list), answer
-    found: dg.RunRequest = answer[0]
-    return found
-
-
 def again(
     bench: Workbench,
     definition: ConsumerDefinition,
@@ -103,7 +96,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     reexecuting: Workbench,
 ) -> None:
     ids = reexecuting.publish("orders", 25)
-    requested = request(reexecuting, slow)
+    requested = reexecuting.request(slow)
     first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     assert succeeded
     later = reexecuting.publish("orders", 5)
@@ -120,7 +113,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     assert entry.asset_materialization.metadata["replayed"].value is True
 
     # The live consumer goes on where it was.
-    assert request(reexecuting, slow).tags[".dagster/eventsql_after"] == str(ids[-1])
+    assert reexecuting.request(slow).tags[".dagster/eventsql_after"] == str(ids[-1])
     assert later[0] > ids[-1]
 
 
@@ -143,7 +136,7 @@ def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_fir
 def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothing(reexecuting: Workbench) -> None:
     """Dagster's run retries, and a person who tries it again, only know that it failed."""
     ids = reexecuting.publish("orders", 5)
-    requested = request(reexecuting, slow)
+    requested = reexecuting.request(slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     run = reexecuting.instance.get_run_by_id(first)
     assert run is not None
@@ -156,7 +149,7 @@ def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothin
 
 def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_range(reexecuting: Workbench) -> None:
     ids = reexecuting.publish("orders", 5)
-    requested = request(reexecuting, slow)
+    requested = reexecuting.request(slow)
     dead = reexecuting.requested(slow, requested, dg.DagsterRunStatus.FAILURE)
     reexecuting.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {dead}")
 
@@ -173,7 +166,7 @@ AUTOMATIC = {"dagster/retry_number": "1"}
 def test_an_automatic_retry_of_a_run_that_succeeded_after_all_replays_nothing(reexecuting: Workbench) -> None:
     """Its process stood still, and was reported as dead and retried. Then it succeeded before the retry began."""
     ids = reexecuting.publish("orders", 5)
-    requested = request(reexecuting, slow)
+    requested = reexecuting.request(slow)
     first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     assert succeeded
 
@@ -214,7 +207,7 @@ def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replay
 ) -> None:
     """The person may have executed it again while Dagster showed it as failed."""
     ids = reexecuting.publish("orders", 5)
-    requested = request(reexecuting, slow)
+    requested = reexecuting.request(slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     instance = reexecuting.instance
     run = instance.get_run_by_id(first)
@@ -286,7 +279,7 @@ def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: W
     definition = define(batch=2)
     bench.platform.registry.register_consumer(definition.consumer, filter=EventFilter(keys=frozenset({"nobody"})))
     bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
     assert again(bench, definition, requested, replay=True).success
     assert bench.effects() == []
@@ -300,7 +293,7 @@ def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: W
 def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
     assert again(bench, definition, requested, replay=False).success
     assert bench.effects() == ids
@@ -309,7 +302,7 @@ def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> N
 def test_a_range_that_was_not_committed_cannot_be_replayed(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert not again(bench, definition, requested, replay=True).success
     assert bench.effects() == []
 
@@ -329,7 +322,7 @@ def test_a_replay_without_a_claim_is_refused_and_consumes_no_waiting_events(benc
 def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
     with bench.platform.database.connection() as connection:
         drop_events(connection, "rides", ids[0])
@@ -343,7 +336,7 @@ def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench
 def test_a_batch_that_fails_ends_a_replay_and_the_offset_stays(bench: Workbench) -> None:
     definition = define(batch=2)
     ids = bench.publish("rides", 6)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
 
     def stumble(events: Sequence[Event], connection: Connection) -> None:
@@ -369,7 +362,7 @@ def test_a_replay_whose_effects_were_rolled_back_fails(bench: Workbench, how: st
             connection.execute("ROLLBACK")
 
     bench.publish("rides", 3)
-    requested = request(bench, define())
+    requested = bench.request(define())
     assert bench.run(define(), requested).success
     effects = bench.effects()
     assert not again(bench, define(undo), requested, replay=True).success
@@ -380,7 +373,7 @@ def test_a_replay_whose_step_dagster_retries_does_not_begin_anew(bench: Workbenc
     calls = itertools.count()
     definition = define(batch=2)
     ids = bench.publish("rides", 6)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
 
     def stumble(events: Sequence[Event], connection: Connection) -> None:
@@ -398,7 +391,7 @@ def test_dagster_does_not_retry_a_replay_that_the_config_requests(bench: Workben
     """Its automatic retry would have the same config."""
     definition = define()
     ids = bench.publish("rides", 6)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
 
     found = again(bench, definition, requested, replay=True, tags={"dagster/max_retries": "3", **tags})
@@ -416,7 +409,7 @@ def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -
     bench.platform.registry.unregister_topic("rides", force=True)
     definition.register(bench.platform)
     bench.publish("rides", 4)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     assert bench.run(definition, requested).success
     assert not again(bench, definition, requested, replay=True).success
     assert sums(bench) == [b"4"]
@@ -430,7 +423,7 @@ def test_a_step_that_dagster_retries_goes_on_with_its_claim(bench: Workbench) ->
 
     definition = define(cut_connection(calls), batch=2)
     ids = bench.publish("rides", 6)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     retrying = dg.define_asset_job(
         "retrying", selection=[definition.key], op_retry_policy=dg.RetryPolicy(max_retries=3),
         executor_def=dg.in_process_executor,
@@ -461,21 +454,21 @@ def cut_connection(calls: Iterator[int]) -> Any:
 def test_a_queued_run_that_was_deleted_from_history_leaves_its_range_to_the_next(bench: Workbench) -> None:
     definition = define()
     ids = bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     run_id = bench.requested(definition, requested, dg.DagsterRunStatus.NOT_STARTED)
     assert run_id in bench.tick(definition.sensors[0])
     bench.instance.delete_run(run_id)
 
     assert "leases the partition" in bench.tick(definition.sensors[0])
     bench.end_lease(definition)
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == ids
 
 
 def test_a_run_that_was_deleted_while_it_runs_keeps_its_range(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
     bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     bench.instance.delete_run(run_id)
@@ -488,13 +481,13 @@ def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(
         consumer_asset(topic=TOPIC, consumer="c", name="renamed", limits=RunLimits(max_wait=0.0))(record),
     )
     ids = bench.publish("rides", 5)
-    requested = request(bench, old)
+    requested = bench.request(old)
     bench.requested(old, requested, dg.DagsterRunStatus.NOT_STARTED)
     assert f"of claim {requested.tags['.dagster/eventsql_claim']} is not started" in bench.tick(new.sensors[0])
 
     assert bench.run(old, requested).success
     more = bench.publish("rides", 5)
-    following = request(bench, new)
+    following = bench.request(new)
     assert following.run_key != requested.run_key
     assert bench.run(new, following).success
     assert bench.effects() == [*ids, *more]
@@ -504,10 +497,10 @@ def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
     """A queue integration that acknowledges in the tick would lose the acknowledged events here."""
     definition = define()
     ids = bench.publish("rides", 5)
-    request(bench, definition)  # and the daemon dies
+    bench.request(definition)  # and the daemon dies
     assert bench.offset(definition) == 0
     bench.end_lease(definition)
-    assert bench.run(definition, request(bench, definition)).success
+    assert bench.run(definition, bench.request(definition)).success
     assert bench.effects() == ids
 
 
@@ -537,7 +530,7 @@ def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_clai
     """Dagster's default launcher does not see it, and the queue would count it for ever."""
     definition = define()
     bench.publish("rides", 5)
-    requested = request(bench, definition)
+    requested = bench.request(definition)
     run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
     claim: Claim = bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     assert isinstance(bench.tick(definition.sensors[0]), str)
@@ -546,7 +539,7 @@ def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_clai
     assert run.status is dg.DagsterRunStatus.STARTED, "its lease goes on"
 
     bench.end_lease(definition)
-    assert request(bench, definition).tags[".dagster/eventsql_after"] == str(claim.position)
+    assert bench.request(definition).tags[".dagster/eventsql_after"] == str(claim.position)
     run = bench.instance.get_run_by_id(run_id)
     assert run is not None
     assert run.status is dg.DagsterRunStatus.FAILURE

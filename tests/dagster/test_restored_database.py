@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import dagster as dg
 import pytest
@@ -26,19 +25,12 @@ whole = consumer_asset(
 )(record)
 
 
-def request_of(answer: Any) -> dg.RunRequest:
-    assert isinstance(answer, list), answer
-    (request,) = answer
-    assert isinstance(request, dg.RunRequest)
-    return request
-
-
 @pytest.fixture
 def before(bench: Workbench) -> dg.RunRequest:
     """The request of the first claim that the database ever had, whose run has ended."""
     eager.register(bench.platform)
     bench.publish("rides", 3)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     assert bench.run(eager, request).success
     return request
 
@@ -66,7 +58,7 @@ def test_the_first_claim_of_a_new_schema_gets_a_run_of_its_own(
     before: dg.RunRequest, anew: Workbench, definition: ConsumerDefinition
 ) -> None:
     ids = anew.publish("rides", 5)
-    first = request_of(anew.tick(definition.sensors[0]))
+    first = anew.request(definition)
     assert first.tags[".dagster/eventsql_claim"] == before.tags[".dagster/eventsql_claim"]
     assert first.run_key != before.run_key, "Dagster takes no key twice"
 
@@ -83,7 +75,7 @@ def test_a_run_that_was_requested_before_takes_no_claim_of_the_new_schema(
 ) -> None:
     """It waited in the queue meanwhile."""
     ids = anew.publish("rides", 5)
-    request = request_of(anew.tick(eager.sensors[0]))
+    request = anew.request(eager)
     tags = {name.replace(".dagster/eventsql_", prefix): value for name, value in before.tags.items()}
     assert anew.run(eager, dg.RunRequest(run_config=before.run_config, tags=tags)).success
     assert anew.claims() == [(0, ids[-1], "claimed")]
@@ -93,7 +85,7 @@ def test_a_run_that_was_requested_before_takes_no_claim_of_the_new_schema(
 
 def test_a_run_from_before_the_new_schema_replays_no_range_of_it(before: dg.RunRequest, anew: Workbench) -> None:
     ids = anew.publish("rides", 5)
-    assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
+    assert anew.run(eager, anew.request(eager)).success
     config = {"ops": {"eager": {"config": {"claim": int(before.tags[".dagster/eventsql_claim"]), "replay": True}}}}
     result = anew.job(eager).execute_in_process(
         instance=anew.instance, run_config=config, tags=dict(before.tags), raise_on_error=False
@@ -110,7 +102,7 @@ def test_a_reexecution_of_selected_steps_replays_no_range_of_the_new_schema(
     """Dagster's UI leaves the hidden tags of the run out."""
     (first,) = anew.instance.get_runs()
     ids = anew.publish("rides", 5)
-    assert anew.run(eager, request_of(anew.tick(eager.sensors[0]))).success
+    assert anew.run(eager, anew.request(eager)).success
     job = anew.job(eager)
     again = anew.instance.create_run_for_job(
         job,

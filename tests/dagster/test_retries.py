@@ -10,7 +10,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
-from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench
@@ -38,13 +38,6 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def request(bench: Workbench, definition: ConsumerDefinition) -> dg.RunRequest:
-    answer = bench.tick(definition.sensors[0])
-    assert isinstance(answer, list), answer
-    found: dg.RunRequest = answer[0]
-    return found
-
-
 def restarts(result: dg.ExecuteInProcessResult) -> int:
     return sum(event.event_type == dg.DagsterEventType.STEP_RESTARTED for event in result.all_events)
 
@@ -65,7 +58,7 @@ def test_a_run_that_fails_after_a_part_of_its_range_goes_on_where_it_was(
 
     monkeypatch.setattr(Claims, "process", cut_off)
     ids = bench.publish("rides", 5)
-    result = bench.run(steady, request(bench, steady))
+    result = bench.run(steady, bench.request(steady))
     assert result.success
     assert restarts(result) == 1
     assert bench.effects() == ids
@@ -84,7 +77,7 @@ def test_an_event_that_fails_has_its_own_attempts_whatever_the_policy(bench: Wor
         options=AssetOptions(retry_policy=RETRIES),
     )(stumble)
     bench.publish("rides", 1)
-    result = bench.run(broken, request(bench, broken))
+    result = bench.run(broken, bench.request(broken))
     assert not result.success
     assert restarts(result) == 0
 
@@ -99,7 +92,7 @@ def test_a_range_is_tried_again_where_the_database_was_away(bench: Workbench) ->
 
     definition = define_range(unlucky, options=AssetOptions(retry_policy=RETRIES))
     bench.publish("rides", 3)
-    result = bench.run(definition, request(bench, definition))
+    result = bench.run(definition, bench.request(definition))
     assert result.success
     assert restarts(result) == 1
     assert sums(bench) == [b"3"]
@@ -125,7 +118,7 @@ def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(
 
     broken = define_range(stumble, options=AssetOptions(retry_policy=policy))
     bench.publish("rides", 3)
-    result = bench.run(broken, request(bench, broken))
+    result = bench.run(broken, bench.request(broken))
     assert not result.success
     assert restarts(result) == 0
     (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
@@ -141,7 +134,7 @@ def test_a_run_that_was_reported_as_dead_does_not_succeed_and_is_not_retried(
     """It stood still before it took its claim over."""
     adopt = Claims.adopt
     ids = bench.publish("rides", 3)
-    late = request(bench, steady)
+    late = bench.request(steady)
     following: list[dg.RunRequest] = []
 
     def wake(self: Claims, *args: Any, **options: Any) -> Claim:
@@ -149,7 +142,7 @@ def test_a_run_that_was_reported_as_dead_does_not_succeed_and_is_not_retried(
         (run,) = bench.instance.get_runs()
         bench.instance.report_run_failed(run)
         bench.end_lease(steady)
-        following.append(request(bench, steady))
+        following.append(bench.request(steady))
         return adopt(self, *args, **options)
 
     monkeypatch.setattr(Claims, "adopt", wake)
@@ -177,7 +170,7 @@ def test_a_claim_that_is_lost_in_the_middle_fails_the_run_and_no_policy_tries_it
         options=AssetOptions(retry_policy=RETRIES),
     )(steal)
     ids = bench.publish("rides", 4)
-    result = bench.run(stolen, request(bench, stolen))
+    result = bench.run(stolen, bench.request(stolen))
     assert not result.success
     assert restarts(result) == 0
     run = bench.instance.get_run_by_id(result.run_id)
@@ -204,7 +197,7 @@ def test_a_tag_asks_dagster_to_retry_a_run(shipped: Workbench, tags: dict[str, s
 
     broken, mended = define_range(cut_off, options=AssetOptions(tags=tags)), define_range(total)
     shipped.publish("rides", 3)
-    requested = request(shipped, broken)
+    requested = shipped.request(broken)
     result = shipped.run(broken, requested)
     assert not result.success
     run = shipped.instance.get_run_by_id(result.run_id)

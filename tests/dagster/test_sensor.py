@@ -21,7 +21,7 @@ from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWat
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, request_of
 from tests.dagster.location import ORDERS, ledger, record
 
 TOPIC = Topic("rides")
@@ -50,16 +50,9 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def request_of(answer: Any) -> dg.RunRequest:
-    assert isinstance(answer, list), answer
-    (request,) = answer
-    assert isinstance(request, dg.RunRequest)
-    return request
-
-
 def test_a_tick_claims_a_range_and_requests_one_run_for_it(bench: Workbench) -> None:
     ids = bench.publish("rides", 60)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
 
     claim = bench.platform.claims.live("rides", "eager")
     assert claim is not None
@@ -91,7 +84,7 @@ def test_too_few_events_wait_for_more(bench: Workbench) -> None:
     assert reason.startswith("9 of 10 events wait")
 
     bench.publish("rides", 1)
-    request_of(bench.tick(lazy.sensors[0]))
+    bench.request(lazy)
 
 
 def test_a_row_that_another_transaction_has_locked_is_left_alone_at_once(bench: Workbench) -> None:
@@ -100,7 +93,7 @@ def test_a_row_that_another_transaction_has_locked_is_left_alone_at_once(bench: 
         connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
         # A tick that waited for the row would not end in this block.
         assert bench.tick(eager.sensors[0]) == "another consumption has the partition locked"
-    request_of(bench.tick(eager.sensors[0]))
+    bench.request(eager)
 
 
 def test_a_paused_consumer_is_left_alone(bench: Workbench) -> None:
@@ -112,12 +105,12 @@ def test_a_paused_consumer_is_left_alone(bench: Workbench) -> None:
 def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tick(bench: Workbench) -> None:
     """The daemon died, or gave the tick up, between the claim and storing the tick."""
     ids = bench.publish("rides", 5)
-    lost = request_of(bench.tick(eager.sensors[0]))
+    lost = bench.request(eager)
 
     assert "sensor consume_eager leases the partition" in bench.tick(eager.sensors[0])
 
     bench.end_lease(eager)
-    again = request_of(bench.tick(eager.sensors[0]))
+    again = bench.request(eager)
     assert again.run_key != lost.run_key, "a reused key would swallow the run"
     assert bench.claims() == [(0, ids[-1], "released"), (0, ids[-1], "claimed")]
 
@@ -131,7 +124,7 @@ def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tic
 @pytest.mark.parametrize("status", [dg.DagsterRunStatus.NOT_STARTED, dg.DagsterRunStatus.STARTING])
 def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, status: dg.DagsterRunStatus) -> None:
     ids = bench.publish("rides", 5)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     run_id = bench.requested(eager, request, status)
     bench.end_lease(eager)
 
@@ -161,7 +154,7 @@ def later(bench: Workbench, seconds: float) -> Any:
 
 def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench) -> None:
     ids = bench.publish("rides", 5)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     bench.requested(eager, request, dg.DagsterRunStatus.STARTING)
     assert isinstance(later(bench, 290.0), str)
     request_of(later(bench, 310.0))
@@ -170,7 +163,7 @@ def test_a_run_that_never_starts_loses_its_claim_in_the_end(bench: Workbench) ->
 
 def test_a_run_gets_more_time_to_adopt_its_claim_after_each_run_that_came_too_late(bench: Workbench) -> None:
     bench.publish("rides", 5)
-    slow = request_of(bench.tick(eager.sensors[0]))
+    slow = bench.request(eager)
     bench.requested(eager, slow, dg.DagsterRunStatus.STARTED)
     again = request_of(later(bench, 90.0))
     assert not bench.run(eager, slow).success, "it finds its claim lost, and ends"
@@ -195,7 +188,7 @@ def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
     bench: Workbench, shared_instance: dg.DagsterInstance
 ) -> None:
     pools = in_a_full_pool(bench, shared_instance)
-    run_id = bench.requested(eager, request_of(bench.tick(eager.sensors[0])), dg.DagsterRunStatus.STARTED)
+    run_id = bench.requested(eager, bench.request(eager), dg.DagsterRunStatus.STARTED)
     pools.claim_concurrency_slot("gpu", run_id, "eager")
     assert later(bench, 3600.0) == f"run {run_id} of claim 1 is waiting for a place in a pool"
 
@@ -213,13 +206,13 @@ def test_a_run_whose_retried_step_waits_for_a_place_in_a_pool_is_not_reported_as
     bench: Workbench, shared_instance: dg.DagsterInstance
 ) -> None:
     pools = in_a_full_pool(bench, shared_instance)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
     bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     pools.claim_concurrency_slot("gpu", run_id, "eager")
     bench.end_lease(eager)
 
-    request_of(bench.tick(eager.sensors[0]))
+    bench.request(eager)
     run = shared_instance.get_run_by_id(run_id)
     assert run is not None
     assert run.status == dg.DagsterRunStatus.STARTED
@@ -227,7 +220,7 @@ def test_a_run_whose_retried_step_waits_for_a_place_in_a_pool_is_not_reported_as
 
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
     bench.publish("rides", 5)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
     claim_id = int(request.tags[".dagster/eventsql_claim"])
     bench.platform.claims.adopt(claim_id, owner=f"run {run_id}", lease=60.0)
@@ -236,7 +229,7 @@ def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
 
     # Its process died and Dagster has not seen it yet.
     bench.end_lease(eager)
-    request_of(bench.tick(eager.sensors[0]))
+    bench.request(eager)
 
 
 @pytest.mark.parametrize("status", [status for status in FINISHED if status != dg.DagsterRunStatus.SUCCESS])
@@ -244,12 +237,12 @@ def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same
     bench: Workbench, status: dg.DagsterRunStatus
 ) -> None:
     ids = bench.publish("rides", 5)
-    dead = request_of(bench.tick(eager.sensors[0]))
+    dead = bench.request(eager)
     run_id = bench.requested(eager, dead, status)
     bench.platform.claims.adopt(int(dead.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
     bench.publish("rides", 3)
 
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     assert [(after, state) for after, _, state in bench.claims()] == [(0, "released"), (0, "claimed")]
     assert bench.run(eager, request).success
     assert bench.effects()[:5] == ids
@@ -259,21 +252,21 @@ def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same
 def test_a_claim_made_while_draining_is_found_by_its_owner(bench: Workbench) -> None:
     """Such a claim has no run that was requested for it."""
     bench.publish("rides", 5)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     result = bench.run(eager, request)
     bench.publish("rides", 5)
     drained = bench.platform.claims.claim("rides", "eager", owner=f"run {result.run_id}")
     assert isinstance(drained, Claim)
 
-    again = request_of(bench.tick(eager.sensors[0]))
+    again = bench.request(eager)
     assert again.tags[".dagster/eventsql_after"] == str(drained.range.after)
 
 
 def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_often(bench: Workbench) -> None:
     bench.publish("rides", 5)
-    first = request_of(bench.tick(eager.sensors[0]))
+    first = bench.request(eager)
     bench.requested(eager, first, dg.DagsterRunStatus.FAILURE)
-    second = request_of(bench.tick(eager.sensors[0]))
+    second = bench.request(eager)
     run = bench.instance.get_run_by_id(bench.requested(eager, second, dg.DagsterRunStatus.STARTED))
     assert run is not None
     bench.instance.report_run_failed(run)
@@ -286,7 +279,7 @@ def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(benc
     """Dagster retries each run with its tags, and a retry that comes after the next tick succeeds."""
     bench.publish("rides", 5)
     for _ in range(2):
-        requested = request_of(bench.tick(eager.sensors[0]))
+        requested = bench.request(eager)
         run_id = bench.requested(eager, requested, dg.DagsterRunStatus.STARTED)
         run = bench.instance.get_run_by_id(run_id)
         assert run is not None
@@ -379,7 +372,7 @@ def test_a_topic_with_more_partitions_than_are_watched_fails_ticks_and_stops_no_
     )(record)
     bench.platform.registry.register_topic(Topic("wide", 3)).register_consumer(Consumer("wide", "c", partitioned=True))
     bench.publish("wide", 1, partition=0)
-    request_of(bench.tick(narrow.sensors[0]))
+    bench.request(narrow)
     with pytest.raises(RedefinitionError, match="topic 'wide' has 3 partitions and consumer 'c' is defined for 2"):
         bench.tick(narrow.sensors[0])
 
@@ -391,7 +384,7 @@ def test_a_partition_that_does_not_exist_is_skipped_with_the_reason(bench: Workb
     bench.platform.registry.register_topic(Topic("thin", 1)).register_consumer(Consumer("thin", "c", partitioned=True))
     assert str(bench.tick(wide.sensors[1])).startswith("partition 1 does not exist")
     bench.publish("thin", 1, partition=0)
-    request_of(bench.tick(wide.sensors[0]))
+    bench.request(wide)
 
 
 @pytest.mark.parametrize("partitions", [1, 3])
@@ -423,7 +416,7 @@ def test_an_event_that_is_due_later_is_not_claimed_before(bench: Workbench) -> N
 
     failing = defined(fail)
     bench.publish("rides", 1)
-    assert not bench.run(failing, request_of(bench.tick(eager.sensors[0]))).success
+    assert not bench.run(failing, bench.request(eager)).success
     bench.prolong_pause(failing)
     assert "is retried in" in bench.tick(eager.sensors[0])
 
@@ -432,18 +425,18 @@ def test_a_tick_ends_when_the_database_does_not_answer_in_time(bench: Workbench)
     """`release` waits for the row's lock; a tick must not do so for ever."""
     hurried = defined(statement_timeout=0.5)
     bench.publish("rides", 5)
-    dead = request_of(bench.tick(eager.sensors[0]))
+    dead = bench.request(eager)
     bench.requested(eager, dead, dg.DagsterRunStatus.FAILURE)
     with bench.platform.database.transaction() as connection:
         connection.execute("SELECT FROM eventsql.consumer WHERE eql_name = 'eager' FOR UPDATE")
         assert "statement timeout" in bench.tick(hurried.sensors[0])
-    request_of(bench.tick(eager.sensors[0]))
+    bench.request(eager)
 
 
 def test_an_in_process_consumer_and_a_tick_share_a_partition(bench: Workbench) -> None:
     ids = bench.publish("rides", 20)
     bench.platform.consumers.consume_once("rides", "eager", record, max_events=10)
-    request = request_of(bench.tick(eager.sensors[0]))
+    request = bench.request(eager)
     assert bench.platform.consumers.consume_once("rides", "eager", record) == 0, "the partition is leased"
     assert bench.run(eager, request).success
     assert bench.effects() == ids
@@ -453,5 +446,5 @@ def test_publishing_while_ticking_skips_nothing(bench: Workbench) -> None:
     for _ in range(5):
         bench.platform.publisher.publish(Publication("orders", b"x", partition=0))
         bench.platform.transfer.run_once()
-        assert bench.run(ledger, request_of(bench.tick(ledger.sensors[0]))).success
+        assert bench.run(ledger, bench.request(ledger)).success
     assert bench.effects() == [event.id for event in bench.platform.reader.read(ORDERS.name)]

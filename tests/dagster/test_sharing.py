@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster.tags import SHARED_TAG
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, request_of
 from tests.dagster.location import record
 
 RIDES, TRIPS = Topic("rides"), Topic("trips", 2)
@@ -88,11 +88,7 @@ def tick(bench: Workbench, definitions: Sequence[ConsumerDefinition], cursor: st
 
 
 def request(bench: Workbench, definitions: Sequence[ConsumerDefinition], cursor: str | None = None) -> dg.RunRequest:
-    answer = tick(bench, definitions, cursor)
-    assert isinstance(answer, list), answer
-    (found,) = answer
-    assert isinstance(found, dg.RunRequest)
-    return found
+    return request_of(tick(bench, definitions, cursor))
 
 
 def materialized(result: dg.ExecuteInProcessResult) -> dict[str, int]:

@@ -92,7 +92,7 @@ def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
     definition = ledger(key_prefix="finance")
     definition.register(bench.platform)
     ids = bench.publish("orders", 3)
-    (request,) = bench.tick(definition.sensors[0])
+    request = bench.request(definition)
     result = bench.run(definition, request)
     assert bench.effects() == ids
     shown = metadata(result, dg.AssetKey(["finance", "ledger"]))
@@ -107,7 +107,7 @@ def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench
     for each in shared:
         each.register(bench.platform)
     ids = bench.publish("orders", 3)
-    (request,) = bench.tick(shared[0].sensors[0])
+    request = bench.request(shared[0])
     location = build_definitions(shared, eventsql=bench.eventsql, backfills=True)
     job = location.resolve_job_def("both")
     run = job.execute_in_process(
