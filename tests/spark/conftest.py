@@ -92,6 +92,14 @@ def read(spark: SparkSession, dsn: str) -> Callable[..., DataFrame]:
 
 
 @pytest.fixture
+def pushing(spark: SparkSession) -> Iterator[None]:
+    """Spark pushes filters to sources that are written in Python."""
+    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
+    yield
+    spark.conf.unset("spark.sql.python.filterPushdown.enabled")
+
+
+@pytest.fixture
 def write(dsn: str) -> Callable[..., None]:
     """Writes to the test's database: `write(rows, topic=…, option=value)`."""
 

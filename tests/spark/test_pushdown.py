@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 
 import pytest
@@ -55,13 +55,6 @@ CONDITIONS = [
     "headers['source'] = 'wéb' AND offset <= 100",
     "length(value) > 10 AND offset > 0 AND partition >= 1",
 ]
-
-
-@pytest.fixture
-def pushing(spark: SparkSession) -> Iterator[None]:
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    yield
-    spark.conf.unset("spark.sql.python.filterPushdown.enabled")
 
 
 def offsets_of(frame: DataFrame) -> list[int]:

@@ -218,13 +218,6 @@ def test_a_filter_on_the_shard_leaves_the_others_alone(platform: EventSQL, dsn: 
     assert reader.partitions() == []
 
 
-@pytest.fixture
-def pushing(spark: SparkSession) -> Iterator[None]:
-    spark.conf.set("spark.sql.python.filterPushdown.enabled", "true")
-    yield
-    spark.conf.unset("spark.sql.python.filterPushdown.enabled")
-
-
 def test_spark_pushes_a_filter_on_the_shard(
     pushing: None, spark: SparkSession, platform: EventSQL, dsn: str, urls: list[str]
 ) -> None:
