@@ -12,7 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 
-from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import AggregateClosedError, DatabaseError, ValidationError
 from eventsql_orchestration.store import (
     Archived,
@@ -29,11 +29,6 @@ from tests.store.test_order import restored
 from tests.waiting import PATIENCE
 
 LATER = datetime(9000, 1, 1, tzinfo=UTC)
-
-
-@pytest.fixture
-def store(database: Database) -> Store:
-    return Store(database)
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,17 +20,6 @@ from eventsql_orchestration.store import Change, RecordedChange, Store, StoreChe
 from tests.fixtures import SaidBy, Sessions, UntilBlocked
 from tests.plans import plans
 from tests.waiting import PATIENCE
-
-
-@pytest.fixture
-def store(database: Database) -> Store:
-    return Store(database)
-
-
-@pytest.fixture
-def other_writer() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
 
 
 def change(number: int, **options: Any) -> Change:

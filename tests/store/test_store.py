@@ -28,11 +28,6 @@ from tests.plans import custom_plan
 from tests.waiting import PATIENCE
 
 
-@pytest.fixture
-def store(database: Database) -> Store:
-    return Store(database)
-
-
 def prices(*amounts: int) -> list[Change]:
     return [Change("price_raised", {"price": amount}) for amount in amounts]
 
@@ -87,12 +82,6 @@ def test_a_transaction_of_sqlalchemy_appends_and_reads(store: Store) -> None:
             ending()
     engine.dispose()
     assert amounts_of(store, "1") == [100, 120]
-
-
-@pytest.fixture
-def other_writer() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(1) as executor:
-        yield executor
 
 
 def test_changes_come_back_in_their_order_with_versions_from_one(store: Store) -> None:
