@@ -21,9 +21,9 @@ from eventsql_orchestration.storage import metrics as storage_metrics
 from eventsql_orchestration.store import Change
 from tests.fixtures import SaidBy, Sessions
 from tests.forms import stored
-from tests.roles.conftest import As, as_, login, owner, prefix, template
+from tests.roles.conftest import As, as_, login, owner, prefix, shared_prefix, template
 
-__all__ = ["as_", "login", "owner", "prefix", "template"]
+__all__ = ["as_", "login", "owner", "prefix", "shared_prefix", "template"]
 
 
 class Scrape:

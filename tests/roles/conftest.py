@@ -1,4 +1,7 @@
-"""Roles of a test's own: the server has them for all databases, so each test takes another prefix."""
+"""Roles for tests. The server has them for all databases: each module, and each test that changes roles, has a prefix.
+
+Making the roles takes longer than most tests do. Tests that change no role share those of their module.
+"""
 
 from __future__ import annotations
 
@@ -19,31 +22,58 @@ Login: TypeAlias = Callable[..., str]
 As: TypeAlias = Callable[..., EventSQL]
 
 
-@pytest.fixture(autouse=True)
-def prefix(administrator: Administrator) -> Iterator[str]:
-    """A prefix of roles. Made before all else: the database with what belongs to the roles is dropped before them."""
-    prefix = f"r{uuid.uuid4().hex[:8]}"
+def new_prefix() -> str:
+    return f"r{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def own_roles() -> None:
+    """For a test that makes or drops roles: its roles are its own."""
+
+
+@pytest.fixture(scope="module")
+def shared_prefix(administrator: Administrator) -> Iterator[str]:
+    """The prefix of the roles that the tests of a module share."""
+    prefix = new_prefix()
     yield prefix
     administrator.drop_roles(prefix)
 
 
-def prepare(platform: EventSQL) -> None:
+@pytest.fixture(autouse=True)
+def prefix(request: pytest.FixtureRequest, administrator: Administrator, shared_prefix: str) -> Iterator[str]:
+    """The prefix of the test's roles. Made first: databases are dropped before the roles that have rights there."""
+    own = "owner" not in request.fixturenames or "own_roles" in request.fixturenames
+    prefix = new_prefix() if own else shared_prefix
+    yield prefix
+    administrator.drop_roles(prefix if own else f"{prefix}_login")
+
+
+def prepare(platform: EventSQL, prefix: str | None = None) -> None:
     for topic in ("orders", "orders_dlt", "payments", "payments_dlt"):
         platform.registry.register_topic(Topic(topic, partitions=2))
     for topic in ("orders", "payments"):
         platform.registry.register_consumer(Consumer(topic, "mailer", partitioned=True))
+    if prefix is not None:
+        make_roles(platform, prefix)
+
+
+def make_roles(platform: EventSQL, prefix: str) -> None:
+    Roles(platform.database).create(prefix=prefix, topics=["orders"])
 
 
 @pytest.fixture
-def template(request: pytest.FixtureRequest, prepared: Prepared) -> str:
-    return prepared(prepare)[0] if "owner" in request.fixturenames else TEMPLATE
+def template(request: pytest.FixtureRequest, prefix: str, shared_prefix: str, prepared: Prepared) -> str:
+    if "owner" not in request.fixturenames:
+        return TEMPLATE
+    return prepared(prepare, *([prefix] if prefix == shared_prefix else []))[0]
 
 
 @pytest.fixture
-def owner(direct_dsn: str, prefix: str) -> Iterator[EventSQL]:
+def owner(direct_dsn: str, prefix: str, shared_prefix: str) -> Iterator[EventSQL]:
     """The platform as a superuser, with two topics, their dead letter topics and consumers, and roles of `orders`."""
     with EventSQL(direct_dsn, transfer=False) as platform:
-        Roles(platform.database).create(prefix=prefix, topics=["orders"])
+        if prefix != shared_prefix:
+            make_roles(platform, prefix)
         yield platform
 
 

@@ -68,6 +68,7 @@ def test_an_owner_with_the_name_of_an_admin_makes_no_roles(direct_dsn: str, pref
         assert CurrentRole.of(connection, database.schema).prefix == prefix
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_roles_are_made_beside_registrations_of_topics(
     owner: EventSQL, prefix: str, until_blocked: UntilBlocked
 ) -> None:
@@ -80,6 +81,7 @@ def test_roles_are_made_beside_registrations_of_topics(
         assert making.result()
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_views_and_the_archive_of_queues_of_before_the_roles_are_the_admins(
     owner: EventSQL, as_: As, prefix: str
 ) -> None:
@@ -205,6 +207,7 @@ def test_a_role_that_may_not_read_the_revision_is_told(owner: EventSQL, login: L
     assert raised.value.object == "schema_version"
 
 
+@pytest.mark.usefixtures("own_roles")
 @pytest.mark.parametrize("by", ["SELECT", "SELECT (eql_topic, eql_name)", "pg_read_all_data"])
 def test_rights_that_were_given_by_hand_show_every_consumer_beside_roles_of_one_topic(
     owner: EventSQL, login: Login, prefix: str, by: str

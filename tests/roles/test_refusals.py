@@ -190,6 +190,7 @@ def test_a_role_of_one_topic_copies_nothing_into_others(owner: EventSQL, as_: As
     assert owner.buffered() == {}
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_a_login_with_two_roles_of_one_topic_each_has_both(owner: EventSQL, login: Login, prefix: str) -> None:
     from eventsql_orchestration.database.roles import Roles
 

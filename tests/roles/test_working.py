@@ -248,6 +248,7 @@ def test_making_roles_again_changes_nothing(owner: EventSQL, prefix: str) -> Non
     assert (roles.states(), _grants(owner)) == (before, grants)
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_the_printed_sql_makes_the_same_roles(owner: EventSQL, direct_dsn: str, prefix: str) -> None:
     roles, expected = Roles(owner.database), _grants(owner)
     roles.drop()
@@ -257,6 +258,7 @@ def test_the_printed_sql_makes_the_same_roles(owner: EventSQL, direct_dsn: str, 
     assert _grants(owner) == expected
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_dropped_roles_leave_nothing(owner: EventSQL, prefix: str, direct_dsn: str) -> None:
     roles = Roles(owner.database)
     roles.drop(topics=["orders"])
