@@ -120,7 +120,7 @@ class ClusterEraser:
 
         All shards must be up. Raises `TopicNotFoundError`, `ValidationError`, and `DatabaseBusyError` if other
         transactions are in the way for 30 seconds, or if the topic got a dead letter topic meanwhile: call it again.
-        Raises `ShardSetError` on a platform with the URL of one of several shards: a key's older events may be on others.
+        Raises `ShardSetError` on a platform with the URL of one of several shards: a key's events may be on others.
         """
         lone = self._cluster.lone
         shards = None if lone is None else lone.registry.topic(topic).shards

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, TypeAlias
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeAlias
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import TupleRow, tuple_row
 
-if TYPE_CHECKING:
-    from eventsql_orchestration.database.database import Database
-
 Query: TypeAlias = sql.SQL | sql.Composed
 
 Values: TypeAlias = Mapping[str, object] | None
 """The values of a statement's placeholders."""
+
+
+class Pool(Protocol):
+    """A `Database`, which imports this module through others."""
+
+    def connection(self) -> AbstractContextManager[psycopg.Connection[TupleRow]]: ...
 
 
 def fetch_all(
@@ -41,17 +45,13 @@ def fetch_one(
     return row
 
 
-def query_all(
-    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
-) -> list[TupleRow]:
+def query_all(database: Pool, query: Query, values: Values = None, *, prepare: bool | None = None) -> list[TupleRow]:
     """All rows of a statement, on a pooled connection."""
     with database.connection() as connection:
         return fetch_all(connection, query, values, prepare=prepare)
 
 
-def query_first(
-    database: Database, query: Query, values: Values = None, *, prepare: bool | None = None
-) -> TupleRow | None:
+def query_first(database: Pool, query: Query, values: Values = None, *, prepare: bool | None = None) -> TupleRow | None:
     """The first row of a statement, on a pooled connection; None if it gives none."""
     with database.connection() as connection:
         return fetch_first(connection, query, values, prepare=prepare)
