@@ -53,6 +53,9 @@ SAMPLE = [windows.BETWEEN_BATCHES, windows.AFTER_LAST_COMMIT]
 ENDS_WELL = {windows.BEFORE_NEXT_CLAIM, windows.AFTER_LAST_COMMIT, windows.REPLAYED}
 """Windows in which a run has no claim to lose, or may find its work done."""
 
+ENDS_EITHER_WAY = {windows.IN_HANDLER}
+"""The window in which a run holds the lock of its partition. A tick can release the claim only between two batches."""
+
 
 @pytest.fixture
 def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -183,7 +186,8 @@ def expect(paused: Paused, window: str, ids: Sequence[int]) -> None:
     if window != windows.REPLAYED:
         lags = [lag for lag in paused.bench.platform.lag(topic_of(window)) if lag.consumer in consumers]
         assert [lag.events for lag in lags] == [0] * len(consumers), window
-    assert (paused.run(window).status is dg.DagsterRunStatus.SUCCESS) is (window in ENDS_WELL), window
+    if window not in ENDS_EITHER_WAY:
+        assert (paused.run(window).status is dg.DagsterRunStatus.SUCCESS) is (window in ENDS_WELL), window
     assert not any(REPLAY_TAG in run.tags for run in paused.runs(window)), window
 
 
