@@ -17,6 +17,7 @@ from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseUnavailableError,
+    EventSQLError,
     TopicNotFoundError,
     ValidationError,
 )
@@ -331,16 +332,18 @@ class ClusterRetainer:
         then. Closes the current segment when it holds an eighth of the events to keep. With `execute=False`, nothing
         changes.
 
-        Raises `TopicNotFoundError`, or `DatabaseBusyError` if a transaction reads a segment for too long, after the
-        other shards are done; the next run continues.
+        Raises the first error of a shard after the other shards are done: `TopicNotFoundError`, or `DatabaseBusyError`
+        if a transaction reads a segment for too long. The next run continues.
         """
         wanted = None if topics is None else list(topics)
-        failed: list[DatabaseBusyError] = []
+        failed: list[EventSQLError] = []
 
         def run(shard: Shard) -> list[Dropped]:
             try:
                 return shard.retention.run_once(wanted, force=force, execute=execute)
-            except DatabaseBusyError as error:
+            except DatabaseUnavailableError:
+                raise
+            except EventSQLError as error:
                 failed.append(error)
                 return []
 

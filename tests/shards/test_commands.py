@@ -16,7 +16,13 @@ from sqlalchemy import make_url
 from eventsql_orchestration import Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.cli.context import resolve_dsn
-from eventsql_orchestration.errors import ConfigurationError, DatabaseBusyError, ShardsDifferError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    DatabaseBusyError,
+    EventSQLError,
+    PermissionDeniedError,
+    ShardsDifferError,
+)
 from eventsql_orchestration.maintenance.retention import Retainer
 from eventsql_orchestration.settings import Settings
 from eventsql_orchestration.shards.shard_state import ShardStore
@@ -385,8 +391,9 @@ def test_doctor_names_a_shard_that_was_restored_from_before_an_addition(
     assert problems(backup, *dsns[1:]) == []
 
 
+@pytest.mark.parametrize("kind", [DatabaseBusyError, PermissionDeniedError])
 def test_retention_goes_on_with_the_other_shards_and_names_them(
-    orders: Run, dsns: list[str], monkeypatch: pytest.MonkeyPatch
+    orders: Run, monkeypatch: pytest.MonkeyPatch, kind: type[EventSQLError]
 ) -> None:
     orders("topic", "alter", "orders", "--retention-events", 1)
     planned = objects(orders("topic", "retain", "--json", "--dry-run"))
@@ -394,13 +401,13 @@ def test_retention_goes_on_with_the_other_shards_and_names_them(
     assert "shard-2" in orders("topic", "retain", "--dry-run").stdout
     run_once, reached = Retainer.run_once, list[str]()
 
-    def busy_first(retainer: Retainer, *arguments: object, **named: object) -> object:
+    def fail_first(retainer: Retainer, *arguments: object, **named: object) -> object:
         reached.append(str(retainer._database))
         if len(reached) == 1:
-            raise DatabaseBusyError("a transaction reads a segment")
+            raise kind("a transaction reads a segment")
         return run_once(retainer, *arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Retainer, "run_once", busy_first)
+    monkeypatch.setattr(Retainer, "run_once", fail_first)
     assert "a transaction reads a segment" in orders("topic", "retain", code=1).stderr
     assert len(set(reached)) == 2
 
