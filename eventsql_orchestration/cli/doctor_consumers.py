@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
 from eventsql_orchestration.cli.output import counted
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming.dead_letter_values import refused
+from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
@@ -110,7 +110,7 @@ def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
     name = f"{state.name} of topic {state.topic}{partition}"
     resume = advised("consumer resume", state.topic, state.name)
     if state.failing:
-        failed = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
+        failed = tried(state)
         dead_letters = state.topic + DEAD_LETTER_SUFFIX
         if refused(state):
             return problem(

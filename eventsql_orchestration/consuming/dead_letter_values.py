@@ -107,6 +107,13 @@ def dead_letter(event: Event, cause: DeadLetterCause) -> Publication:
     return event.as_publication(event.topic + DEAD_LETTER_SUFFIX, **reason)
 
 
+def tried(state: ConsumerState) -> str:
+    """How often the event that a partition retries has failed, and its error."""
+    # A range fails more often than its attempts if topic `<topic>_dlt` exists.
+    of = "" if state.attempts > state.max_attempts else f" of {state.max_attempts}"
+    return f"event {state.failed_event_id} failed {state.attempts}{of} times: {state.failure}"
+
+
 def refused(state: ConsumerState) -> bool:
     """Whether the factory made no dead letter of the failed event: the partition waits for a resumption."""
     half = timedelta(seconds=NEVER / 2)

@@ -9,6 +9,7 @@ from typing import TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming.dead_letter_values import tried
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.database import Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
@@ -116,8 +117,7 @@ def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCaus
     if state.paused:
         return LagCause.PAUSED, "resume it with `eventsql consumer resume`"
     if state.failing:
-        tried = f"event {state.failed_event_id} failed {state.attempts} of {state.max_attempts} times: {state.failure}"
-        return (LagCause.BLOCKED if state.spent else LagCause.RETRYING), tried
+        return (LagCause.BLOCKED if state.spent else LagCause.RETRYING), tried(state)
     if state.leased:
         return LagCause.LEASED, f"by {state.lease_owner}"
     if not in_log:

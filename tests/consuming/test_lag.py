@@ -136,6 +136,21 @@ def test_the_cause_is_an_event_that_is_retried_and_then_blocks(platform: EventSQ
             connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
 
 
+def test_a_range_that_is_tried_after_its_last_attempt_counts_all_of_them(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders_dlt"))
+    publish(platform, 1, 0, 0)
+    platform.transfer.run_once()
+    told = []
+    for _ in range(3):
+        claim = platform.claims.claim("orders", "mailer", 0, owner="run 7", max_wait=0.0)
+        assert isinstance(claim, Claim)
+        platform.claims.fail(claim, ValueError("no such customer"))
+        told.append(lag_of(platform, "mailer", 0).detail.partition(": ")[0])
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now()")
+    assert told == ["event 1 failed 1 of 2 times", "event 1 failed 2 of 2 times", "event 1 failed 3 times"]
+
+
 def test_the_cause_is_a_lease_and_names_its_owner_until_it_expires(platform: EventSQL) -> None:
     publish(platform, 1, 0, 0)
     platform.transfer.run_once()
