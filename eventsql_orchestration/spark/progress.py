@@ -65,7 +65,8 @@ class StreamProgress:
                     raise PartitionLeasedError(
                         f"option consumer: another stream, or a seek, has moved {self._consumer!r} partition "
                         f"{partition} of topic {tp.topic!r} to offset {offset}, and this stream is at {upto}: a stream "
-                        "needs its own consumer"
+                        "needs its own consumer. A DataFrame with two queries, or twice in one query, is two streams: "
+                        "load it twice, with a consumer each"
                     )
                 if offset < upto:
                     self._advance(connection, tp.topic, partition, offset, upto)
