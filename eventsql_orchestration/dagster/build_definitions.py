@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, Unpack
 
@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster.housekeeping.schedule import build_housekeep
 from eventsql_orchestration.dagster.io.io_manager import TOPIC
 from eventsql_orchestration.dagster.location_options import (
     DEFAULT_LOCATION,
+    GivenAsset,
     LocationFields,
     LocationOptions,
     Prepare,
@@ -74,12 +75,15 @@ def common_definitions(
 
     `checks` are the checks of the consumers. The fields `lag` and `backfills` of the options are not used here.
     """
+    queue_names = queues_of(options.workers)
     suffix = "" if options.name is None else f"_{options.name}"
     known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
     # Several merged definitions may consume the same topic, but only one of them can have the topic's asset.
     external = _external(
-        consumers, options.workers, known if options.platform else options.topics, dead_letters=options.dead_letters
-    )  # fmt: skip
+        [*(each.asset for each in consumers), *(each.asset for each in options.workers), *options.assets],
+        known if options.platform else options.topics,
+        dead_letter_topics(consumers) if options.dead_letters else [],
+    )
     register = build_register_job(
         consumers,
         topics=options.topics,
@@ -89,8 +93,13 @@ def common_definitions(
         workers=options.workers,
     )
     sources = _publishers(options.assets)
-    topics = [topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator) for each in external]
-    queues = [queue_asset(name, translator=options.translator) for name in queues_of(options.workers)]
+    given = {spec.key for spec in _specs(options.assets)}
+    topics = [
+        topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator)
+        for each in external
+        if topic_key(each.name) not in given
+    ]
+    queues = [queue_asset(name, translator=options.translator) for name in queue_names]
     limits = options.queue_lag
     queue_checks = [] if limits is None else [each for spec in queues for each in build_queue_checks(spec, limits)]
     all_checks = [*checks, *queue_checks]
@@ -107,7 +116,12 @@ def common_definitions(
         resources = {RESOURCE_KEY: options.eventsql or environment_resource(), **resources}
         schedules = [build_transfer_schedule(), build_housekeeping_schedule(checks=all_checks)]
     return dg.Definitions(
-        assets=[*options.assets, *queues, *(worker.asset for worker in options.workers), *topics],
+        assets=[
+            *options.assets,
+            *(queue for queue in queues if queue.key not in given),
+            *(worker.asset for worker in options.workers),
+            *topics,
+        ],
         asset_checks=[check.definition for check in queue_checks],
         jobs=[register, *(worker.job for worker in options.workers)],
         sensors=[*sensors, *(worker.sensor for worker in options.workers)],
@@ -140,19 +154,15 @@ def consumer_checks(consumers: Sequence[ConsumerDefinition], lag: LagLimits | No
     return checks
 
 
-def _external(
-    consumers: Sequence[ConsumerDefinition], workers: Sequence[WorkerDefinition], topics: Sequence[Topic],
-    *, dead_letters: bool,
-) -> list[Topic]:  # fmt: skip
-    """The topics that are external assets: no consumer and no worker publishes to them.
+def _external(assets: Sequence[GivenAsset], topics: Sequence[Topic], letters: Sequence[Topic]) -> list[Topic]:
+    """The topics that are external assets: none of the `assets` of the location computes them.
 
-    With `dead_letters`, also the dead letter topics of their consumers.
+    Also the dead letter topics of these topics, which are among `letters`.
     """
-    assets = [*(consumer.asset for consumer in consumers), *(worker.asset for worker in workers)]
-    published = {key for asset in assets for key in asset.keys}
-    names = {topic.name for topic in topics}
-    letters = dead_letter_topics([each for each in consumers if each.topic.name in names]) if dead_letters else []
-    each_once = {topic.name: topic for topic in (*letters, *topics)}
+    computed = [each for each in assets if isinstance(each, dg.AssetsDefinition) and each.is_executable]
+    published = {key for each in computed for key in each.keys}
+    names = {topic.dead_letter_topic for topic in topics}
+    each_once = {topic.name: topic for topic in (*(each for each in letters if each.name in names), *topics)}
     return [topic for topic in each_once.values() if topic_key(topic.name) not in published]
 
 
@@ -177,10 +187,15 @@ def _declared(
     return list(named.values())
 
 
-def _publishers(assets: Sequence[dg.AssetsDefinition]) -> Mapping[str, list[dg.AssetKey]]:
+def _specs(assets: Sequence[GivenAsset]) -> Iterator[dg.AssetSpec]:
+    for each in assets:
+        yield from [each] if isinstance(each, dg.AssetSpec) else each.specs
+
+
+def _publishers(assets: Sequence[GivenAsset]) -> Mapping[str, list[dg.AssetKey]]:
     """The assets whose metadata names the topic that they publish to, by topic."""
     found: dict[str, list[dg.AssetKey]] = {}
-    for spec in (spec for each in assets for spec in each.specs):
+    for spec in _specs(assets):
         named = spec.metadata.get(TOPIC)
         name = named.value if isinstance(named, dg.MetadataValue) else named
         if isinstance(name, str) and spec.key != topic_key(name):

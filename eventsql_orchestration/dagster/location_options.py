@@ -20,6 +20,8 @@ Prepare: TypeAlias = Callable[[Shard], object]
 """Prepares the targets of consumers, for example their tables. Each registration calls it again, once for each shard or
 for the only database."""
 
+GivenAsset: TypeAlias = dg.AssetsDefinition | dg.AssetSpec
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocationOptions:
@@ -39,8 +41,9 @@ class LocationOptions:
       merged, each except the first needs a name.
     - `platform`: whether the definitions have the resource `eventsql`, the transfer, housekeeping, and the assets of
       topics outside of `topics`. If definitions are merged, only the first has the platform.
-    - `assets`: further assets. An asset with the metadata `topic`, which the IO manager reads, has an edge to this
-      topic.
+    - `assets`: further assets, external ones too. An asset with the metadata `topic`, which the IO manager reads, has
+      an edge to this topic. An asset with the key of a topic or queue takes the place of the asset that would be made
+      for it: an asset that publishes to the topic, or `topic_asset(…)` or `queue_asset(…)` with owners or `deps`.
     - `translator`: changes the assets of topics after all other options. Consumers have their own in `AssetOptions`.
     - `workers`: the workers of queues, with their assets, jobs and sensors. The job `register` creates their queues.
       The queues are external assets, and the sensor `queues` observes them.
@@ -58,7 +61,7 @@ class LocationOptions:
     notify: Notify | None = None
     name: str | None = None
     platform: bool = True
-    assets: Sequence[dg.AssetsDefinition] = ()
+    assets: Sequence[GivenAsset] = ()
     translator: EventSQLTranslator | None = None
     sample: TopicSample = DEFAULT_SAMPLE
     workers: Sequence[WorkerDefinition] = ()
@@ -78,7 +81,7 @@ class LocationFields(TypedDict, total=False):
     notify: Notify | None
     name: str | None
     platform: bool
-    assets: Sequence[dg.AssetsDefinition]
+    assets: Sequence[GivenAsset]
     translator: EventSQLTranslator | None
     sample: TopicSample
     workers: Sequence[WorkerDefinition]

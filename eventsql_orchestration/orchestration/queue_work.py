@@ -61,7 +61,9 @@ class FailedMessage:
 
 @dataclass(slots=True)
 class WorkedOff:
-    """Result of a run. `lost` messages went to another receiver; `failures` are the first of the `failed` messages."""
+    """Result of a run. `lost` messages went to another receiver. `failed` counts failures: a message may fail several
+    times. `failures` are the first of them.
+    """
 
     handled: int = 0
     failed: int = 0

@@ -28,8 +28,12 @@ from eventsql_orchestration.dagster import (
     LocationOptions,
     build_definitions,
     consumer_asset,
+    queue_asset,
     range_asset,
+    table_asset,
+    topic_asset,
     topic_key,
+    worker_asset,
 )
 from eventsql_orchestration.dagster.component import usable_name
 from eventsql_orchestration.dagster.location_options import LocationFields
@@ -37,6 +41,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import RedefinitionError, ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
+from eventsql_orchestration.queue import Message
 from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, slow
@@ -111,6 +116,33 @@ def test_the_topics_of_dead_letters_are_assets_since_a_red_check_links_to_them()
     assert keys(dg.Definitions.merge(one, part)) == {"orders", "orders_dlt"}
     alone = build_definitions([slow], platform=False, topics=[slow.topic], resources={"eventsql": resource})
     assert "orders_dlt" in keys(alone)
+
+
+def test_a_location_takes_external_assets_and_topics_and_queues_as_its_team_describes_them() -> None:
+    @worker_asset(queue="mails")
+    def send_mails(messages: Sequence[Message], connection: Connection) -> None: ...
+
+    table = table_asset("public.orders")
+    topic = topic_asset(ledger.topic, deps=[table], owners=["team:shop"])
+    queue = queue_asset("mails", deps=[ledger.key])
+    location = build_definitions([ledger], workers=[send_mails], assets=[table, topic, queue])
+
+    graph = location.resolve_asset_graph()
+    assert {each.key: graph.get(each.key).parent_keys for each in (topic, queue)} == {
+        topic.key: {table.key},
+        queue.key: {ledger.key},
+    }
+    assert graph.get(topic.key).owners == ["team:shop"]
+    assert not graph.get(topic.key).is_executable
+
+
+def test_a_location_takes_an_asset_that_publishes_to_a_topic_as_the_asset_of_that_topic() -> None:
+    @dg.asset(key=topic_key("orders"))
+    def orders() -> None: ...
+
+    graph = build_definitions([ledger], assets=[orders]).resolve_asset_graph()
+    assert graph.get(topic_key("orders")).is_executable
+    assert graph.get(ledger.key).parent_keys == {topic_key("orders")}
 
 
 def test_a_location_has_the_backfills_of_its_consumers_when_it_asks_for_them() -> None:

@@ -31,6 +31,7 @@ from eventsql_orchestration.dagster import (
     table_asset,
     topic_asset,
     topic_key,
+    worker_asset,
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
@@ -183,6 +184,26 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         build([first, second])
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: build_definitions(consumer("a")),  # type: ignore[arg-type]
+        lambda: build_definitions([consume]),  # type: ignore[list-item]
+        lambda: build_lag_sensor([consume]),  # type: ignore[list-item]
+        lambda: build_definitions([], workers=[consumer("a")]),  # type: ignore[list-item]
+        lambda: consumer("a", limits={"max_events": 10}),
+        lambda: consumer("a", options={"group_name": "shop"}),
+        lambda: consumer("a", ticks=None),
+        lambda: consumer("a", max_attempts=2**31),
+        lambda: range_asset(topic=TOPIC, consumer="c", options={}),  # type: ignore[arg-type]
+        lambda: worker_asset(queue="mails", options={}),  # type: ignore[arg-type]
+    ],
+)
+def test_a_part_of_a_location_that_is_none_is_refused_when_it_is_defined(build: Callable[[], object]) -> None:
+    with pytest.raises(ValidationError):
+        build()
 
 
 @pytest.mark.parametrize("build", [build_definitions, build_register_job])

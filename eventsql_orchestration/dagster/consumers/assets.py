@@ -148,6 +148,7 @@ def range_asset(
     `RangeLimits`.
     """
     check_kind("topic", topic, Topic)
+    check_kind("options", options, AssetOptions)
     if options.kinds is None:
         options = replace(options, kinds=(SPARK_KIND,))
     if options.pool is None and SPARK_KIND in (options.kinds or ()):
@@ -193,8 +194,11 @@ class _Declared:
         if self.sensor is not None and self.sensor not in get_args(SensorPer):
             raise ValidationError(f"sensor is one of {', '.join(map(repr, get_args(SensorPer)))}, not {self.sensor!r}")
         if self.max_attempts is not None:
-            check_whole("max_attempts", self.max_attempts, least=1)
+            check_whole("max_attempts", self.max_attempts, least=1, most=2**31 - 1)
         check_kind("filter", self.filter, DeclaredFilter)
+        check_kind("limits", self.limits, RunLimits)
+        check_kind("options", self.options, AssetOptions)
+        check_kind("ticks", self.ticks, TickOptions)
         starting_at(self.start)
 
     def define(self, user: UserFunction, make_consume: _MakeConsume) -> ConsumerDefinition:

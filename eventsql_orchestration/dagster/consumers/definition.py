@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.positions import Start
 from eventsql_orchestration.topics.registration import Registration
+from eventsql_orchestration.validation import check_several
 
 
 class ClaimConfig(dg.Config):
@@ -95,11 +96,18 @@ class ConsumerDefinition:
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
     """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
 
-    Also refuse a consumer that has the name of a topic: Dagster's graph shows only the last part of a key.
+    Also refuse what is no definition of a consumer, and a consumer that has the name of a topic: Dagster's graph shows
+    only the last part of a key.
 
     Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
     """
+    check_several("consumers", consumers)
     consumers = list(consumers)
+    for each in consumers:
+        if not isinstance(each, ConsumerDefinition):
+            raise ValidationError(
+                f"a {type(each).__name__} is no consumer: make one with consumer_asset or range_asset"
+            )
     topics = {key.path[-1] for each in consumers for key in (topic_key(each.topic.name), *each.computation.publishes)}
     for each in consumers:
         if (label := each.key.path[-1]) in topics:

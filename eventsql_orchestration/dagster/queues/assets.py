@@ -38,7 +38,7 @@ from eventsql_orchestration.queue import Message, Queue, QueueDefinition, QueueO
 from eventsql_orchestration.queue.options import checked_options
 from eventsql_orchestration.queue.worker import Backoff, exponential
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import check_kind, check_name
+from eventsql_orchestration.validation import check_kind, check_name, check_several
 
 QUEUE_PREFIX: Final = "queue"
 QUEUE_GROUP: Final = "queues"
@@ -148,6 +148,7 @@ def worker_asset(
     """
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
+    check_kind("options", options, AssetOptions)
     declared = checked_options(check_name("queue name", queue), queue_options)
     topics = (publishes,) if isinstance(publishes, Topic) else tuple(publishes)
 
@@ -192,10 +193,14 @@ def _specs(
 def queues_of(workers: Iterable[WorkerDefinition]) -> list[str]:
     """The workers' queues.
 
-    Raises `ValidationError` if two workers have the same queue: each would take the other's runs for its own.
+    Raises `ValidationError` if two workers have the same queue, because each would take the other's runs for its own,
+    and for what is no definition of a worker.
     """
+    check_several("workers", workers)
     places: dict[str, str] = {}
     for worker in workers:
+        if not isinstance(worker, WorkerDefinition):
+            raise ValidationError(f"a {type(worker).__name__} is no worker: make one with worker_asset")
         name = worker.key.to_user_string()
         if (other := places.setdefault(worker.queue, name)) != name:
             raise ValidationError(
@@ -299,7 +304,7 @@ class _Step:
             "messages": done.handled,
             ROW_COUNT: done.handled,
             "batches": done.batches,
-            **({"failed messages": done.failed} if done.failed else {}),
+            **({"failed receives": done.failed} if done.failed else {}),
             **({"lost messages": done.lost} if done.lost else {}),
         }
 
@@ -334,11 +339,11 @@ def _failure(queue: str, done: WorkedOff) -> dg.Failure:
             "the run ended there, because each message of a batch failed; the messages are received again after a pause"
         )
     return dg.Failure(
-        f"{done.failed} messages of queue {queue} failed, message {first.id} first ({first.reason}): {again}. "
+        f"messages of queue {queue} failed {done.failed} times, message {first.id} first ({first.reason}): {again}. "
         f"{done.handled} messages were handled",
         metadata={
             QUEUE: queue,
-            "failed messages": done.failed,
+            "failed receives": done.failed,
             "failures": dg.MetadataValue.json([asdict(each) for each in done.failures]),
         },
         # The messages have their own retries.
