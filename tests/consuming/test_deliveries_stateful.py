@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import count
 from typing import Any, ClassVar
 
@@ -11,11 +12,15 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.errors import ClaimLostError
+from eventsql_orchestration.errors import ClaimLostError, RegistryError
+from eventsql_orchestration.model import STORAGES, Storage
+from eventsql_orchestration.publishing import log_room
+from eventsql_orchestration.storage import compacting, segments
 from eventsql_orchestration.topics.positions import AtOffset
 
 KEYS = st.sampled_from(["a", "b", None])
@@ -52,6 +57,8 @@ class Machine(RuleBasedStateMachine):
         """What waits for its retry."""
         self.under_way: list[tuple[Connection, Delivery, int]] = []
         self.acknowledged = 0
+        self.published = 0
+        self.newest = 0
         self.moved = False
 
     def teardown(self) -> None:
@@ -88,9 +95,11 @@ class Machine(RuleBasedStateMachine):
     def publish(self, keys: list[str | None]) -> None:
         self.platform.publisher.publish_all([Publication(self.topic, b"x", key=key) for key in keys])
         self.platform.transfer.run_once([self.topic])
-        for event in self.platform.reader.read(self.topic, after=max(self.keys, default=0)):
+        for event in self.platform.reader.read(self.topic, after=self.newest):
             self.keys[event.id] = event.key
             self.open.add(event.id)
+            self.newest = event.id
+        self.published += len(keys)
 
     @rule(process=PROCESSES, limit=st.integers(1, 4))
     def hand_out(self, process: int, limit: int) -> None:
@@ -200,6 +209,38 @@ class Machine(RuleBasedStateMachine):
         self.retried.clear()
         self.open = {event for event in self.keys if event >= offset}
 
+    @rule()
+    def claim(self) -> None:
+        """Consume in another way, which has to wait while an event is handed out."""
+        claim = self.platform.claims.claim(self.topic, "mailer", owner="another", max_events=3)
+        if isinstance(claim, Claim):
+            assert not self.rows()
+            with self.platform.database.transaction() as connection:
+                events = self.platform.claims.read(claim)
+                self.platform.claims.commit(connection, claim)
+            assert {event.id for event in events} == set(sorted(self.open)[: len(events)])
+            self.open -= {event.id for event in events}
+            self.acknowledged += len(events)
+
+    @rule()
+    def retain(self) -> None:
+        """Drop what retention may drop: nothing that is not acknowledged."""
+        self.platform.registry.set_retention(self.topic, Retention(events=1))
+        self.platform.retention.run_once([self.topic])
+        left = {event.id for event in self.platform.reader.read(self.topic)}
+        assert self.open <= left
+        self.keys = {event: key for event, key in self.keys.items() if event in left}
+
+    @rule(storage=st.sampled_from(STORAGES))
+    def change_form(self, storage: Storage) -> None:
+        self.platform.registry.set_storage(self.topic, storage)
+
+    @rule()
+    def compact(self) -> None:
+        # Of a log in rows, nothing is compacted.
+        with suppress(RegistryError):
+            self.platform.compactor.execute(self.topic)
+
     @precondition(lambda self: self.lost)
     @rule(data=st.data())
     def acknowledge_late(self, data: Any) -> None:
@@ -247,8 +288,8 @@ class Machine(RuleBasedStateMachine):
                 self.forget(2, each)
         self.move_offset(2)
         (state,) = self.platform.registry.consumer(self.topic, "mailer")
-        assert state.last_event_id == max(self.keys, default=0)
-        assert self.moved or state.consumed_events == len(self.keys)
+        assert state.last_event_id == self.newest
+        assert self.moved or state.consumed_events == self.published
         assert state.lease_owner is None
 
 
@@ -262,7 +303,12 @@ class Finished(Machine):
 
 @pytest.mark.parametrize("by_key", [True, False])
 @pytest.mark.parametrize("examples", [6, pytest.param(200, marks=pytest.mark.nightly)])
-def test_deliveries_behave_as_the_model(platform: EventSQL, examples: int, *, by_key: bool) -> None:
+def test_deliveries_behave_as_the_model(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, examples: int, *, by_key: bool
+) -> None:
+    monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
+    monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
+    monkeypatch.setattr(compacting, "WINDOW_IDS", 5)
     machine = type("Machine", (Finished,), {"platform": platform, "by_key": by_key, "names": count()})
     run_state_machine_as_test(
         machine,

@@ -256,7 +256,7 @@ class LogMachine(RuleBasedStateMachine):
             ["resume"] * 3
             + ["redrive"] * 3
             + ["change form"] * 3
-            + ["dead letters"] * 2
+            + ["dead letters", "compress"] * 2
             + ["unregister", "redefine", "delete"]
         ),
         place=places,
@@ -279,6 +279,8 @@ class LogMachine(RuleBasedStateMachine):
             case "change form" if self.changing and not self.transactions:
                 stored = self.platform.registry.topic(topic.name).storage
                 assert self.platform.registry.set_storage(topic.name, "rows" if stored == "blocks" else "blocks")
+            case "compress" if not self.transactions:
+                self.platform.registry.set_compression(topic.name, "pglz" if partitions == 1 else "none")
             # An open transaction that has published keeps these waiting.
             case "redefine" if not self.transactions:
                 self._redefine(topic, partitions)
@@ -405,6 +407,19 @@ class LogMachine(RuleBasedStateMachine):
         # To the log, after what lay in the buffer; where too much does, to the buffer.
         if self.platform.reader.end(topic.name) > topic.end:
             topic.transfer()
+
+    @rule(place=places, wanted=few)
+    def publish_in_sql(self, place: int, wanted: list[str | None]) -> None:
+        topic = self.topics[place % len(self.topics)]
+        # The function chooses the partition of an event without a key by chance.
+        entries = self._entries(topic, [key or "a" for key in wanted] if topic.partitions > 0 else wanted)
+        with self.platform.database.connection() as connection:
+            connection.execute(
+                "SELECT eventsql.publish_all(%s, %s::text[], %s::bytea[])",
+                (topic.name, [entry.key for entry in entries], [b"%d" % entry.value for entry in entries]),
+            )
+        self._draw(entries)
+        topic.buffer += entries
 
     @rule(transaction=st.integers(0, 1), place=places, wanted=few)
     def publish_in_transaction(self, transaction: int, place: int, wanted: list[str | None]) -> None:
@@ -674,6 +689,75 @@ class LogMachine(RuleBasedStateMachine):
         assert self.platform.claims.release(held.claim) == self._held(held)
         if self._held(held):
             held.state.claim = None
+
+    # Consuming in SQL
+
+    @precondition(lambda self: any(consumer.keys is None for consumer in self.consumers))
+    @rule(
+        place=places,
+        most=st.integers(1, 40),
+        ending=st.sampled_from(["commit", "commit", "commit a part", "fail", "fail", "release", "keep"]),
+        part=st.integers(0, 6),
+    )
+    def consume_in_sql(self, place: int, most: int, ending: str, part: int) -> None:
+        # What a filter takes has tests of its own: the function passes over events of which it takes none.
+        consumers = [consumer for consumer in self.consumers if consumer.keys is None]
+        consumer = consumers[place % len(consumers)]
+        name = (consumer.topic.name, consumer.name)
+        with self.platform.database.connection() as connection:
+            connection.execute(
+                "UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_topic = %s AND eql_name = %s", name
+            )
+            rows = connection.execute(
+                "SELECT claim, epoch, partition, id, value FROM eventsql.fetch(%s, %s, %s, 3600)", (*name, most)
+            ).fetchall()
+        if not self._has_ready(consumer):
+            consumer.settle()
+        assert bool(rows) == self._has_ready(consumer)
+        if not rows:
+            return
+
+        number = rows[0][2] if NOT_PARTITIONED not in consumer.partitions else NOT_PARTITIONED
+        state = consumer.partitions[number]
+        assert state.claim is None
+        assert not consumer.blocked(state)
+        waiting = consumer.waiting(number)[: 1 if state.failed is not None else most]
+        assert [(id_, int(value)) for *_, id_, value in rows] == [(entry.id, entry.value) for entry in waiting]
+        self._end_in_sql(consumer, number, rows[0][:2], waiting, ending=ending, part=part)
+
+    def _has_ready(self, consumer: ConsumerModel) -> bool:
+        return any(
+            state.claim is None and not consumer.blocked(state) and consumer.waiting(number)
+            for number, state in consumer.partitions.items()
+        )
+
+    def _end_in_sql(
+        self, consumer: ConsumerModel, number: int, claim: tuple[int, int], entries: list[Entry],
+        *, ending: str, part: int,
+    ) -> None:  # fmt: skip
+        if ending == "keep":
+            # Another owner goes on with it, by the library.
+            self._hold(self.platform.claims.get(claim[0])[0], consumer, number)
+            return
+        state, poison = consumer.partitions[number], None
+        statement, given = f"SELECT eventsql.{ending}(%s, %s)", [*claim]
+        if ending == "commit a part":
+            entries = entries[: part + 1]
+            statement, given = "SELECT eventsql.commit(%s, %s, %s)", [*claim, entries[-1].id]
+        elif ending == "fail":
+            poison = entries[min(part, len(entries) - 1)].value
+            entries = entries[: part + 1]
+            statement, given = "SELECT eventsql.fail(%s, %s, %s, 'poison')", [*claim, entries[-1].id]
+        with self.platform.database.transaction() as connection:
+            if ending != "release":
+                effect = "INSERT INTO effects (consumer, value) VALUES (%s, %s)"
+                whose = f"{consumer.topic.name} {consumer.name}"
+                done = [(whose, entry.value) for entry in entries if entry.value != poison]
+                with connection.cursor() as cursor:
+                    cursor.executemany(effect, done)
+            connection.execute(statement.encode(), given)
+        if ending != "release":
+            self._handle(consumer, state, entries, poison)
 
     # Seeking and retention
 
