@@ -270,6 +270,15 @@ def test_an_annotation_that_cannot_be_resolved_is_refused_with_a_remedy() -> Non
         consumer_asset(topic=TOPIC, consumer="c")(unresolvable)
 
 
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="before 3.14, Python evaluates annotations at the definition")
+def test_so_is_one_that_python_evaluates_when_it_is_read() -> None:
+    names: dict[str, Any] = {}
+    source = "def unresolvable(events, connection, spark: SomeType): ..."
+    exec(compile(source, __file__, "exec", dont_inherit=True), names)
+    with pytest.raises(dg.DagsterInvalidDefinitionError, match="outside of TYPE_CHECKING"):
+        consumer_asset(topic=TOPIC, consumer="c")(names["unresolvable"])
+
+
 @pytest.mark.parametrize(
     "limits",
     [
