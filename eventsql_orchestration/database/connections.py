@@ -9,12 +9,10 @@ from typing import Any, Final, NoReturn, TypeAlias
 
 import psycopg
 import sqlalchemy
-from psycopg import sql
 from psycopg.pq import PipelineStatus, TransactionStatus
-from psycopg.rows import TupleRow
+from psycopg.rows import TupleRow, tuple_row
 
 from eventsql_orchestration.database.queries import statement
-from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ValidationError
 
 Connection: TypeAlias = psycopg.Connection[TupleRow]
@@ -158,8 +156,8 @@ def identity(connection: Connection) -> str | None:
     A physical copy of the server, such as a promoted standby or a restored base backup, has the same identity.
     """
     try:
-        with connection.transaction():
-            row = fetch_first(connection, sql.SQL(statement("shards", "identity")), prepare=False)
+        with connection.transaction(), connection.cursor(row_factory=tuple_row) as cursor:
+            row = cursor.execute(statement("shards", "identity"), prepare=False).fetchone()
     except psycopg.errors.InsufficientPrivilege:
         return None
     return None if row is None else str(row[0])

@@ -9,7 +9,6 @@ from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.grants import ADMIN, TRIGGER
 from eventsql_orchestration.database.queries import Queries
-from eventsql_orchestration.database.rows import fetch_first, fetch_one
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 """The advisory lock of every change of topics, their logs and consumers' offsets by the registry, and of roles: two
@@ -28,7 +27,9 @@ class CurrentRole:
     def of(cls, connection: Connection, schema: str) -> Self:
         """The role of a connection, with its rights in a schema, which need not exist."""
         values = {"schema": schema, "trigger": TRIGGER}
-        name, owner, may_transfer = fetch_one(connection, Queries("sessions", schema)("role"), values)
+        row = connection.execute(Queries("sessions", schema)("role"), values).fetchone()
+        assert row is not None, "a left join gives a row"
+        name, owner, may_transfer = row
         admin = f"_{ADMIN}"
         prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
         return cls(name=name, prefix=prefix, may_transfer=bool(may_transfer))
@@ -38,7 +39,7 @@ def revision_of(connection: Connection, schema: str) -> str | None:
     """The revision of a schema, or None if it was never migrated."""
     if not has_table(connection, schema, tables.VERSION_TABLE):
         return None
-    row = fetch_first(connection, Queries("sessions", schema)("revision"))
+    row = connection.execute(Queries("sessions", schema)("revision")).fetchone()
     return None if row is None else str(row[0])
 
 
@@ -48,5 +49,5 @@ def has_tables(connection: Connection, schema: str) -> bool:
 
 
 def has_table(connection: Connection, schema: str, name: str) -> bool:
-    (found,) = fetch_one(connection, Queries("sessions", schema)("has_table"), {"table": f'"{schema}"."{name}"'})
-    return bool(found)
+    found = connection.execute(Queries("sessions", schema)("has_table"), {"table": f'"{schema}"."{name}"'}).fetchone()
+    return found == (True,)
