@@ -5,6 +5,7 @@ The DDL and the statements are those of EventSQL 1.0.0, `timestamp` columns incl
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 
@@ -15,6 +16,7 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, P
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ConfigurationError, RedefinitionError
+from tests.conftest import Administrator
 
 _DOCUMENTED = """
 CREATE TABLE topic (
@@ -52,39 +54,48 @@ _BUFFERED = 300
 _OFFSET = 500
 
 
-@pytest.fixture(params=[_DOCUMENTED, _BUILT], ids=["documented", "built"])
-def java(server: EmbeddedPostgres, request: pytest.FixtureRequest) -> Iterator[Connection]:
+@pytest.fixture(scope="module", params=[_DOCUMENTED, _BUILT], ids=["documented", "built"])
+def java_database(administrator: Administrator, request: pytest.FixtureRequest) -> Iterator[str]:
+    """The name of a database with the Java library's tables and data."""
+    name = f"java_{uuid.uuid4().hex}"
+    # The library's sessions are far away from UTC.
+    with administrator.copied(name, template="template1") as dsn:
+        with psycopg.connect(dsn, autocommit=True, options="-c timezone=Asia/Tokyo") as connection:
+            connection.execute(request.param.encode())
+            connection.execute("INSERT INTO topic (eql_name, eql_partitions) VALUES ('account_created', 3)")
+            connection.execute("UPDATE topic SET eql_created_at = '2025-06-13 17:20:20.296'")
+            connection.execute("INSERT INTO event_buffer_lock (eql_topic) VALUES ('account_created')")
+            connection.execute(
+                """
+                INSERT INTO account_created_event
+                    (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
+                SELECT n %% 3, n::text, convert_to('event ' || n, 'UTF8'),
+                       timestamp '2025-06-13 17:20:20' + n * interval '1 s',
+                       timestamp '2025-06-13 17:20:21' + n * interval '1 s', '{"source":"java"}'
+                FROM generate_series(1, %s) n
+                """,
+                (_EVENTS,),
+            )
+            connection.execute(
+                """
+                INSERT INTO consumer (eql_topic, eql_name, eql_partition, eql_first_event_id, eql_last_event_id,
+                                      eql_last_consumption_at, eql_consumed_events)
+                VALUES ('account_created', 'mailer', -1, 1, %s, '2025-06-13 18:00:00', %s)
+                """,
+                (_OFFSET, _OFFSET),
+            )
+            publish(connection, _BUFFERED)
+        yield name
+
+
+@pytest.fixture
+def java(administrator: Administrator, java_database: str) -> Iterator[Connection]:
     """A connection as the Java library has it, to a database with its tables and data, far away from UTC."""
-    dsn = server.create_database("java")
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("ALTER DATABASE java SET timezone TO 'Asia/Tokyo'")
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute(request.param.encode())
-        connection.execute("INSERT INTO topic (eql_name, eql_partitions) VALUES ('account_created', 3)")
-        connection.execute("UPDATE topic SET eql_created_at = '2025-06-13 17:20:20.296'")
-        connection.execute("INSERT INTO event_buffer_lock (eql_topic) VALUES ('account_created')")
-        connection.execute(
-            """
-            INSERT INTO account_created_event
-                (eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata)
-            SELECT n %% 3, n::text, convert_to('event ' || n, 'UTF8'),
-                   timestamp '2025-06-13 17:20:20' + n * interval '1 s',
-                   timestamp '2025-06-13 17:20:21' + n * interval '1 s', '{"source":"java"}'
-            FROM generate_series(1, %s) n
-            """,
-            (_EVENTS,),
-        )
-        connection.execute(
-            """
-            INSERT INTO consumer (eql_topic, eql_name, eql_partition, eql_first_event_id, eql_last_event_id,
-                                  eql_last_consumption_at, eql_consumed_events)
-            VALUES ('account_created', 'mailer', -1, 1, %s, '2025-06-13 18:00:00', %s)
-            """,
-            (_OFFSET, _OFFSET),
-        )
-        publish(connection, _BUFFERED)
-        yield connection
-    server.drop_database("java")
+    with administrator.copied("java", template=java_database) as dsn:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("ALTER DATABASE java SET timezone TO 'Asia/Tokyo'")
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            yield connection
 
 
 def publish(java: Connection, events: int) -> None:

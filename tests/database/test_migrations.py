@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,18 +14,17 @@ from alembic.migration import MigrationContext
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseError
+from tests.conftest import Administrator
 from tests.fixtures import Until, UntilBlocked, Worker
 from tests.forms import in_blocks, stored
 
 
 @pytest.fixture
-def fresh(server: EmbeddedPostgres) -> Iterator[str]:
+def fresh(administrator: Administrator) -> Iterator[str]:
     """A database with nothing in it."""
-    name = f"fresh_{uuid.uuid4().hex}"
-    yield server.create_database(name)
-    server.drop_database(name)
+    with administrator.copied(template="template1") as dsn:
+        yield dsn
 
 
 @pytest.mark.filterwarnings("ignore:Did not recognize type 'xid8'")  # SQLAlchemy does not know it

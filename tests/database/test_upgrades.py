@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Connection, Database, migrations
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.queue import Queue
+from tests.conftest import Administrator
 from tests.database import test_adoption
 from tests.fixtures import Until
 
@@ -94,17 +95,40 @@ WHERE relnamespace = %(schema)s::regnamespace AND NOT tgisinternal
 """
 
 
-@pytest.fixture
-def old(server: EmbeddedPostgres) -> Iterator[str]:
-    """A database of the first release with data of every kind."""
+@pytest.fixture(scope="module")
+def first_release(administrator: Administrator) -> Iterator[str]:
+    """The name of a database of the first release with data of every kind."""
     name = f"old_{uuid.uuid4().hex}"
-    dsn = server.create_database(name)
-    upgrade(dsn, FIRST)
-    with psycopg.connect(dsn, autocommit=True) as connection:
-        connection.execute("SET search_path TO eventsql")
-        connection.execute(DATA.encode())
-    yield dsn
-    server.drop_database(name)
+    with administrator.copied(name, template="template1") as dsn:
+        upgrade(dsn, FIRST)
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            connection.execute("SET search_path TO eventsql")
+            connection.execute(DATA.encode())
+        yield name
+
+
+@pytest.fixture(scope="module")
+def newest(administrator: Administrator, first_release: str) -> Iterator[str]:
+    """The name of a database of the first release that has come through each step."""
+    name = f"upgraded_{uuid.uuid4().hex}"
+    with administrator.copied(name, template=first_release) as dsn:
+        for revision in REVISIONS[1:]:
+            upgrade(dsn, revision)
+        yield name
+
+
+@pytest.fixture
+def old(administrator: Administrator, first_release: str) -> Iterator[str]:
+    """A database of the first release with data of every kind."""
+    with administrator.copied(template=first_release) as dsn:
+        yield dsn
+
+
+@pytest.fixture
+def upgraded(administrator: Administrator, newest: str) -> Iterator[str]:
+    """A database of the first release with data of every kind, after each step."""
+    with administrator.copied(template=newest) as dsn:
+        yield dsn
 
 
 def upgrade(dsn: str, revision: str, *, schema: str = "eventsql") -> None:
@@ -166,11 +190,9 @@ def catalog(dsn: str, schema: str = "eventsql") -> set[tuple[Any, ...]]:
         return set(connection.execute(CATALOG, {"schema": schema}).fetchall())
 
 
-def test_the_schema_is_that_of_a_new_database_afterwards(old: str, direct_dsn: str) -> None:
-    for revision in REVISIONS[1:]:
-        upgrade(old, revision)
+def test_the_schema_is_that_of_a_new_database_afterwards(upgraded: str, direct_dsn: str) -> None:
     of_topics = ("plain_", "split_", "ix_split_", "eventsql.plain_", "eventsql.split_")
-    found = {each for each in catalog(old) if not any(name.startswith(of_topics) for name in each[1:3])}
+    found = {each for each in catalog(upgraded) if not any(name.startswith(of_topics) for name in each[1:3])}
     assert found == catalog(direct_dsn)
 
 
@@ -181,10 +203,8 @@ def consume(platform: EventSQL, topic: str, consumer: str, partition: int = -1) 
     return [event.value for event in seen]
 
 
-def test_events_go_on_where_they_were(old: str) -> None:
-    for revision in REVISIONS[1:]:
-        upgrade(old, revision)
-    with EventSQL(old, transfer=False) as platform:
+def test_events_go_on_where_they_were(upgraded: str) -> None:
+    with EventSQL(upgraded, transfer=False) as platform:
         platform.registry.register_topic(Topic("plain")).register_topic(Topic("split", 3))
         platform.publisher.publish(Publication("plain", b"new"))
         assert platform.transfer.run_once() == {"plain": BUFFERED + 1}
@@ -222,10 +242,8 @@ def test_a_transaction_that_has_read_the_event_store_may_append_while_an_upgrade
         assert fetch_one(reader, SQL("SELECT count(*) FROM eventsql.aggregate_change")) == (before + 1,)
 
 
-def test_a_claim_of_a_run_that_goes_on_is_still_its_own(old: str) -> None:
-    for revision in REVISIONS[1:]:
-        upgrade(old, revision)
-    with EventSQL(old, transfer=False) as platform:
+def test_a_claim_of_a_run_that_goes_on_is_still_its_own(upgraded: str) -> None:
+    with EventSQL(upgraded, transfer=False) as platform:
         claim = platform.claims.live("split", "indexer", 2)
         assert claim is not None
         taken = platform.claims.adopt(claim.id, owner="run")
@@ -268,16 +286,25 @@ def test_a_login_that_transfers_by_rights_from_before_roles_goes_on(old: str) ->
             connection.execute(f"DROP OWNED BY {login}; DROP ROLE {login}".encode())
 
 
-java = test_adoption.java
+java, java_database = test_adoption.java, test_adoption.java_database
 
 
-def test_a_database_of_the_java_library_comes_through_each_step(java: Connection, server: EmbeddedPostgres) -> None:
+def names_in(dsn: str, schema: str) -> set[tuple[str, str, str]]:
+    """The columns, indexes, triggers and functions of a schema."""
+    kinds = ("column", "index", "trigger", "function")
+    return {(kind, table.rpartition(".")[2], name) for kind, table, name, _ in catalog(dsn, schema) if kind in kinds}
+
+
+def test_a_database_of_the_java_library_comes_through_each_step_and_lacks_nothing_of_a_new_one(
+    java: Connection, server: EmbeddedPostgres, direct_dsn: str
+) -> None:
     dsn = server.start().dsn_for("java")
     values = java.execute("SELECT eql_id, eql_value FROM account_created_event ORDER BY eql_id").fetchall()
     buffered = java.execute("SELECT eql_value FROM event_buffer ORDER BY eql_id").fetchall()
     for revision in REVISIONS:
         upgrade(dsn, revision, schema="public")
         test_adoption.publish(java, 1)
+    assert names_in(direct_dsn, "eventsql") <= names_in(dsn, "public")
     with EventSQL(dsn, schema="public", transfer=False) as platform:
         platform.registry.register_topic(Topic("account_created", 3))
         assert platform.transfer.run_once() == {"account_created": len(buffered) + len(REVISIONS)}
@@ -286,20 +313,6 @@ def test_a_database_of_the_java_library_comes_through_each_step(java: Connection
         assert [event.value for event in events][len(values) : len(values) + len(buffered)] == [v for (v,) in buffered]
         rest = consume(platform, "account_created", "mailer")
         assert len(rest) == len(events) - test_adoption._OFFSET
-
-
-def test_the_schema_of_a_java_database_lacks_nothing_of_a_new_one(
-    java: Connection, server: EmbeddedPostgres, direct_dsn: str
-) -> None:
-    dsn = server.start().dsn_for("java")
-    for revision in REVISIONS:
-        upgrade(dsn, revision, schema="public")
-    kinds = ("column", "index", "trigger", "function")
-
-    def names(found: set[tuple[Any, ...]]) -> set[tuple[str, str, str]]:
-        return {(kind, table.rpartition(".")[2], name) for kind, table, name, _ in found if kind in kinds}
-
-    assert names(catalog(direct_dsn)) <= names(catalog(dsn, "public"))
 
 
 @pytest.mark.parametrize(
