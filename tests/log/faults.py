@@ -378,7 +378,7 @@ class Run:
             if time.monotonic() - self._started > self._settings.deadline:
                 done = f"{self._acknowledged():,} of {self._settings.events:,} events are acknowledged"
                 raise RunEndedError(f"the run is not done after {self._settings.deadline:g} s: {done}")
-            time.sleep(0.002)
+            time.sleep(0.01)
 
     def _acknowledged(self) -> int:
         return sum(acknowledged for _, _, acknowledged in self._progress.all())

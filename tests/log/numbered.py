@@ -101,7 +101,7 @@ class NumberedPublisher:
         if self._next >= self._total:
             return False
         if self._progress.must_wait(self._slot):
-            time.sleep(0.002)
+            time.sleep(0.02)
             return True
 
         drawn = random.Random(f"{self._seed} {self._name} {self._next}")

@@ -32,6 +32,9 @@ from tests import worker
 from tests.log.numbered import TOPIC, NumberedPublisher, Progress
 from tests.worker import record
 
+POLLING_DELAY = 0.1
+"""Seconds between two looks of a process that finds nothing. Looks cost processor time, which the others need."""
+
 
 class Shards:
     """A platform on the databases that a file names, those included that it comes to name."""
@@ -121,7 +124,7 @@ def transfer(urls: str) -> None:
 
     def move() -> None:
         try:
-            shards.platform.transfer.run(stop, polling_delay=0.02)
+            shards.platform.transfer.run(stop, polling_delay=POLLING_DELAY)
         except BaseException:  # noqa: BLE001 - a thread that ends alone would not be noticed
             traceback.print_exc()
             sys.stderr.flush()
@@ -144,7 +147,7 @@ def compact(urls: str) -> None:
         # A log without events gets another form as a whole.
         with suppress(RegistryError):
             platform.compactor.execute(TOPIC)
-        time.sleep(0.05)
+        time.sleep(POLLING_DELAY)
         return True
 
     shards.until_told(work)
@@ -159,7 +162,9 @@ def consume(urls: str, consumer: str, most: str) -> None:
         record(events, connection, consumer)
 
     shards.attend(
-        lambda: shards.platform.consumers.start_batch(TOPIC, consumer, handle, max_events=int(most), polling_delay=0.02)
+        lambda: shards.platform.consumers.start_batch(
+            TOPIC, consumer, handle, max_events=int(most), polling_delay=POLLING_DELAY
+        )
     )
 
 
@@ -174,7 +179,7 @@ def consume_leased(urls: str, consumer: str, most: str) -> None:
 
     shards.attend(
         lambda: shards.platform.consumers.start_leased(
-            TOPIC, consumer, handle, lease=1.0, max_events=int(most), polling_delay=0.02
+            TOPIC, consumer, handle, lease=1.0, max_events=int(most), polling_delay=POLLING_DELAY
         )
     )
 
@@ -188,7 +193,9 @@ def consume_queue(urls: str, consumer: str, _most: str) -> None:
         record([event], connection, consumer)
 
     shards.attend(
-        lambda: shards.platform.consumers.start_queue(TOPIC, consumer, handle, workers=4, lease=1.0, polling_delay=0.02)
+        lambda: shards.platform.consumers.start_queue(
+            TOPIC, consumer, handle, workers=4, lease=1.0, polling_delay=POLLING_DELAY
+        )
     )
 
 
@@ -211,7 +218,7 @@ def consume_claims(urls: str, consumer: str, most: str) -> None:
                     adopted = shard.claims.adopt(claim.id, owner=owner, lease=1.0)
                     shard.claims.process(adopted, effects, batch=int(most), lease=1.0)
         if not found:
-            time.sleep(0.02)
+            time.sleep(POLLING_DELAY)
         return True
 
     Shards(urls).until_told(work)
