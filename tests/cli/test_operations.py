@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -21,11 +20,11 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Start
 from tests.cli.terminals import Terminal
+from tests.conftest import Administrator
 from tests.fixtures import Until, UntilBlocked
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
@@ -36,11 +35,10 @@ TOPIC = "account_created"
 
 
 @pytest.fixture
-def empty(server: EmbeddedPostgres) -> Iterator[str]:
+def empty(administrator: Administrator) -> Iterator[str]:
     """A database without the platform's tables."""
-    name = f"test_{uuid.uuid4().hex}"
-    yield server.create_database(name)
-    server.drop_database(name)
+    with administrator.copied(template="template1") as dsn:
+        yield dsn
 
 
 def prepare(platform: EventSQL) -> None:

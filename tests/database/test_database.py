@@ -35,6 +35,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
 )
 from eventsql_orchestration.storage.log_queries import LogQueries
+from tests.conftest import Administrator
 from tests.fixtures import Until
 
 SECRET = "s3cr3t w/ @:%+ ü"
@@ -569,10 +570,10 @@ def test_a_database_that_does_not_exist_is_named(server: EmbeddedPostgres) -> No
 
 
 @pytest.fixture
-def fresh(server: EmbeddedPostgres) -> Iterator[str]:
+def fresh(administrator: Administrator) -> Iterator[str]:
     """A database with nothing in it."""
-    yield server.create_database("fresh")
-    server.drop_database("fresh")
+    with administrator.copied(template="template1") as dsn:
+        yield dsn
 
 
 def test_a_missing_schema_is_made_on_first_use(fresh: str) -> None:
