@@ -52,9 +52,9 @@ class Ledger:
     def __init__(self, platform: EventSQL) -> None:
         self.platform = platform
 
-    def publish(self, count: int, value: bytes = b"") -> list[int]:
+    def publish(self, count: int, value: bytes = b"", *, partition: int | None = None) -> list[int]:
         before = self.platform.reader.end("orders")
-        self.platform.publisher.publish_all(Publication("orders", value) for _ in range(count))
+        self.platform.publisher.publish_all(Publication("orders", value, partition=partition) for _ in range(count))
         self.platform.transfer.run_once()
         return [event.id for event in self.platform.reader.read("orders", after=before)]
 
@@ -319,7 +319,8 @@ def test_a_range_is_taken_over_on_request(run: Run, ledger: Ledger) -> None:
 
 
 def test_an_interrupted_backfill_is_resumed_with_nothing_twice(run: Run, start: Start, ledger: Ledger) -> None:
-    ids = ledger.publish(50)
+    # Each partition with events has a run, and each run a process with Dagster.
+    ids = ledger.publish(50, partition=0)
     process = start(
         *LEDGER, "--from", "earliest", "--execute", "--id", "may", *MODULE,
         EVENTSQL_TEST_DELAY="2",
