@@ -362,8 +362,7 @@ class _Log:
                 return False
             # If VACUUM did not run, the server's numbers may be older than the newest events.
             own = self._compactor.exchange(segment)
-            vacuumed = own.vacuum(source) and own.may_vacuum(source)
-            bounds = own.seen_by_all(source) if vacuumed else None
+            bounds = own.seen_by_all(source) if own.vacuum(source) else None
             has_roles = act_as_owner(connection, self._schema)
             if bounds is None or not attempt(connection, own.probe) or not attempt(connection, own.keep_writers_away):
                 return False

@@ -18,7 +18,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.retry import Backoff
-from eventsql_orchestration.storage import log_form
+from eventsql_orchestration.storage import exchanging, log_form
 from eventsql_orchestration.storage.log_form import FORMS
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
@@ -147,22 +147,13 @@ def vacuum(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
     """Remove the former versions of changed rows from tables of logs and from the tables of the platform.
 
     Waits `VACUUM_SECONDS` for open transactions that see these versions. False if some may stay: a transaction still
-    sees them, or the current role may not vacuum. The connection is in autocommit mode.
+    sees them, or a table was not vacuumed (see `exchanging.vacuum`). The connection is in autocommit mode.
     """
-    queries = LogQueries("erasing", schema)
-    names = {table: sql.Identifier(schema, table).as_string(connection) for table in (*tables, *_PLATFORM)}
-    own = [
-        table for table, name in names.items()
-        if fetch_first(connection, queries("may_vacuum"), {"table": name}) == (True,)
-    ]  # fmt: skip
-    vacuumed = bool(own) and _await_snapshots(connection, queries) and len(own) == len(names)
-    for table in own:
-        try:
-            connection.execute(queries("vacuum", table=table))
-        except (psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
-            # Retention has dropped the segment, or the session's own limits are too short.
-            vacuumed = False
-    return vacuumed
+    changed = (*tables, *_PLATFORM)
+    own = [table for table in changed if exchanging.may_vacuum(connection, schema, table)]
+    seen_by_none = bool(own) and _await_snapshots(connection, LogQueries("erasing", schema))
+    vacuumed = [exchanging.vacuum(connection, schema, table) for table in own]
+    return seen_by_none and all(vacuumed) and len(own) == len(changed)
 
 
 def _await_snapshots(connection: Connection, queries: LogQueries) -> bool:

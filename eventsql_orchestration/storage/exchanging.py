@@ -28,6 +28,10 @@ that the attempt gives way, and not a reader or writer that waits for it."""
 EXCHANGE_SECONDS: Final = 10.0
 """Seconds for which an exchange is tried. Then the copy is dropped, and a later run tries again."""
 
+VACUUM_WAIT_SECONDS: Final = 5.0
+"""Seconds that a vacuum waits for another one of the table, or for ANALYZE or CREATE INDEX. It is longer than the
+server's `deadlock_timeout`, after which an autovacuum gives way."""
+
 
 def begin(connection: Connection) -> None:
     """Let the caller's transaction, which copies and exchanges, last as long as it takes."""
@@ -60,6 +64,32 @@ def _limit_waits(connection: Connection) -> None:
     connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
 
 
+def may_vacuum(connection: Connection, schema: str, table: str) -> bool:
+    """Whether the current role may vacuum a table. False where it does not exist."""
+    name = {"table": sql.Identifier(schema, table).as_string(connection)}
+    return fetch_first(connection, Queries("exchanging", schema, room=ROOM)("may_vacuum"), name) == (True,)
+
+
+def vacuum(connection: Connection, schema: str, table: str) -> bool:
+    """Free the space of a table's deleted rows, and mark its all-visible pages. The connection is in autocommit mode.
+
+    False if that is left to the server: the current role may not vacuum, another session keeps its lock for
+    `VACUUM_WAIT_SECONDS`, or the session's own limits are too short.
+    """
+    queries = Queries("exchanging", schema, room=ROOM)
+    with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
+        if not may_vacuum(connection, schema, table):
+            return False
+        # VACUUM runs in no transaction, and behind a pooler a limit of the session would stay with the next client. So
+        # a transaction waits first.
+        with connection.transaction():
+            connection.execute(f"SET LOCAL lock_timeout TO '{round(VACUUM_WAIT_SECONDS * 1000)}ms'")
+            connection.execute(queries("lock_to_vacuum", table=table))
+        connection.execute(queries("vacuum", table=table))
+        return True
+    return False
+
+
 class Exchange:
     """The exchange of the partition `table` of the table `parent`. All connections are in autocommit mode at first."""
 
@@ -71,20 +101,8 @@ class Exchange:
         self._queries = Queries("exchanging", schema, room=ROOM)
 
     def vacuum(self, connection: Connection) -> bool:
-        """Free the space of deleted rows, and mark the pages that are all-visible.
-
-        If other transactions are in the way, or the session's own limits are too short, the server vacuums later: then
-        this gives False.
-        """
-        with suppress(psycopg.errors.UndefinedTable, psycopg.errors.QueryCanceled, psycopg.errors.LockNotAvailable):
-            connection.execute(self._query("vacuum"))
-            return True
-        return False
-
-    def may_vacuum(self, connection: Connection) -> bool:
-        """Whether the current role may vacuum the partition. False where it does not exist."""
-        name = {"table": self.table.as_string(connection)}
-        return fetch_first(connection, Queries("erasing", self._schema, room=ROOM)("may_vacuum"), name) == (True,)
+        """Vacuum the partition. See `vacuum`."""
+        return vacuum(connection, self._schema, self._name)
 
     def seen_by_all(self, connection: Connection) -> str | None:
         """The bounds of a partition that nobody writes to, if `vacuum` found that each transaction sees all rows."""

@@ -111,7 +111,7 @@ class LogSorting:
             connection.execute(setting)
         if fetch_one(connection, self._queries("try_sort"), {"table": f"{self._schema}.{partition}"}) != (True,):
             raise _InUseError("another process sorts it")
-        if not exchange.vacuum(source) or not exchange.may_vacuum(source) or exchange.is_published(source):
+        if not exchange.vacuum(source) or exchange.is_published(source):
             raise _InUseError("it cannot be vacuumed just now, or it may be replicated")
 
     def _replace(

@@ -20,6 +20,7 @@ from eventsql_orchestration.storage import compacting, copy_out, exchanging, log
 from eventsql_orchestration.storage.erasing import try_change
 from eventsql_orchestration.storage.exchanging import Exchange
 from tests.fixtures import Sessions, Terminate, Until, UntilBlocked
+from tests.waiting import PATIENCE
 
 SCHEMA = "eventsql"
 PARTITIONS = 3
@@ -420,6 +421,23 @@ def test_another_segment_that_is_vacuumed_keeps_no_segment_from_its_rewriting(
     was = table_of(session)
     platform.compactor.execute("orders")
     assert table_of(session) != was
+
+
+@pytest.mark.usefixtures("spacious")
+def test_a_session_that_vacuums_or_analyzes_a_segment_keeps_it_as_it_is_and_nobody_waits_for_it(
+    single: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanging, "VACUUM_WAIT_SECONDS", 0.05)
+    was, analyzing = table_of(session), sessions()
+    for segment in segments.segments(session, SCHEMA, "orders") or ():
+        analyzing.execute(f"LOCK TABLE eventsql.{segment.table} IN SHARE UPDATE EXCLUSIVE MODE".encode())
+    with ThreadPoolExecutor() as threads:
+        try:
+            done = threads.submit(single.compactor.execute, "orders").result(PATIENCE)
+        finally:
+            analyzing.rollback()
+    assert (done.blocks > 0, done.freed, table_of(session)) == (True, 0, was)
+    assert (single.compactor.execute("orders").freed or 0) > 0
 
 
 @pytest.mark.usefixtures("spacious")

@@ -6,6 +6,7 @@ import threading
 import uuid
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -30,10 +31,11 @@ from eventsql_orchestration.model import BLOCKS, ROWS, OffsetRange, Storage
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import STAGED_COLUMNS, encode_blocks
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
-from eventsql_orchestration.storage import erasing, log_form, log_table, segments
+from eventsql_orchestration.storage import erasing, exchanging, log_form, log_table, segments
 from eventsql_orchestration.storage.copy_out import range_query
 from eventsql_orchestration.storage.erasing import FAILURE, LogEraser
 from tests.fixtures import Sessions, Until, UntilBlocked
+from tests.waiting import PATIENCE
 
 SECRET = b"the secret of ann"
 
@@ -645,6 +647,23 @@ def test_rows_that_an_open_transaction_sees_are_not_said_to_be_gone(
     assert [value.startswith(SECRET) for (value,) in values] == [True, True]
     reading.rollback()
     monkeypatch.undo()
+    assert platform.eraser.execute("orders", ["bob"]).vacuumed
+
+
+def test_an_erasure_does_not_wait_for_ever_for_a_session_that_analyzes_its_tables(
+    platform: EventSQL, form: Storage, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exchanging, "VACUUM_WAIT_SECONDS", 0.05)
+    publish(platform, "ann", "bob")
+    platform.transfer.run_once()
+    analyzing, segment = sessions(), segments.segment_name("orders", 0)
+    analyzing.execute(f"LOCK TABLE eventsql.{segment} IN SHARE UPDATE EXCLUSIVE MODE".encode())
+    with ThreadPoolExecutor() as threads:
+        try:
+            done = threads.submit(platform.eraser.execute, "orders", ["ann"]).result(PATIENCE)
+        finally:
+            analyzing.rollback()
+    assert (done.events, done.vacuumed) == (1, False)
     assert platform.eraser.execute("orders", ["bob"]).vacuumed
 
 

@@ -96,9 +96,3 @@ FROM (
     UNION ALL
     SELECT xmin FROM pg_replication_slots
 ) held;
-
--- may_vacuum -- Whether the current role may vacuum a table.
-SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(%(table)s);
-
--- vacuum -- Remove the former versions of changed rows from a table.
-VACUUM {schema}.{table};

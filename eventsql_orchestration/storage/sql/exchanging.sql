@@ -1,3 +1,9 @@
+-- may_vacuum -- Whether the current role may vacuum a table.
+SELECT pg_has_role(relowner, 'USAGE') FROM pg_class WHERE oid = to_regclass(%(table)s);
+
+-- lock_to_vacuum -- Wait for other sessions that vacuum a table, analyze it or build an index.
+LOCK TABLE ONLY {schema}.{table} IN SHARE UPDATE EXCLUSIVE MODE;
+
 -- vacuum -- Free the space of rows that were deleted, and mark the pages that are all-visible.
 VACUUM {schema}.{table};
 
