@@ -16,8 +16,8 @@ Values: TypeAlias = Mapping[str, object] | None
 """The values of a statement's placeholders."""
 
 
-class Pool(Protocol):
-    """A `Database`, which imports this module through others."""
+class Connections(Protocol):
+    """A `Database`. The class itself imports this module, through migrations and roles."""
 
     def connection(self) -> AbstractContextManager[psycopg.Connection[TupleRow]]: ...
 
@@ -45,13 +45,17 @@ def fetch_one(
     return row
 
 
-def query_all(database: Pool, query: Query, values: Values = None, *, prepare: bool | None = None) -> list[TupleRow]:
+def query_all(
+    database: Connections, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> list[TupleRow]:
     """All rows of a statement, on a pooled connection."""
     with database.connection() as connection:
         return fetch_all(connection, query, values, prepare=prepare)
 
 
-def query_first(database: Pool, query: Query, values: Values = None, *, prepare: bool | None = None) -> TupleRow | None:
+def query_first(
+    database: Connections, query: Query, values: Values = None, *, prepare: bool | None = None
+) -> TupleRow | None:
     """The first row of a statement, on a pooled connection; None if it gives none."""
     with database.connection() as connection:
         return fetch_first(connection, query, values, prepare=prepare)

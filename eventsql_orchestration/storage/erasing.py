@@ -11,11 +11,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Final
 
-import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection
-from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.rows import fetch_all, fetch_one
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import exchanging, log_form
