@@ -27,6 +27,9 @@ MAX_VALUE_BYTES: Final = 64 * 1024 * 1024
 MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
 """All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
+UNREADABLE: Final = "eventsql_unreadable"
+"""The name by which an event has its metadata as text if they are no JSON object."""
+
 MAX_SECONDS: Final = 31_536_000.0
 """A year: the longest delay, lease or timeout."""
 
@@ -171,6 +174,36 @@ def check_choice(what: str, value: object, choices: Sequence[str]) -> None:
     """Raise `ValidationError` unless `value` is one of some texts."""
     if not isinstance(value, str) or value not in choices:
         raise ValidationError(f"{what} must be {' or '.join(map(repr, choices))}, not {shown(value)}")
+
+
+def json_object(text: str) -> dict[str, Any] | None:
+    """The object of JSON text; None for other JSON, and for JSON that Python cannot read: a number of 5,000 digits, or
+    1,000 levels.
+    """
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def decode_metadata(text: str) -> dict[str, Any]:
+    """The metadata of JSON text, which any program may have written; see `Event`."""
+    found = json_object(text)
+    return {UNREADABLE: text} if found is None else found
+
+
+def storable_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Metadata of any JSON as texts that can be stored."""
+    return {
+        storable(name): storable(value) if isinstance(value, str) else json.dumps(value)
+        for name, value in metadata.items()
+    }
+
+
+def storable(text: str) -> str:
+    """A text with another character for each NUL and each half of a character, which PostgreSQL cannot store."""
+    return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
 
 
 class Metadata(dict[str, str]):

@@ -29,6 +29,7 @@ from eventsql_orchestration.validation import (
     check_several,
     check_text,
     check_whole,
+    storable,
 )
 
 CONSUMER: Final = "dlt_consumer"
@@ -70,8 +71,7 @@ def describe(error: BaseException) -> str:
         said = str(error)
     except Exception:  # noqa: BLE001 - the class of an error may be the handler's
         said = "this error has no text, because its __str__ fails"
-    text = f"{type(error).__name__}: {said}".replace("\x00", "�")
-    return text.encode(errors="replace").decode()[:MAX_MESSAGE_LENGTH]
+    return storable(f"{type(error).__name__}: {said}")[:MAX_MESSAGE_LENGTH]
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class DeadLetter(Event):
 def _text(metadata: Mapping[str, Any], name: str) -> str | None:
     """A value as text. Another publisher may have written any JSON."""
     value = metadata.get(name)
-    return value if value is None or isinstance(value, str) else json.dumps(value)
+    return value if value is None else storable(value if isinstance(value, str) else json.dumps(value))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

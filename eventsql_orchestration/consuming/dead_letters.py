@@ -8,6 +8,7 @@ from itertools import accumulate
 from typing import Final
 
 from psycopg import sql
+from psycopg.types.string import TextBinaryLoader
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -280,9 +281,11 @@ class DeadLetters:
         }  # fmt: skip
 
     def _read(self, connection: Connection, source: str, ids: Sequence[int]) -> Sequence[DeadLetter]:
-        rows = connection.execute(
-            self._letters("letters", topic=source), {"letters": source, "ids": ids}, binary=True, prepare=False
-        )
+        cursor = connection.cursor()
+        # As in `LogReader.read`: one letter's metadata that cannot be decoded must not hold up the others.
+        cursor.adapters.register_loader("json", TextBinaryLoader)
+        values = {"letters": source, "ids": ids}
+        rows = cursor.execute(self._letters("letters", topic=source), values, binary=True, prepare=False)
         return [DeadLetter(source, *columns, redriven_at=redriven_at) for *columns, redriven_at in rows]
 
 

@@ -11,7 +11,7 @@ from typing import Any, Final
 from eventsql_orchestration.database.binary import decode_jsonb
 from eventsql_orchestration.queue.arrays import bytes_array, float_array, integer_array, text_array, time_array
 from eventsql_orchestration.queue.values import ArchivedMessage, Message, NewMessage, PeekedMessage
-from eventsql_orchestration.validation import NO_METADATA, check_seconds
+from eventsql_orchestration.validation import NO_METADATA, check_seconds, decode_metadata
 
 _Unfrozen: Final[Any] = make_dataclass("_Unfrozen", [field.name for field in fields(Message)], slots=True)
 """A class with the slots of `Message`. Its objects become messages: a frozen dataclass takes four times as long to set
@@ -53,8 +53,7 @@ def read_metadata(text: str) -> Mapping[str, str]:
     """A message's metadata from their JSON."""
     if text == "{}":
         return NO_METADATA
-    metadata: dict[str, str] = json.loads(text)
-    return metadata
+    return decode_metadata(text)
 
 
 _by_id: Final = itemgetter(0)

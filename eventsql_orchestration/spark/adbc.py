@@ -36,6 +36,7 @@ from eventsql_orchestration.spark.json_values import ValueDecoder
 from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.spark.shards import ReadShard, naming
 from eventsql_orchestration.storage import copy_out
+from eventsql_orchestration.validation import json_object
 
 logger = logging.getLogger(__name__)
 
@@ -312,8 +313,8 @@ def _maps(texts: pa.Array) -> pa.Array:
 
 def _entries(metadata: str) -> list[tuple[str, str | None]] | None:
     """The entries of metadata as texts. None if they are no JSON object: another program may have written them."""
-    found = json.loads(metadata)
-    if not isinstance(found, dict):
+    found = json_object(metadata)
+    if found is None:
         return None
     entries = [
         (name, value if value is None or isinstance(value, str) else json.dumps(value)) for name, value in found.items()

@@ -94,8 +94,8 @@ class Conditions:
             return replace(self, shards=_both(self.shards, wanted))
         return replace(self, topics=_both(self.topics, wanted))
 
-    def with_consumer(self, chosen: EventFilter | None) -> Conditions:
-        """These conditions and the conditions of a consumer's filter."""
+    def with_consumer(self, chosen: EventFilter | None, schema: str) -> Conditions:
+        """These conditions and the conditions of a consumer's filter; `schema` has the platform's functions."""
         if chosen is None:
             return self
         rows: list[str] = []
@@ -104,7 +104,8 @@ class Conditions:
         if chosen.key_prefix is not None:
             rows.append(_format("starts_with(eql_key, {})", chosen.key_prefix))
         if chosen.metadata:
-            rows.append(_format("eql_metadata::jsonb @> {}::jsonb", json.dumps(dict(chosen.metadata))))
+            readable = f"{sql.Identifier(schema).as_string()}.readable_metadata(eql_metadata)"
+            rows.append(_format(f"{readable}::jsonb @> {{}}::jsonb", json.dumps(dict(chosen.metadata))))
         return replace(self, rows=(*self.rows, *rows))
 
 

@@ -150,7 +150,8 @@ class BatchReader(Reading, DataSourceReader):
                 (logs,) = every
                 offsets, chosen = logs.claimed(self._options.claim)
                 # A consumer goes on with the events that a forced retention has left.
-                conditions, ranges = conditions.with_consumer(chosen), [Wanted(logs, offsets)]
+                conditions = conditions.with_consumer(chosen, self._options.source.schema)
+                ranges = [Wanted(logs, offsets)]
             else:
                 ranges = self._ranges(every)
             return self.splits(

@@ -107,7 +107,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
             for tp in logs.topic_partitions:
                 if starts[tp] < ends[tp]:
                     offsets = OffsetRange(tp.topic, tp.partition, starts[tp] - 1, ends[tp] - 1)
-                    rows = Conditions().with_consumer(filters.get(tp.topic)).rows
+                    rows = Conditions().with_consumer(filters.get(tp.topic), self._options.source.schema).rows
                     # A partition that the checkpoint does not have yet is read from its beginning.
                     wanted.append(Wanted(logs, offsets, rows, complete=self._found(start, tp) is not None))
         return self.splits(wanted)

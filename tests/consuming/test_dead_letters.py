@@ -629,3 +629,18 @@ def test_a_batch_is_found_by_the_ids_of_its_letters_however_many_there_are(
             assert re.search(r"Index Scan using orders_dlt_\w+_pkey on orders_dlt_", text), text
             assert "Seq Scan on orders_dlt" not in text
             assert "Sort" not in text, text
+
+
+@pytest.mark.parametrize("metadata", [r'{"dlt_consumer": "\ud800"}', r'{"note": "\u0000"}', "[1]", "null"])
+def test_a_letter_that_another_program_wrote_holds_up_no_other(platform: EventSQL, metadata: str) -> None:
+    with platform.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+            "VALUES ('orders_dlt', -1, 'odd', %s::json)",
+            [metadata],
+        )
+    platform.transfer.run_once()
+    assert [letter.value for letter in platform.dead_letters.list("orders", redriven=False)][-1] == b"odd"
+    assert len(platform.dead_letters.list("orders", LetterFilter(consumer="mailer", exception="KeyError"))) == 3
+    assert platform.dead_letters.of_backfills("orders") == {}
+    assert platform.dead_letters.redrive("orders") == 8

@@ -13,7 +13,7 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from eventsql_orchestration import Consumer, ConsumerState, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, ConsumerState, Event, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import BatchHandler
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
@@ -599,18 +599,36 @@ def test_a_dead_letter_and_the_offset_behind_it_are_one_transaction(
     assert platform.transfer.run_once() == {"orders_dlt": 1}
 
 
-def test_metadata_of_other_publishers_does_not_keep_an_event_from_being_buried(platform: EventSQL) -> None:
+ODD_METADATA: dict[str, dict[str, str]] = {
+    '{"tries": 2, "tags": ["a"]}': {"tries": "2", "tags": '["a"]'},
+    r'{"half": "\ud800", "\udc00": "\u0000"}': {"half": "?", "?": "\N{REPLACEMENT CHARACTER}"},
+    "[1]": {"eventsql_unreadable": "[1]"},
+    "null": {"eventsql_unreadable": "null"},
+    '{"digits": ' + "1" * 5_000 + "}": {"eventsql_unreadable": '{"digits": ' + "1" * 5_000 + "}"},
+    '{"deep": ' * 1_500 + "1" + "}" * 1_500: {"eventsql_unreadable": '{"deep": ' * 1_500 + "1" + "}" * 1_500},
+}
+"""Metadata that another program may write, and the texts that a dead letter has of them."""
+
+
+@pytest.mark.parametrize("metadata", ODD_METADATA)
+def test_metadata_of_other_publishers_hold_up_no_consumer(platform: EventSQL, metadata: str) -> None:
     platform.registry.register_topic(Topic("orders_dlt"))
+    picky = EventFilter(metadata={"source": "web"})
+    platform.registry.register_consumer(Consumer("orders", "picky"), filter=picky)
     with platform.database.connection() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_max_attempts = 1")
-        metadata = """'{"tries": 2, "tags": ["a"]}'::json"""
-        if in_blocks():
-            metadata = f"array_fill({metadata}, ARRAY[eql_events])"
-        connection.execute(f"UPDATE eventsql.{stored('orders')} SET eql_metadata = {metadata}".encode())
+        written = "array_fill(%s::json, ARRAY[eql_events])" if in_blocks() else "%s::json"
+        statement = f"UPDATE eventsql.{stored('orders')} SET eql_metadata = {written}"
+        connection.execute(statement.encode(), [metadata])
     assert consume(platform, Broken(1)) == 1
+    assert consume(platform, Broken()) == 9
+    assert platform.consumers.consume_once("orders", "picky", Broken(*range(1, 11))) == 0
+    assert platform.registry.consumer("orders", "picky")[0].last_event_id == 10
     platform.transfer.run_once()
     (letter,) = platform.dead_letters.list("orders")
-    assert (letter.metadata["tries"], letter.metadata["tags"]) == ("2", '["a"]')
+    assert {name: text for name, text in letter.metadata.items() if not name.startswith("dlt_")} == (
+        ODD_METADATA[metadata]
+    )
 
 
 def test_without_a_dead_letter_topic_the_partition_stops_loudly_and_says_where(

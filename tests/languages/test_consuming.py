@@ -267,6 +267,26 @@ def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: C
 
 
 @pytest.mark.both_forms
+@pytest.mark.parametrize("metadata", [r'{"n": "\ud800"}', r'{"n": "1", "z": "\u0000"}', "[1]", "null"])
+def test_metadata_that_another_program_wrote_hold_up_no_consumer(
+    topic: EventSQL, session: Connection, metadata: str
+) -> None:
+    topic.registry.register_topic(Topic("orders_dlt")).register_consumer(Consumer("orders", "whole"), max_attempts=1)
+    topic.registry.register_consumer(Consumer("orders", "picky"), filter=EventFilter(metadata={"n": "0"}))
+    session.execute(
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+        "VALUES ('orders', 0, 'odd', %s::json)",
+        [metadata],
+    )
+    fill(topic, 1)
+    assert [row[5] for row in fetch(session, "'orders', 'picky'")] == [b"0"]
+    claim, epoch, _, odd, *_ = fetch(session, "'orders', 'whole'")[0]
+    assert call(session, "fail", claim, epoch, odd, "no") == "dead letter"
+    topic.transfer.run_once()
+    assert [letter.value for letter in topic.dead_letters.list("orders")] == [b"odd"]
+
+
+@pytest.mark.both_forms
 def test_one_fetch_passes_over_all_events_before_the_first_that_a_filter_takes(
     topic: EventSQL, session: Connection
 ) -> None:

@@ -556,15 +556,18 @@ def test_waiting_for_others_ends_before_the_limit_of_a_statement(
         other.eraser.execute("orders", ["ann"])
 
 
-def test_metadata_with_a_nul_character_goes(platform: EventSQL, form: Storage) -> None:
+@pytest.mark.parametrize(
+    "metadata", [r'{"note": "\u0000", "dlt_consumer": "mailer"}', r'{"dlt_consumer": "\ud800"}', "[1]"]
+)
+def test_metadata_of_any_json_goes(platform: EventSQL, form: Storage, metadata: str) -> None:
     publish(platform, "ann", "bob")
     platform.transfer.run_once()
     with platform.database.connection() as connection:
         for topic in ("orders", "orders_dlt"):
             connection.execute(
                 "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) "
-                'VALUES (%s, 0, \'ann\', %s, \'{"note": "\\u0000", "dlt_consumer": "mailer"}\')',
-                [topic, SECRET],
+                "VALUES (%s, 0, 'ann', %s, %s::json)",
+                [topic, SECRET, metadata],
             )
     assert platform.eraser.execute("orders", ["ann"]) == Erasure("orders", 1, 1, 1, 1, vacuumed=True)
     assert [each.erased for each in events(platform)] == [each.key == "ann" for each in events(platform)]

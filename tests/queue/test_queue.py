@@ -79,6 +79,20 @@ def test_a_message_needs_neither_a_key_nor_metadata_nor_a_body(queue: Queue) -> 
     assert (message.body, message.key, message.metadata) == (b"", None, {})
 
 
+@pytest.mark.parametrize(
+    "metadata", ['{"digits": ' + "1" * 5_000 + "}", '{"deep": ' * 1_500 + "1" + "}" * 1_500, "[1]"]
+)
+def test_metadata_that_another_program_wrote_hold_up_no_message(
+    database: Database, queue: Queue, metadata: str
+) -> None:
+    queue.send_all([b"odd", b"even"])
+    with database.connection() as connection:
+        statement = "UPDATE eventsql.queue_message SET eql_metadata = %s::json WHERE eql_body = 'odd'"
+        connection.execute(statement, [metadata])
+    odd, even = queue.receive(2)
+    assert (odd.metadata, even.metadata) == ({"eventsql_unreadable": metadata}, {})
+
+
 def test_an_empty_queue_hands_out_nothing(queue: Queue) -> None:
     assert queue.receive(max_messages=10) == []
     assert queue.depth() == QueueDepth(visible=0, invisible=0)

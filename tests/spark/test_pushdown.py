@@ -24,7 +24,7 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import EventSQLResource
 from eventsql_orchestration.errors import ClaimLostError
-from eventsql_orchestration.spark.filters import push
+from eventsql_orchestration.spark.filters import Conditions, push
 from eventsql_orchestration.spark.read_options import ReadOptions
 from eventsql_orchestration.spark.reader import FilteringReader, Split, read_schema
 from eventsql_orchestration.spark.source import EventSQLDataSource
@@ -165,6 +165,17 @@ def test_a_claim_is_read_through_its_consumer_s_filter(
     wanted = platform.reader.read("orders", partition=1, after=claim.range.after, upto=claim.range.upto)
     assert offsets_of(frame) == [event.id for event in wanted if event.metadata.get("source") == "wéb"]
     assert 0 < frame.count() < len(wanted)
+
+
+def test_a_consumer_s_filter_reads_metadata_of_any_json(platform: EventSQL) -> None:
+    (condition,) = Conditions().with_consumer(EventFilter(metadata={"a": "b"}), "eventsql").rows
+    texts = [r'{"a": "b", "half": "\ud800"}', r'{"a": "b", "nul": "\u0000"}', '{"a": ["b"]}', '["a"]', "null"]
+    with platform.database.connection() as connection:
+        rows = connection.execute(
+            f"SELECT {condition} FROM unnest(%s::json[]) WITH ORDINALITY AS e (eql_metadata, number) ORDER BY number"
+            .encode(), [texts],
+        ).fetchall()  # fmt: skip
+    assert [taken for (taken,) in rows] == [True, True, False, False, False]
 
 
 def test_an_asset_reads_its_claim_through_the_filter_and_a_range_whole(

@@ -1,6 +1,9 @@
 -- part erased -- Whether an event was erased.
 (octet_length(l.eql_value) = 0 AND starts_with(l.eql_metadata::text, '{{"eventsql_erased":'))
 
+-- part about -- The metadata of a dead letter. Another program may have written any JSON.
+{schema}.readable_metadata(l.eql_metadata)
+
 -- matching -- The dead letters of a filter, oldest first: id, bytes of the value, time of the redrive. Planned for its
 -- values each time: omitted parts of the filter cost nothing. The id alone identifies a redrive, because a clock may go
 -- back.
@@ -10,15 +13,15 @@ LEFT JOIN {schema}.redriven_dead_letter r
     ON r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id
 WHERE l.eql_id > %(after)s AND l.eql_id <= %(upto)s
   AND (%(ids)s::bigint[] IS NULL OR l.eql_id = ANY (%(ids)s::bigint[]))
-  AND (%(consumer)s::text IS NULL OR l.eql_metadata ->> 'dlt_consumer' = %(consumer)s::text)
+  AND (%(consumer)s::text IS NULL OR {about} ->> 'dlt_consumer' = %(consumer)s::text)
   AND CASE WHEN %(backfill)s::text IS NULL
-          THEN %(ids)s::bigint[] IS NOT NULL OR l.eql_metadata ->> 'dlt_backfill' IS NULL
-          ELSE l.eql_metadata ->> 'dlt_backfill' = %(backfill)s::text END
-  AND (%(exception)s::text IS NULL OR l.eql_metadata ->> 'dlt_exception' = %(exception)s::text)
+          THEN %(ids)s::bigint[] IS NOT NULL OR {about} ->> 'dlt_backfill' IS NULL
+          ELSE {about} ->> 'dlt_backfill' = %(backfill)s::text END
+  AND (%(exception)s::text IS NULL OR {about} ->> 'dlt_exception' = %(exception)s::text)
   AND (%(key)s::text IS NULL OR l.eql_key = %(key)s::text)
   AND (%(names)s::text[] IS NULL OR NOT EXISTS (
       SELECT FROM unnest(%(names)s::text[], %(texts)s::text[]) AS wanted (name, value)
-      WHERE (l.eql_metadata ->> wanted.name) = wanted.value IS NOT TRUE
+      WHERE ({about} ->> wanted.name) = wanted.value IS NOT TRUE
   ))
   AND (%(since)s::timestamptz IS NULL OR l.eql_buffered_at >= %(since)s::timestamptz)
   AND (%(until)s::timestamptz IS NULL OR l.eql_buffered_at < %(until)s::timestamptz)
@@ -37,9 +40,9 @@ WHERE l.eql_id = ANY (%(ids)s::bigint[])
 ORDER BY l.eql_id;
 
 -- of_backfills -- The backfills that have dead letters which were not redriven, and how many each has.
-SELECT l.eql_metadata ->> 'dlt_backfill', count(*)
+SELECT {about} ->> 'dlt_backfill', count(*)
 FROM {schema}.{event_table} l
-WHERE l.eql_metadata ->> 'dlt_backfill' IS NOT NULL
+WHERE {about} ->> 'dlt_backfill' IS NOT NULL
   AND NOT EXISTS (
       SELECT FROM {schema}.redriven_dead_letter r
       WHERE r.eql_topic = %(letters)s AND r.eql_letter_id = l.eql_id

@@ -2,11 +2,10 @@
 (octet_length(eql_value) = 0 AND starts_with(eql_metadata::text, '{{"eventsql_erased":'))
 
 -- part marked -- The metadata of an event once it is erased: the mark, and the names of a dead letter that are `kept`.
--- PostgreSQL cannot read the names in metadata with a NUL character.
-(%(mark)s::text || CASE WHEN cardinality(%(kept)s::text[]) > 0 AND json_typeof(eql_metadata) = 'object'
-    AND strpos(eql_metadata::text, E'\\u0000') = 0 THEN coalesce((
+-- Another program may have written any JSON.
+(%(mark)s::text || CASE WHEN cardinality(%(kept)s::text[]) > 0 THEN coalesce((
     SELECT string_agg(',' || to_json(each.key)::text || ':' || each.value::text, '')
-    FROM json_each(eql_metadata) AS each WHERE each.key = ANY (%(kept)s::text[])
+    FROM json_each({schema}.readable_metadata(eql_metadata)) AS each WHERE each.key = ANY (%(kept)s::text[])
 ), '') ELSE '' END || '}}')::json
 
 -- part wanted -- Whether an event is to be erased; with `copies` only events that were redriven.
