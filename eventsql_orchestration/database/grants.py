@@ -37,7 +37,7 @@ TRIGGER: Final = "event_buffer_granted"
 
 _CONSUME: Final = (
     "partition_waiting", "partition_events", "hold_claim", "end_claim", "advance_consumer", "filter_takes",
-    "first_taken", "fetch", "commit", "release", "renew", "fail",
+    "readable_metadata", "first_taken", "fetch", "commit", "release", "renew", "fail",
 )  # fmt: skip
 """The functions that consume in SQL, and the functions that they call."""
 
@@ -82,6 +82,15 @@ _MOVED: Final = (
     "eql_until", "eql_given_up",
 )  # fmt: skip
 """The columns of a consumer that consuming changes; its names, filter, most attempts and pause are not among them."""
+
+_CLAIMED: Final = (
+    "eql_topic", "eql_consumer", "eql_partition", "eql_after", "eql_upto", "eql_events", "eql_epoch", "eql_owner",
+)  # fmt: skip
+"""The columns of a claim that claiming writes. The id is not among them: claims of all topics share its sequence, so a
+role of one topic could take the next ids of others. The same holds for cursors and workers."""
+
+_CURSOR_OF: Final = ("eql_topic", "eql_consumer", "eql_partition")
+_CURSOR: Final = ("eql_offset", "eql_claimed_upto", "eql_unacknowledged", "eql_by_key")
 
 _SENT_MESSAGE: Final = (
     "eql_id", "eql_queue", "eql_key", "eql_body", "eql_metadata", "eql_priority", "eql_in_order", "eql_visible_at",
@@ -138,8 +147,13 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         *_BUFFERED,
         "SELECT ON {s}.shard_fence",
         f"SELECT, UPDATE ({', '.join(_MOVED)}) ON {{s}}.consumer",
-        "SELECT, INSERT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
-        "SELECT, INSERT, UPDATE, DELETE ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
+        "SELECT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
+        f"INSERT ({', '.join(_CLAIMED)}) ON {{s}}.consumer_claim",
+        f"SELECT, DELETE, INSERT ({', '.join((*_CURSOR_OF, *_CURSOR))}), UPDATE ({', '.join(_CURSOR)}) "
+        "ON {s}.consumer_cursor",
+        "SELECT, DELETE, INSERT (eql_topic, eql_consumer, eql_name, eql_expires_at), UPDATE (eql_expires_at) "
+        "ON {s}.consumer_worker",
+        "SELECT, INSERT, UPDATE, DELETE ON {s}.consumer_delivery",
         "EXECUTE ON FUNCTION {s}.enter_layout",
         "EXECUTE ON FUNCTION {s}.events",
         *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _CONSUME),
@@ -152,6 +166,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT ON {s}.consumer_cursor, {s}.consumer_delivery, {s}.consumer_worker",
         # The function has its caller's rights: reading a topic takes SELECT on the log, too.
         "EXECUTE ON FUNCTION {s}.events",
+        "EXECUTE ON FUNCTION {s}.readable_metadata",
     ),
     "eraser": (
         *_DEFINITIONS,
@@ -160,6 +175,7 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         "SELECT, UPDATE (eql_topic) ON {s}.event_buffer_lock",
         "SELECT, UPDATE (eql_failure) ON {s}.consumer, {s}.consumer_delivery",
         "SELECT, INSERT, UPDATE (eql_finished_at, eql_events, eql_buffered, eql_dead_letters) ON {s}.erasure",
+        "EXECUTE ON FUNCTION {s}.readable_metadata",
     ),
     "sender": (
         *_DEFINITIONS,

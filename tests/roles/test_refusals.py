@@ -181,6 +181,39 @@ def test_a_role_of_one_topic_holds_back_no_delivery_of_others(owner: EventSQL, l
         )
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "INSERT INTO eventsql.consumer_claim (eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
+        "eql_events, eql_epoch, eql_owner) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 1, 1, 1, 'x')",
+        "INSERT INTO eventsql.consumer_cursor (eql_id, eql_topic, eql_consumer, eql_partition, eql_offset, "
+        "eql_claimed_upto, eql_by_key) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 0, true)",
+        "UPDATE eventsql.consumer_cursor SET eql_id = DEFAULT",
+        "INSERT INTO eventsql.consumer_worker (eql_id, eql_topic, eql_consumer, eql_name, eql_expires_at) "
+        "OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 'x', now())",
+        "UPDATE eventsql.consumer_worker SET eql_id = DEFAULT",
+    ],
+)
+def test_a_role_of_one_topic_takes_no_ids_that_others_draw(login: Login, statement: str) -> None:
+    with (
+        psycopg.connect(login("consumer_orders"), autocommit=True) as session,
+        pytest.raises(psycopg.errors.InsufficientPrivilege),
+    ):
+        session.execute(statement.encode())
+
+
+@pytest.mark.parametrize("column", ["eql_lease_expires_at", "eql_retry_at", "eql_last_consumption_at"])
+@pytest.mark.parametrize("time", ["infinity", "-infinity", "10000-01-01"])
+def test_a_role_of_one_topic_writes_no_time_that_others_cannot_read(
+    owner: EventSQL, login: Login, column: str, time: str
+) -> None:
+    with psycopg.connect(login("consumer_orders"), autocommit=True) as session:
+        with pytest.raises(psycopg.errors.CheckViolation):
+            session.execute(f"UPDATE eventsql.consumer SET {column} = '{time}'".encode())
+        session.execute(f"UPDATE eventsql.consumer SET {column} = '9999-12-30'".encode())
+    assert {lag.topic for lag in owner.lag()} == {"orders", "payments"}
+
+
 def test_a_role_of_one_topic_copies_nothing_into_others(owner: EventSQL, as_: As) -> None:
     platform = as_("publisher_orders")
     many = [Publication("payments" if number == 9 else "orders", b"v") for number in range(10)]

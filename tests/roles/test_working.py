@@ -357,6 +357,13 @@ def test_a_publisher_publishes_in_sql_to_its_topics_alone(owner: EventSQL, login
         connection.execute("SELECT eventsql.publish('orders', 'k', 'v')")
 
 
+def test_a_topic_may_be_called_by_a_word_of_sql(owner: EventSQL, as_: As, prefix: str) -> None:
+    owner.registry.register_topic(Topic("order"))
+    Roles(owner.database).create(prefix=prefix, topics=["order"])
+    as_("publisher_order").publisher.publish(Publication("order", b"v"))
+    assert owner.transfer.run_once() == {"order": 1}
+
+
 @pytest.mark.parametrize("storage", STORAGES)
 def test_an_eraser_erases_and_lists_what_was_erased(owner: EventSQL, as_: As, storage: Storage) -> None:
     owner.registry.register_topic(Topic("people", 2, storage=storage)).register_topic(Topic("people_dlt"))

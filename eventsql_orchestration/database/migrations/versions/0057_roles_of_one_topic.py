@@ -1,0 +1,56 @@
+"""Roles of one topic publish to a topic whose name is a word of SQL, and hold up no other topic by ids or times."""
+
+from __future__ import annotations
+
+from alembic import context
+
+from eventsql_orchestration.database.migrations import run
+
+revision = "0057"
+down_revision = "0056"
+
+# As in revision 0040. The whole name of a log is quoted, and not its part: the topic may be called `order`.
+_NAME = """
+DO $do$
+DECLARE
+    was CONSTANT text := pg_get_functiondef('{schema}.check_publication()'::regprocedure);
+    old CONSTANT text := $$'%I.%I_event', TG_TABLE_SCHEMA, pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C")$$;
+BEGIN
+    ASSERT strpos(was, old) > 0, 'the function is not the one of revision 0040';
+    EXECUTE replace(was, old, $$'%I.%I', TG_TABLE_SCHEMA,
+            pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C") OPERATOR(pg_catalog.||) '_event'$$);
+END
+$do$;
+"""
+
+# Python has no infinite time, and none of the year 10000. Programs read the rows of all topics at once.
+_TIMES = """
+ALTER TABLE {schema}.consumer ADD CONSTRAINT consumer_times CHECK (
+    eql_last_consumption_at >= '0001-01-02 00:00+00' AND eql_last_consumption_at < '9999-12-31 00:00+00'
+    AND eql_lease_expires_at >= '0001-01-02 00:00+00' AND eql_lease_expires_at < '9999-12-31 00:00+00'
+    AND eql_retry_at >= '0001-01-02 00:00+00' AND eql_retry_at < '9999-12-31 00:00+00'
+) NOT VALID;
+"""
+
+# The ids are drawn from sequences of all topics: a role of one topic could take the next ones before others draw them.
+# The migration then grants what the roles need.
+_IDS = """
+DO $$
+DECLARE
+    role text;
+BEGIN
+    FOR role IN SELECT a.eql_role FROM {schema}.access_role a WHERE a.eql_kind = 'consumer' LOOP
+        EXECUTE format(
+            'REVOKE INSERT, UPDATE ON {schema}.consumer_claim, {schema}.consumer_cursor, {schema}.consumer_worker '
+            'FROM %I', role
+        );
+    END LOOP;
+END
+$$;
+"""
+
+
+def upgrade() -> None:
+    schema = '"{}"'.format(context.config.attributes["schema"])
+    for statements in (_NAME, _TIMES, _IDS):
+        run(statements.replace("{schema}", schema))
