@@ -337,7 +337,9 @@ def test_a_paused_consumer_and_one_consumed_as_a_queue_give_nothing(topic: Event
     topic.registry.pause("orders", "mailer")
     assert fetch(session) == []
     topic.registry.resume("orders", "mailer")
-    session.execute("UPDATE eventsql.consumer SET eql_lease_owner = 'queue', eql_lease_expires_at = 'infinity'")
+    session.execute(
+        "UPDATE eventsql.consumer SET eql_lease_owner = 'queue', eql_lease_expires_at = now() + interval '100 years'"
+    )
     assert fetch(session) == []
 
 
