@@ -318,6 +318,7 @@ def test_a_message_obeys_no_text(run: Run, rides: EventSQL, options: tuple[str, 
     def fail(*_: object) -> None:
         raise ValueError("\x1b]0;title\x07 \x9b31m \u202e")
 
+    rides.registry.register_consumer(Consumer("prices", "ledger", partitioned=True), max_attempts=1)
     rides.consumers.consume_once("prices", "ledger", fail)
     told = run(*options, "consume", "prices", "ledger").stderr
     assert not set("\x1b\x07\x9b\u202e") & set(told)

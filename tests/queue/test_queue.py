@@ -89,7 +89,7 @@ def test_metadata_that_another_program_wrote_hold_up_no_message(
     with database.connection() as connection:
         statement = "UPDATE eventsql.queue_message SET eql_metadata = %s::json WHERE eql_body = 'odd'"
         connection.execute(statement, [metadata])
-    odd, even = queue.receive(2)
+    odd, even = queue.receive(max_messages=2)
     assert (odd.metadata, even.metadata) == ({"eventsql_unreadable": metadata}, {})
 
 

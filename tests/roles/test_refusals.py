@@ -184,13 +184,19 @@ def test_a_role_of_one_topic_holds_back_no_delivery_of_others(owner: EventSQL, l
 @pytest.mark.parametrize(
     "statement",
     [
-        "INSERT INTO eventsql.consumer_claim (eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
-        "eql_events, eql_epoch, eql_owner) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 1, 1, 1, 'x')",
-        "INSERT INTO eventsql.consumer_cursor (eql_id, eql_topic, eql_consumer, eql_partition, eql_offset, "
-        "eql_claimed_upto, eql_by_key) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 0, true)",
+        (
+            "INSERT INTO eventsql.consumer_claim (eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
+            "eql_events, eql_epoch, eql_owner) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 1, 1, 1, 'x')"
+        ),
+        (
+            "INSERT INTO eventsql.consumer_cursor (eql_id, eql_topic, eql_consumer, eql_partition, eql_offset, "
+            "eql_claimed_upto, eql_by_key) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 0, true)"
+        ),
         "UPDATE eventsql.consumer_cursor SET eql_id = DEFAULT",
-        "INSERT INTO eventsql.consumer_worker (eql_id, eql_topic, eql_consumer, eql_name, eql_expires_at) "
-        "OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 'x', now())",
+        (
+            "INSERT INTO eventsql.consumer_worker (eql_id, eql_topic, eql_consumer, eql_name, eql_expires_at) "
+            "OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 'x', now())"
+        ),
         "UPDATE eventsql.consumer_worker SET eql_id = DEFAULT",
     ],
 )
