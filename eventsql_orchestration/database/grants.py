@@ -149,10 +149,10 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
         f"SELECT, UPDATE ({', '.join(_MOVED)}) ON {{s}}.consumer",
         "SELECT, DELETE, UPDATE (eql_epoch, eql_owner, eql_state, eql_finished_at) ON {s}.consumer_claim",
         f"INSERT ({', '.join(_CLAIMED)}) ON {{s}}.consumer_claim",
-        (f"SELECT, DELETE, INSERT ({', '.join((*_CURSOR_OF, *_CURSOR))}), UPDATE ({', '.join(_CURSOR)}) "
-        "ON {s}.consumer_cursor"),
-        ("SELECT, DELETE, INSERT (eql_topic, eql_consumer, eql_name, eql_expires_at), UPDATE (eql_expires_at) "
-        "ON {s}.consumer_worker"),
+        f"SELECT, DELETE, UPDATE ({', '.join(_CURSOR)}) ON {{s}}.consumer_cursor",
+        f"INSERT ({', '.join((*_CURSOR_OF, *_CURSOR))}) ON {{s}}.consumer_cursor",
+        "SELECT, DELETE, UPDATE (eql_expires_at) ON {s}.consumer_worker",
+        "INSERT (eql_topic, eql_consumer, eql_name, eql_expires_at) ON {s}.consumer_worker",
         "SELECT, INSERT, UPDATE, DELETE ON {s}.consumer_delivery",
         "EXECUTE ON FUNCTION {s}.enter_layout",
         "EXECUTE ON FUNCTION {s}.events",

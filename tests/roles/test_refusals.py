@@ -186,7 +186,7 @@ def test_a_role_of_one_topic_holds_back_no_delivery_of_others(owner: EventSQL, l
     [
         (
             "INSERT INTO eventsql.consumer_claim (eql_id, eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
-            "eql_events, eql_epoch, eql_owner) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'mailer', 0, 0, 1, 1, 1, 'x')"
+            "eql_events, eql_epoch, eql_owner) OVERRIDING SYSTEM VALUE VALUES (9, 'orders', 'm', 0, 0, 1, 1, 1, 'x')"
         ),
         (
             "INSERT INTO eventsql.consumer_cursor (eql_id, eql_topic, eql_consumer, eql_partition, eql_offset, "
