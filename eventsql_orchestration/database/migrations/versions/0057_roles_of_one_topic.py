@@ -25,12 +25,12 @@ $do$;
 
 # Python has no infinite time, and none of the year 10000. Programs read the rows of all topics at once.
 _TIMES = """
-ALTER TABLE {schema}.consumer ADD CONSTRAINT consumer_times CHECK (
-    eql_last_consumption_at >= '0001-01-02 00:00+00' AND eql_last_consumption_at < '9999-12-31 00:00+00'
-    AND eql_lease_expires_at >= '0001-01-02 00:00+00' AND eql_lease_expires_at < '9999-12-31 00:00+00'
-    AND eql_retry_at >= '0001-01-02 00:00+00' AND eql_retry_at < '9999-12-31 00:00+00'
-) NOT VALID;
+UPDATE {schema}.consumer SET {column} = NULL
+WHERE {column} < '0001-01-02 00:00+00' OR {column} >= '9999-12-31 00:00+00';
+ALTER TABLE {schema}.consumer ADD CONSTRAINT {column}_can_be_read
+    CHECK ({column} >= '0001-01-02 00:00+00' AND {column} < '9999-12-31 00:00+00');
 """
+_COLUMNS = ("eql_last_consumption_at", "eql_lease_expires_at", "eql_retry_at")
 
 # The ids are drawn from sequences of all topics: a role of one topic could take the next ones before others draw them.
 # The migration then grants what the roles need.
@@ -52,5 +52,5 @@ $$;
 
 def upgrade() -> None:
     schema = '"{}"'.format(context.config.attributes["schema"])
-    for statements in (_NAME, _TIMES, _IDS):
+    for statements in (_NAME, *(_TIMES.replace("{column}", each) for each in _COLUMNS), _IDS):
         run(statements.replace("{schema}", schema))
