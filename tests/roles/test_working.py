@@ -357,6 +357,7 @@ def test_a_publisher_publishes_in_sql_to_its_topics_alone(owner: EventSQL, login
         connection.execute("SELECT eventsql.publish('orders', 'k', 'v')")
 
 
+@pytest.mark.usefixtures("own_roles")
 def test_a_topic_may_be_called_by_a_word_of_sql(owner: EventSQL, as_: As, prefix: str) -> None:
     owner.registry.register_topic(Topic("order"))
     Roles(owner.database).create(prefix=prefix, topics=["order"])
