@@ -11,8 +11,8 @@ from eventsql_orchestration.database.grants import ADMIN, TRIGGER
 from eventsql_orchestration.database.queries import Queries
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
-"""The advisory lock of every change of topics, their logs and consumers' offsets by the registry, and of roles: two
-transactions that grant rights on one table get in each other's way."""
+"""The advisory lock of every change of topics, their logs and consumers' offsets by the registry, of roles and of the
+schema: two transactions that grant rights on one table get in each other's way."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,6 +11,7 @@ import pytest
 import sqlalchemy
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
@@ -97,6 +98,24 @@ def test_a_process_that_waits_for_the_migration_of_a_newer_package_uses_its_sche
         newer.commit()
         using.result()
         assert older.revision() == "9999"
+
+
+def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, until: Until) -> None:
+    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    options = {"options": " ".join(f"-c {limit}=500" for limit in limits)}
+    waits = "SELECT FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '1 s' AND objid = %s"
+    number = migrations._ADVISORY_LOCK & 0xFFFF_FFFF
+    with (
+        psycopg.connect(fresh, autocommit=True) as session,
+        Database(make_url(fresh).update_query_dict(options).render_as_string(False)) as database,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        session.execute("SELECT pg_advisory_lock(%s)", [migrations._ADVISORY_LOCK])
+        migrating = executor.submit(database.migrate)
+        until(lambda: migrating.done() or session.execute(waits, [number]).rowcount)
+        session.execute("SELECT pg_advisory_unlock_all()")
+        migrating.result()
+        assert database.revision() == migrations.head()
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:

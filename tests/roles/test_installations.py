@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,23 @@ def test_roles_are_made_beside_registrations_of_topics(
             making = executor.submit(Roles(owner.database).create, prefix=prefix)
             until_blocked()
         assert making.result()
+
+
+@pytest.mark.usefixtures("own_roles")
+def test_roles_are_made_beside_a_migration(
+    owner: EventSQL, prefix: str, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant, making = role_statements.grant, list[Future[object]]()
+    with ThreadPoolExecutor(1) as executor:
+
+        def grant_beside_another(*given: Any) -> None:
+            grant(*given)
+            making.append(executor.submit(Roles(owner.database).create, prefix=prefix))
+            until_blocked()
+
+        monkeypatch.setattr(role_statements, "grant", grant_beside_another)
+        owner.database.migrate()
+        assert making.pop().result()
 
 
 @pytest.mark.usefixtures("own_roles")

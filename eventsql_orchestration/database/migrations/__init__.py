@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection, Engine
 
+from eventsql_orchestration.database.connections import driver_connection
+from eventsql_orchestration.database.installation import REGISTRY_LOCK
+from eventsql_orchestration.database.sessions import let_last
+
 # Alembic takes 0.25 s to import, and only a schema that is not current needs it.
 if TYPE_CHECKING:
     from alembic.config import Config
@@ -48,7 +52,12 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
     the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
     with engine.begin() as connection:
-        connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (_ADVISORY_LOCK,))
+        # A limit of the role would end the same wait, or the same building of an index, at each attempt.
+        let_last(driver_connection(connection))
+        connection.exec_driver_sql("SET LOCAL lock_timeout TO 0")
+        # The second one keeps changes of topics and of roles away: grants on one table at once fail.
+        for lock in (_ADVISORY_LOCK, REGISTRY_LOCK):
+            connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (lock,))
         _run(connection, schema, times_in, to)
 
 

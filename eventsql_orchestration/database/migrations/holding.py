@@ -39,7 +39,7 @@ def hold_publishers(connection: Connection, schema: str) -> None:
             with connection.transaction():
                 connection.execute(f"SET LOCAL statement_timeout TO {ATTEMPT_MILLISECONDS}")
                 connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(tables))
-                connection.execute("SET LOCAL statement_timeout TO DEFAULT")
+                connection.execute("SET LOCAL statement_timeout TO 0")
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
             if not retry.lasts():
                 raise
