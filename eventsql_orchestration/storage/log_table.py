@@ -127,13 +127,15 @@ def broken_blocks(connection: psycopg.Connection[Any], schema: str, topic: str) 
 def hold_log(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Keep readers away from a topic's log until the end of the caller's transaction, which holds the topic.
 
-    Call it before the buffer is locked, if the log may be dropped: a transaction that reads the log may publish too,
-    and the publishers of other topics must not wait for it.
+    It locks the views first, as their readers do: otherwise the two could wait for each other. Call it before the
+    buffer is locked, if the log may be dropped: a transaction that reads the log may publish too, and the publishers of
+    other topics must not wait for it.
     """
     if exists(connection, schema, topic):
-        log_form.form_now(connection, schema, topic)
-        names = [sql.Identifier(schema, table) for table in log_form.tables(connection, schema, topic)]
-        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(sql.SQL(", ").join(names)))
+        views = (event_table(topic), block_table(topic)) if log_form.form_now(connection, schema, topic).blocks else ()
+        names = dict.fromkeys((*views, *log_form.tables(connection, schema, topic)))
+        relations = sql.SQL(", ").join(sql.Identifier(schema, name) for name in names)
+        connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(relations))
 
 
 def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_exists: bool = False) -> None:

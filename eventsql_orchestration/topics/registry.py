@@ -14,7 +14,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, role_statements, tables
 from eventsql_orchestration.database.rows import fetch_all
-from eventsql_orchestration.database.sessions import read_committed
+from eventsql_orchestration.database.sessions import let_last, read_committed
 from eventsql_orchestration.errors import (
     InvalidNameError,
     RedefinitionError,
@@ -241,6 +241,8 @@ class Registry:
                 lock_log(connection, name)
             elif not lock_empty(connection, name):
                 raise _kept(name, "events, which would be lost")
+            # Everything is locked, and a limit of the role would end the same deletion at each attempt.
+            let_last(driver)
             # A staged block goes before the row of the buffer that stands for it.
             for statement in ("drop_of_topic", "empty_buffer"):
                 driver.execute(Queries("blocks", schema)(statement), {"topic": name})

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from eventsql_orchestration import (
     EVERY_EVENT,
@@ -37,7 +39,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import STORAGES, Retention, Storage
-from eventsql_orchestration.storage import exchanging
+from eventsql_orchestration.storage import exchanging, log_table
 from eventsql_orchestration.topics import catalog
 from eventsql_orchestration.topics.positions import Place, Start
 from tests.forms import stored
@@ -277,6 +279,50 @@ def test_a_transaction_that_has_published_may_read_a_topic_that_waits_to_be_drop
         handler.commit()
         dropped.result()
     assert platform.registry.topics() == [Topic("payments")]
+
+
+def test_a_deletion_outlasts_the_limit_of_a_statement(
+    platform: EventSQL, direct_dsn: str, session: Connection, sessions: Sessions, until: Until
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    session.execute(
+        "CREATE FUNCTION eventsql.wait() RETURNS trigger LANGUAGE plpgsql AS "
+        "$$ BEGIN PERFORM pg_advisory_xact_lock_shared(1); RETURN OLD; END $$"
+    )
+    session.execute("CREATE TRIGGER slow BEFORE DELETE ON eventsql.topic FOR EACH ROW EXECUTE FUNCTION eventsql.wait()")
+    waits = "SELECT FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '1 s' AND objid = 1"
+    holder, options = sessions(), {"options": "-c statement_timeout=500"}
+    holder.execute("SELECT pg_advisory_xact_lock(1)")
+    dsn = make_url(direct_dsn).update_query_dict(options).render_as_string(False)
+    with EventSQL(dsn, transfer=False) as limited, ThreadPoolExecutor(1) as executor:
+        deleting = executor.submit(limited.registry.unregister_topic, "orders")
+        until(lambda: deleting.done() or session.execute(waits).rowcount)
+        holder.rollback()
+        deleting.result()
+    assert platform.registry.topics() == []
+
+
+@pytest.mark.parametrize("changed", [False, True], ids=["one form", "both forms"])
+def test_a_reader_that_comes_while_a_topic_is_dropped_does_not_stop_it(
+    platform: EventSQL, sessions: Sessions, until_blocked: UntilBlocked, monkeypatch: pytest.MonkeyPatch, changed: bool
+) -> None:
+    platform.registry.register_topic(Topic("orders", storage="blocks"))
+    if changed:
+        fill(platform, "orders")
+        platform.registry.set_storage("orders", "rows")
+    reader, drop_log, reading = sessions(), log_table.drop_log, list[Future[object]]()
+    with ThreadPoolExecutor(1) as executor:
+
+        def drop_beside_a_reader(*given: Any, **named: Any) -> None:
+            reading.append(executor.submit(reader.execute, "SELECT FROM eventsql.orders_event"))
+            until_blocked()
+            drop_log(*given, **named)
+
+        monkeypatch.setattr(log_table, "drop_log", drop_beside_a_reader)
+        platform.registry.unregister_topic("orders", force=True)
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            reading.pop().result()
+    assert platform.registry.topics() == []
 
 
 @pytest.mark.both_forms
