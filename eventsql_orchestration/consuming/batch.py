@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import traceback
 from asyncio import CancelledError
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -390,10 +391,27 @@ def call_handler(connection: Connection, given: Given, handler: Callable[[Given,
     """
     try:
         returned = handler(given, connection)
-    except psycopg.Rollback as error:
-        # psycopg would take it for success, and what was given would pass without its effects.
-        raise psycopg.ProgrammingError(ROLLED_BACK) from error
+    except BaseException as error:
+        _end_stream(connection, error)
+        if isinstance(error, psycopg.Rollback):
+            # psycopg would take it for success, and what was given would pass without its effects.
+            raise psycopg.ProgrammingError(ROLLED_BACK) from error
+        raise
     check_returned(returned)
+    _end_stream(connection, None)
     if transaction_lost(connection):
         raise psycopg.ProgrammingError(TRANSACTION_ENDED)
     return returned
+
+
+def _end_stream(connection: Connection, error: BaseException | None) -> None:
+    """End a `cursor.stream()` of a handler: it keeps a lock of psycopg's, and the end of the transaction would wait.
+
+    The frames of the handler's error may refer to it. If another object does, the connection is closed.
+    """
+    while connection.pgconn.transaction_status == TransactionStatus.ACTIVE:
+        if error is None:
+            connection.close()
+            return
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__

@@ -17,7 +17,7 @@ from eventsql_orchestration.storage.reading import MAX_OFFSET
 
 TRANSACTION_ENDED = (
     "the handler ended or broke the transaction that it was given: use `with connection.transaction():` for a part "
-    "that may fail, and leave commit and rollback out"
+    "that may fail, leave commit and rollback out, and read `cursor.stream()` to its end"
 )
 
 ROLLED_BACK = "the handler rolled its effects back by psycopg.Rollback: raise another error if it has failed"

@@ -143,7 +143,9 @@ class Pool:
 
     def _return(self, loan: Loan) -> None:
         """Give a connection back to SQLAlchemy's pool."""
-        if self._closings != loan.closings:
+        # A `cursor.stream()` that was left open keeps a lock of psycopg's: a rollback would wait for ever.
+        in_use = loan.connection.pgconn.transaction_status == TransactionStatus.ACTIVE
+        if in_use or self._closings != loan.closings:
             loan.connection.close()
         if loan.connection.closed:
             loan.proxied.invalidate()
@@ -195,7 +197,7 @@ class Pool:
 def plain(connection: Connection) -> Iterator[Connection]:
     """Give a connection the platform's own settings, before and after its use in the block."""
     # A tool that traces statements may have replaced psycopg's cursors.
-    cursors, adapters = connection.cursor_factory, connection.adapters
+    cursors, adapters, threshold = connection.cursor_factory, connection.adapters, connection.prepare_threshold
     # psycopg cannot take a registration back. The copy takes up to 4 µs (measured on a busy machine).
     connection._adapters = AdaptersMap(adapters)  # noqa: SLF001
     try:
@@ -208,6 +210,7 @@ def plain(connection: Connection) -> Iterator[Connection]:
     finally:
         # A handler may have set others. SQLAlchemy and the next user read tuples, and send parameters to the server.
         connection.row_factory, connection.cursor_factory = tuple_row, cursors
+        connection.prepare_threshold = threshold
         connection._adapters = adapters  # noqa: SLF001
         if not connection.closed and (
             connection.info.encoding != UTF8 or connection.read_only is not None or connection.deferrable is not None

@@ -177,6 +177,29 @@ def test_a_handler_that_ends_the_transaction_is_stopped_at_once_and_the_offset_s
     assert consume(platform, write) == 10
 
 
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_stream_that_a_handler_leaves_open_stops_the_handler_alone(platform: EventSQL, fails: bool) -> None:
+    kept: list[object] = []
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        rows = connection.cursor().stream("SELECT FROM generate_series(1, 3)")
+        next(rows)
+        if fails:
+            raise ValueError("no such customer")
+        kept.append(rows)
+
+    if fails:
+        # The frames of the error refer to the stream.
+        assert consume(platform, handle) == 0
+        assert state_of(platform).failed_event_id == 1
+        make_due(platform)
+    else:
+        with pytest.raises(DatabaseError, match="the handler ended or broke the transaction"):
+            consume(platform, handle)
+        assert state_of(platform).failed_event_id is None
+    assert consume(platform, write) == 10
+
+
 def consume_all(platform: EventSQL, way: str, handler: BatchHandler, *, most: int) -> None:
     """Consume the ten events, `most` at a time, by a claim or without, as often as it takes."""
     while state_of(platform).last_event_id < 10:

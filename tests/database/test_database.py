@@ -120,6 +120,13 @@ def test_a_kind_of_cursor_that_a_handler_set_does_not_outlive_it(database: Datab
         assert connection.execute("SELECT 1", binary=True).fetchone() == (1,)
 
 
+def test_a_threshold_of_prepared_statements_that_a_handler_set_does_not_outlive_it(database: Database) -> None:
+    for _ in range(2):
+        with database.connection() as connection:
+            assert connection.prepare_threshold is not None
+            connection.prepare_threshold = None
+
+
 @pytest.mark.parametrize("name", ["read_only", "deferrable"])
 def test_a_kind_of_transaction_that_a_handler_set_does_not_outlive_it(database: Database, name: str) -> None:
     with database.connection() as connection:
@@ -166,6 +173,16 @@ def test_a_transaction_that_a_caller_left_broken_does_not_reach_the_next_one(dat
             connection.execute("SELECT 1 / 0")
     with database.connection() as connection:
         assert connection.execute("SELECT 1").fetchone() == (1,)
+
+
+def test_a_connection_in_the_middle_of_a_statement_is_not_handed_out_again(database: Database) -> None:
+    with database.connection() as connection:
+        rows = connection.cursor().stream("SELECT FROM generate_series(1, 3)")
+        next(rows)
+    assert connection.closed
+    with database.connection() as another:
+        assert another.execute("SELECT 1").fetchone() == (1,)
+    assert registered(database) == 0
 
 
 def test_a_connection_that_the_caller_closed_is_not_handed_out_again(database: Database) -> None:
