@@ -96,11 +96,10 @@ class Health:
         with self._lock:
             if shard.down is not None:
                 return
+            # First: if no thread can be started, the next loss of the shard tries again.
+            start_thread("shard-probe", self._probe, shard, self.stop)
             shard.down, shard.down_since = error, time.monotonic()
-            stop = self.stop
-
         logger.warning("shard %s is down: %s", shard.label, error)
-        start_thread("shard-probe", self._probe, shard, stop)
 
     def _probe(self, shard: Shard, stop: threading.Event) -> None:
         delay = FIRST_PROBE

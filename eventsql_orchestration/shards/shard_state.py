@@ -14,6 +14,7 @@ from typing import Final
 
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
+from eventsql_orchestration.database.sessions import let_last
 from eventsql_orchestration.errors import DatabaseBusyError, ShardSetError
 from eventsql_orchestration.maintenance.repartitioning import (
     RETRY_SECONDS,
@@ -204,6 +205,8 @@ class ShardStore:
     def barrier(self, *, wait: bool = True) -> Iterator[bool]:
         """Only the block holds back or releases consumers. Without `wait`, False if another process does."""
         with self._database.transaction() as connection:
+            # It stands still during the block. The role's limit must not end it: another process would release them.
+            let_last(connection)
             row = fetch_first(connection, self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER})
             yield wait or row == (True,)
 

@@ -11,7 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import EventSQL, Publication, Topic
-from eventsql_orchestration.errors import DatabaseBusyError, ShardUnavailableError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards import health
 from tests.shards.adding import KEYS
@@ -140,3 +140,21 @@ def test_the_hosts_of_a_url_may_share_a_port(opened: Open) -> None:
     platform = opened("postgresql://user@/one?host=a,b&port=5432", "postgresql://user@/two?host=c&port=5432")
     alone, shared = (health._bound(shard.database) for shard in reversed(platform.shards))
     assert shared > alone == health.ANSWER_SECONDS
+
+
+def test_a_shard_that_no_thread_can_look_after_is_not_left_down(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    platform = opened(*databases(2)).open()
+    lost, shard = DatabaseUnavailableError("gone"), platform.shards[0]
+    watching = platform._cluster.health.watching
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError), watching(shard):
+        patch.setattr(health, "start_thread", refuse)
+        raise lost
+    assert shard.down is None
+    with pytest.raises(DatabaseUnavailableError), watching(shard):
+        raise lost
+    assert shard.down is lost
