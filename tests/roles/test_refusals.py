@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pytest
 from psycopg import sql
+from sqlalchemy import make_url
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -167,6 +168,16 @@ def test_a_role_of_one_topic_has_no_rows_of_others(owner: EventSQL, login: Login
                 "INSERT INTO eventsql.consumer_claim (eql_topic, eql_consumer, eql_partition, eql_after, eql_upto, "
                 "eql_events, eql_epoch, eql_owner) VALUES ('payments', 'mailer', 1, 0, 1, 1, 1, 'x')"
             )
+
+
+def test_a_role_of_one_topic_works_where_its_sessions_begin_without_row_security(
+    owner: EventSQL, login: Login, session: Connection
+) -> None:
+    url = login("consumer_orders")
+    role = sql.Identifier(str(make_url(url).username))
+    session.execute(sql.SQL("ALTER ROLE {} SET row_security TO off").format(role))
+    with EventSQL(url, transfer=False) as platform:
+        assert {state.topic for state in platform.registry.consumers()} == {"orders"}
 
 
 def test_a_role_of_one_topic_holds_back_no_delivery_of_others(owner: EventSQL, login: Login) -> None:

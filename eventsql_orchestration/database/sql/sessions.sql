@@ -8,6 +8,7 @@ SELECT pg_backend_pid(), current_setting('server_encoding'),
            set_config('IntervalStyle', 'postgres', false),
            set_config('extra_float_digits', '1', false),
            set_config('array_nulls', 'on', false),
+           set_config('row_security', 'on', false),
            set_config('default_transaction_isolation', 'read committed', false)
        ] END;
 
