@@ -12,7 +12,8 @@ from typing import NoReturn
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.client.streaming import publish_stream, raise_first
-from eventsql_orchestration.database import CallersConnection, driver_connection
+from eventsql_orchestration.database import CallersConnection
+from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import (
     RedefinitionError,
     RegistryError,
@@ -164,7 +165,7 @@ class ClusterPublisher:
     def _joined(self, connection: CallersConnection) -> Iterator[Publisher]:
         """The publisher of the shard of a caller's connection."""
         try:
-            yield self._cluster.of_connection(driver_connection(connection)).publisher
+            yield self._cluster.of_connection(joinable_connection(connection)).publisher
         except WrongShardError:
             # A caller that asks for the shard now gets the new answer.
             self._cluster.refresh()

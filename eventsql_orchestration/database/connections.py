@@ -24,6 +24,10 @@ CallersConnection: TypeAlias = Connection | sqlalchemy.Connection
 UTF8: Final = "utf-8"
 """The encoding of connections, as Python calls it."""
 
+BUSY_SECONDS: Final = 10.0
+"""Seconds to wait for a statement that is under way on a caller's connection in another thread. In the caller's own
+thread, as within `cursor.stream()`, it would never end."""
+
 
 def driver_connection(connection: CallersConnection) -> Connection:
     """The psycopg connection of a transaction that a caller runs with psycopg or with SQLAlchemy.
@@ -69,8 +73,27 @@ def _driver(connection: object) -> Connection:
         driver = connection.connection.driver_connection
     if not isinstance(driver, psycopg.Connection):
         _refuse(driver)
+    _check_free(driver)
     check_encoding(driver)
     return driver
+
+
+def _check_free(connection: psycopg.Connection[Any]) -> None:
+    """Raise `ValidationError` for a connection that takes no statement now: psycopg itself would wait for ever."""
+    busy = not connection.lock.acquire(timeout=BUSY_SECONDS)
+    if not busy:
+        try:
+            # No thread executes a statement now: an active connection is in the middle of a COPY.
+            pgconn = connection.pgconn
+            active = pgconn.transaction_status == TransactionStatus.ACTIVE
+            busy = active and pgconn.pipeline_status == PipelineStatus.OFF
+        finally:
+            connection.lock.release()
+    if busy:
+        raise ValidationError(
+            "the connection is in the middle of a statement, such as `cursor.stream()`, `cursor.copy()` or "
+            "`connection.notifies()`: end it first, or pass another connection"
+        )
 
 
 def check_encoding(connection: psycopg.Connection[Any]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -13,6 +16,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.rows import dict_row
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.database import Connection, connections
 from eventsql_orchestration.errors import DatabaseError, ValidationError
 from eventsql_orchestration.publishing import batches
 from eventsql_orchestration.queue import Queue
@@ -20,7 +24,7 @@ from eventsql_orchestration.store import Change
 from tests.conftest import TEMPLATE, Administrator
 
 if TYPE_CHECKING:
-    from tests.fixtures import SaidBy
+    from tests.fixtures import SaidBy, Sessions, Until, UntilBlocked
 
 ONE = Publication("orders", b"one")
 
@@ -152,6 +156,63 @@ def test_a_connection_in_pipeline_mode_is_refused(platform: EventSQL, direct_dsn
         for publish in both_ways(platform):
             publish(mine)
     assert platform.transfer.run_once() == {"orders": 2}
+
+
+@contextmanager
+def streaming(connection: Connection) -> Iterator[None]:
+    rows = connection.cursor().stream("SELECT FROM generate_series(1, 3)")
+    next(rows)
+    yield
+    deque(rows, maxlen=0)
+
+
+@contextmanager
+def copying(connection: Connection) -> Iterator[None]:
+    with connection.cursor().copy("COPY (SELECT FROM generate_series(1, 3)) TO STDOUT") as copy:
+        yield
+        deque(copy, maxlen=0)
+
+
+@contextmanager
+def listening(connection: Connection) -> Iterator[None]:
+    connection.execute("LISTEN here; NOTIFY here")
+    connection.commit()
+    notifications = connection.notifies()
+    next(notifications)
+    yield
+    notifications.close()
+
+
+@pytest.mark.parametrize("busy", [streaming, copying, listening])
+def test_a_connection_in_the_middle_of_a_statement_is_refused(
+    platform: EventSQL, direct_dsn: str, monkeypatch: pytest.MonkeyPatch,
+    busy: Callable[[Connection], AbstractContextManager[None]],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(connections, "BUSY_SECONDS", 0.05)
+    with psycopg.connect(direct_dsn) as mine:
+        with busy(mine):
+            for publish in both_ways(platform):
+                with pytest.raises(ValidationError, match="middle of a statement"):
+                    publish(mine)
+        for publish in both_ways(platform):
+            publish(mine)
+    assert platform.transfer.run_once() == {"orders": 2}
+
+
+def test_a_statement_of_another_thread_on_the_connection_is_waited_for(
+    platform: EventSQL, direct_dsn: str, sessions: Sessions, until: Until, until_blocked: UntilBlocked
+) -> None:
+    holder, lock = sessions(), "SELECT pg_advisory_xact_lock(1)"
+    holder.execute(lock)
+    with psycopg.connect(direct_dsn) as mine, ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(mine.execute, lock)
+        until_blocked()
+        published = threads.submit(platform.publisher.publish, ONE, connection=mine)
+        until(published.running)
+        holder.rollback()
+        waiting.result()
+        published.result()
+    assert platform.transfer.run_once() == {"orders": 1}
 
 
 def test_a_connection_that_is_refused_has_begun_nothing(platform: EventSQL, another: str) -> None:
