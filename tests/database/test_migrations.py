@@ -115,7 +115,7 @@ def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, until: Until) -
         until(lambda: migrating.done() or session.execute(waits, [number]).rowcount)
         session.execute("SELECT pg_advisory_unlock_all()")
         migrating.result()
-        assert database.revision() == migrations.head()
+        assert database.revision() == migrations.HEAD
 
 
 def test_a_migration_that_fails_leaves_nothing_behind(fresh: str) -> None:
