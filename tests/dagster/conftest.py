@@ -13,7 +13,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
-from tests.conftest import Administrator
+from tests.conftest import TEMPLATE, Administrator
 
 EFFECTS = """
 CREATE TABLE effect (
@@ -197,10 +197,18 @@ def metadata() -> Callable[..., dict[str, Any]]:
 
 
 @pytest.fixture
-def shards(administrator: Administrator, instance: dg.DagsterInstance) -> Iterator[dict[str, Workbench]]:
+def shard_templates() -> tuple[str, ...]:
+    """The databases of which the shards are copies."""
+    return TEMPLATE, TEMPLATE
+
+
+@pytest.fixture
+def shards(
+    administrator: Administrator, instance: dg.DagsterInstance, shard_templates: tuple[str, ...]
+) -> Iterator[dict[str, Workbench]]:
     """Two databases as shards of one platform, with a workbench on each. Ticks and runs cover both shards."""
     with ExitStack() as stack:
-        dsns = [stack.enter_context(administrator.copied()) for _ in range(2)]
+        dsns = [stack.enter_context(administrator.copied(template=template)) for template in shard_templates]
         platform = stack.enter_context(EventSQL(*dsns, transfer=False)).open()
         for shard in platform.shards:
             with shard.database.connection() as connection:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from textwrap import dedent
 from threading import Barrier
 from typing import Any
@@ -26,6 +27,16 @@ from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
 from tests.waiting import PATIENCE, wait_until
+
+
+def prepare(platform: EventSQL) -> None:
+    """Make Dagster's tables."""
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory() as home:
+        patch.setenv(STORAGE_VARIABLE, "of another instance")
+        write_instance(Path(home), platform.database.dsn)
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare, fixture="home")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
-from eventsql_orchestration import Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import RunLimits, build_backfill, consumer_asset
@@ -24,6 +24,7 @@ from eventsql_orchestration.orchestration.backfills.windows import Plan, ReplayR
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.topics.positions import AtOffset, Earliest
+from tests.conftest import Prepared
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -37,10 +38,18 @@ ledger_backfill = build_backfill(ledger)
 JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
 
 
+def prepare(platform: EventSQL) -> None:
+    ledger.register(platform)
+
+
+@pytest.fixture
+def shard_templates(prepared: Prepared) -> tuple[str, ...]:
+    return prepared(prepare, databases=2)
+
+
 @pytest.fixture
 def backfills(shards: dict[str, Workbench]) -> Backfills:
     platform = shards[ONE].eventsql.platform
-    ledger.register(platform)
     for bench, count in zip(shards.values(), (3, 5), strict=True):
         bench.publish("orders", count, partition=0)
     return Backfills(shards_of(platform))

@@ -37,6 +37,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.orchestration.provenance import SHARD, claim_of, shard_of
 from eventsql_orchestration.orchestration.shards import shards_of as databases_of
+from tests.conftest import Prepared
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -51,12 +52,19 @@ wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="c
 )
 
 
+def prepare(platform: EventSQL) -> None:
+    for definition in (ledger, wide):
+        definition.register(platform)
+
+
+@pytest.fixture
+def shard_templates(prepared: Prepared) -> tuple[str, ...]:
+    return prepared(prepare, databases=2)
+
+
 @pytest.fixture
 def eventsql(shards: dict[str, Workbench]) -> EventSQLResource:
-    resource = shards[ONE].eventsql
-    for definition in (ledger, wide):
-        definition.register(resource.platform)
-    return resource
+    return shards[ONE].eventsql
 
 
 @pytest.fixture
