@@ -38,7 +38,7 @@ from eventsql_orchestration.errors import ConfigurationError, ShardSetError, Wro
 from eventsql_orchestration.orchestration.provenance import SHARD
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
-from tests.conftest import Administrator
+from tests.conftest import Administrator, Prepared
 from tests.dagster.conftest import EFFECTS, Workbench
 from tests.dagster.location import record
 from tests.dagster.test_shards import NOWHERE, ONE, ORDERS, OTHER, ledger
@@ -47,12 +47,21 @@ LETTERS = Topic(ORDERS.dead_letter_topic)
 KEYS = {shard_of_key(key, [ONE, OTHER]): key for key in "abcdefgh"}
 
 
+def prepare(platform: EventSQL) -> None:
+    ledger.register(platform)
+
+
+@pytest.fixture
+def shard_templates(
+    request: pytest.FixtureRequest, prepared: Prepared, shard_templates: tuple[str, ...]
+) -> tuple[str, ...]:
+    return prepared(prepare, databases=2) if "platform" in request.fixturenames else shard_templates
+
+
 @pytest.fixture
 def platform(shards: dict[str, Workbench]) -> EventSQL:
     """The platform over both shards, with the registered consumer."""
-    found = shards[ONE].eventsql.platform
-    ledger.register(found)
-    return found
+    return shards[ONE].eventsql.platform.open()
 
 
 @contextmanager
