@@ -177,8 +177,9 @@ class ClusterConsumers:
         once. `lease.lost` is set when the partition was taken over, and nothing can be committed any more.
 
         A handler that raises `ConsumptionError(event)` names the failed event, and the events before it are done.
-        After any other error, the events are handed over again, one at a time. The event that fails then is tried again
-        with backoff, up to the consumer's `max_attempts`. Otherwise as `start_batch`.
+        After any other error, or one in `lease.transaction()`, the events are handed over again, one at a time. The
+        event that fails then is tried again with backoff, up to the consumer's `max_attempts`. Otherwise as
+        `start_batch`.
         """
         return self._start(
             topic, consumer,

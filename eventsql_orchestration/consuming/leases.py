@@ -54,6 +54,8 @@ class Lease:
         self._events = events
         self._upto = upto
         self._committed = False
+        self.rolled_back = False
+        """Whether a `transaction` of the handler ended without its effects."""
 
     @property
     def committed(self) -> bool:
@@ -69,6 +71,7 @@ class Lease:
         """
         if self._committed:
             raise ValidationError("the offset is committed already: use one transaction for all events")
+        self.rolled_back = True
         with self._database.transaction() as connection, self._cancellation.connection(connection):
             self._claims.check(connection, self.claim)
             try:
@@ -77,7 +80,7 @@ class Lease:
                 # psycopg would take it for success, and the events would pass without their effects.
                 raise psycopg.ProgrammingError(ROLLED_BACK) from error
             claim = self._claims.commit(connection, self.claim, upto=self._upto, consumed=self._events)
-        self.claim, self._committed = claim, True
+        self.claim, self._committed, self.rolled_back = claim, True, False
 
     def commit(self) -> None:
         """Commit the offset, unless `transaction` did so together with effects. Raises `ClaimLostError`."""
@@ -133,8 +136,8 @@ class LeasedPolls:
     def _process(self, claim: Claim, lost: threading.Event, cancellation: Cancellation) -> BatchResult:
         """Hand the events of a claim over, and commit or release it.
 
-        If the handler fails without naming an event, the events are handed over again, one at a time. Raises the error
-        of a database that the handler cannot reach, or that is full.
+        If the handler fails without naming an event, or in a transaction with effects of earlier events, the events are
+        handed over again, one at a time. Raises the error of a database that the handler cannot reach, or that is full.
         """
         left = self.claims.read(claim)
         total = BatchResult(0, claim.position)
@@ -156,7 +159,9 @@ class LeasedPolls:
                     logger.warning("%s is committed, though its handler failed afterwards: %s", claim, describe(error))
                 else:
                     self._raise_if_blameless(error, claim)
-                    if (index := _failed(error, events)) is None:
+                    index = _failed(error, events)
+                    # The effects of the events before it were rolled back, too.
+                    if index is None or (index and lease.rolled_back):
                         logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
                         each = True
                         continue

@@ -307,6 +307,24 @@ def test_a_handler_names_the_event_that_failed_and_those_before_it_are_done(plat
     assert state(platform).consumed_events == 5
 
 
+def test_a_failed_event_that_is_named_in_the_transaction_takes_no_effects_of_earlier_events_along(
+    platform: EventSQL, until: Until
+) -> None:
+    ids = fill(platform, 5)
+    named = iter([True])
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        with lease.transaction() as connection:
+            write(events, connection)
+            if next(named, False):
+                raise ConsumptionError(events[2])
+
+    with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
+        until(lambda: state(platform).last_event_id == ids[-1])
+    assert effects(platform) == ids
+    assert state(platform).consumed_events == 5
+
+
 def test_a_lost_connection_costs_an_event_no_attempt(
     platform: EventSQL, until: Until, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
