@@ -703,13 +703,10 @@ class LogMachine(RuleBasedStateMachine):
         # What a filter takes has tests of its own: the function passes over events of which it takes none.
         consumers = [consumer for consumer in self.consumers if consumer.keys is None]
         consumer = consumers[place % len(consumers)]
-        name = (consumer.topic.name, consumer.name)
         with self.platform.database.connection() as connection:
-            connection.execute(
-                "UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_topic = %s AND eql_name = %s", name
-            )
             rows = connection.execute(
-                "SELECT claim, epoch, partition, id, value FROM eventsql.fetch(%s, %s, %s, 3600)", (*name, most)
+                "SELECT claim, epoch, partition, id, value FROM eventsql.fetch(%s, %s, %s, 3600)",
+                (consumer.topic.name, consumer.name, most),
             ).fetchall()
         if not self._has_ready(consumer):
             consumer.settle()
@@ -756,6 +753,8 @@ class LogMachine(RuleBasedStateMachine):
                 with connection.cursor() as cursor:
                     cursor.executemany(effect, done)
             connection.execute(statement.encode(), given)
+            # A failed event is due again at once, as in the library here.
+            connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_retry_at > now()")
         if ending != "release":
             self._handle(consumer, state, entries, poison)
 
