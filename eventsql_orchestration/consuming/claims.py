@@ -120,7 +120,10 @@ class Claims:
         return None if row is None else Claim.of_row(row)
 
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
-        """The latest claim of a partition, in any state; None if none is left."""
+        """The claim of a partition that reaches furthest, in any state; None if none is left.
+
+        After a seek back, this is a claim from before, until the consumer has passed that claim's end.
+        """
         key = ConsumerPartition(topic, consumer, partition)
         row = query_first(self._database, self._looks("last"), key.parameters(), prepare=False)
         return None if row is None else LastClaim(*row)
