@@ -215,6 +215,10 @@ class ShardError(EventSQLError):
         self.shard = shard
 
 
+class SingleShardError(ShardError):
+    """An attribute belongs to one database, and the platform has several: use that of one of `platform.shards`."""
+
+
 class ShardSetError(ShardError, ConfigurationError):
     """The databases that were named are not the shards of one set."""
 

@@ -25,6 +25,7 @@ from eventsql_orchestration.cli.output import (
 )
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
+from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.errors import EventSQLError, PartlySentError, QueueNotFoundError
 from eventsql_orchestration.queue import (
@@ -122,7 +123,10 @@ def describe(context: CliContext, name: QueueName, as_json: AsJson) -> None:
     if as_json:
         write_json(described)
     else:
-        show_fields({label.replace("_", " "): value for label, value in described.items()})
+        show_fields({
+            label.replace("_", " "): age(round(value, 1)) if isinstance(value, float) else value
+            for label, value in described.items()
+        })  # fmt: skip
 
 
 @command(queue)

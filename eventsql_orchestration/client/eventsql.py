@@ -26,7 +26,7 @@ from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.lag import ConsumerLag
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.database.notifications import Listener
-from eventsql_orchestration.errors import ShardError
+from eventsql_orchestration.errors import SingleShardError
 from eventsql_orchestration.publishing.buffer_limits import BufferOptions
 from eventsql_orchestration.shards.barriers import Barriers, HeldBack
 from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
@@ -37,10 +37,6 @@ from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
-
-
-class SingleShardError(ShardError):
-    """An attribute belongs to one database, and the platform has several: use that of one of `platform.shards`."""
 
 
 @dataclass(frozen=True, slots=True)

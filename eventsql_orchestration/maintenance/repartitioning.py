@@ -135,9 +135,13 @@ class Repartitioner:
                 legacy_writer_trigger.hold(driver, schema, topic)
             drain(driver, schema, [(topic, current.partitions, current.layout)])
             after = segments.newest_id(driver, schema, topic)
-            changed = {"topic": topic, "layout": current.layout + 1, "partitions": partitions, "after": after}
+            changed = {
+                "topic": topic, "layout": current.layout + 1, "partitions": partitions, "after": after, "since": None
+            }  # fmt: skip
             if not layouts(driver, schema, topic):
-                first = {"layout": current.layout, "partitions": current.partitions, "after": 0}
+                first = {
+                    "layout": current.layout, "partitions": current.partitions, "after": 0, "since": current.created_at
+                }  # fmt: skip
                 driver.execute(self._layouts("add_layout"), {**changed, **first})
             for statement in ("add_layout", "lay_out", "hold_all"):
                 driver.execute(self._layouts(statement), changed)

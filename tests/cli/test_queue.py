@@ -39,6 +39,8 @@ def test_a_queue_is_created_filled_looked_at_and_emptied(run: Run) -> None:
     assert (described["ordered"], described["dead_letters"], described["visible"], described["blocked"]) == (
         True, "jobs_dead", 1, 2,
     )  # fmt: skip
+    lines = run("queue", "describe", "jobs").stdout.splitlines()
+    assert [line.split()[1:] for line in lines if line.startswith("retention")] == [["7", "d"]]
     assert [each["body"] for each in shown(run, "queue", "peek", "jobs")] == ["first", "second", "third"]  # type: ignore[attr-defined]
     received = shown(run, "queue", "receive", "jobs", "--acknowledge")
     assert [each["body"] for each in received] == ["first"]  # type: ignore[attr-defined]

@@ -191,6 +191,13 @@ def test_a_claim_of_before_the_change_is_consumed_by_whoever_has_it(platform: Ev
     assert partitions(platform) == [0, 1]
 
 
+def test_the_first_layout_holds_since_the_topic_was_made(platform: EventSQL, orders: Orders) -> None:
+    orders.publish()
+    platform.repartitioner.repartition("orders", 5)
+    first, second = platform.layouts.of("orders")
+    assert first.created_at == platform.registry.topic("orders").created_at < second.created_at
+
+
 def test_changes_follow_each_other_before_consumers_have_come_to_the_first(platform: EventSQL, orders: Orders) -> None:
     for number in (5, 2, 4, 1, 6):
         orders.publish(60)

@@ -8,11 +8,10 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.client import admin, buffered, consumers, dead_letters, publisher, registry
-from eventsql_orchestration.client.eventsql import SingleShardError
 from eventsql_orchestration.consuming.consumers import Consumers
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.worker_pool import Consumption
-from eventsql_orchestration.errors import ConfigurationError, EventSQLError
+from eventsql_orchestration.errors import ConfigurationError, EventSQLError, SingleShardError
 from eventsql_orchestration.maintenance.repartitioning import Repartitioner
 from eventsql_orchestration.maintenance.retention import Retainer
 from eventsql_orchestration.maintenance.seek import Seeker

@@ -60,9 +60,9 @@ WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 UPDATE {schema}.consumer SET eql_until = %(until)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = -1 IS NOT TRUE;
 
--- add_layout -- Note that a topic has so many partitions after an offset.
-INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after)
-VALUES (%(topic)s, %(layout)s, %(partitions)s, %(after)s)
+-- add_layout -- Note that a topic has so many partitions after an offset, since a time or from now on.
+INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after, eql_created_at)
+VALUES (%(topic)s, %(layout)s, %(partitions)s, %(after)s, coalesce(%(since)s, now()))
 ON CONFLICT DO NOTHING;
 
 -- lay_out -- Make a layout the definition of the topic.
