@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from eventsql_orchestration.client.buffered import AsyncPublisher, BufferedPublisher
     from eventsql_orchestration.client.eventsql import EventSQL
     from eventsql_orchestration.consuming.claims import Claim
+    from eventsql_orchestration.consuming.dead_letter_values import (
+        DeadLetter,
+        DeadLetterCause,
+        LetterFilter,
+        dead_letter,
+    )
     from eventsql_orchestration.consuming.lag_values import ConsumerLag
     from eventsql_orchestration.consuming.snapshot_reader import Checkpoint, SnapshotReader
     from eventsql_orchestration.database import Connection, Database
@@ -25,8 +31,9 @@ if TYPE_CHECKING:
 __all__ = [
     "EVERY_EVENT", "NOT_PARTITIONED", "Acknowledgement", "AsyncPublisher", "AtOffset", "AtTime", "Back",
     "BufferedPublisher", "Checkpoint", "Claim", "Connection", "Consumer", "ConsumerLag", "ConsumerState", "Database",
-    "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "OffsetRange", "Placement", "Publication", "Retention",
-    "Shard", "ShiftBy", "SnapshotReader", "Topic",
+    "DeadLetter", "DeadLetterCause", "Earliest", "Event", "EventFilter", "EventSQL", "Latest", "LetterFilter",
+    "OffsetRange", "Placement", "Publication", "Retention", "Shard", "ShiftBy", "SnapshotReader", "Topic",
+    "dead_letter",
 ]  # fmt: skip
 
 # Each of Spark's Python workers imports this package, and SQLAlchemy would make that six times as long.
@@ -36,6 +43,7 @@ __getattr__ = on_first_use(
         ".client.buffered": ("AsyncPublisher", "BufferedPublisher"),
         ".client.eventsql": ("EventSQL",),
         ".consuming.claims": ("Claim",),
+        ".consuming.dead_letter_values": ("DeadLetter", "DeadLetterCause", "LetterFilter", "dead_letter"),
         ".consuming.lag_values": ("ConsumerLag",),
         ".consuming.snapshot_reader": ("Checkpoint", "SnapshotReader"),
         ".database": ("Connection", "Database"),

@@ -64,7 +64,8 @@ EXAMPLES = int(os.environ.get("EVENTSQL_FUZZ_EXAMPLES", "3"))
 NOON = datetime(2024, 11, 20, 12, tzinfo=UTC)
 
 RESULTS = {
-    "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "Event",
+    "Acknowledgement", "AsyncPublisher", "BufferedPublisher", "Claim", "ConsumerLag", "ConsumerState", "DeadLetter",
+    "DeadLetterCause", "Event",
     "ArchivedMessage", "Capture", "LogFollower", "LogLine", "Measure", "Message", "PeekedMessage", "Placement",
     "QueueDefinition",
     "QueueDepth", "QueueStatistics",
@@ -88,6 +89,7 @@ EXEMPT = {
     "Acknowledgement.finish": "only the publisher calls it, for each event",
     "Aggregate.apply": "the code of users",
     "Claim.of_row": "only the platform calls it, with a row of its own",
+    "DeadLetterCause.of": "only the platform calls it, with the error of a handler",
 }
 
 WORDS: Mapping[str, str] = {

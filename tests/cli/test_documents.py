@@ -54,7 +54,7 @@ def test_the_example_of_a_service_publishes_and_consumes_each_event_once(dsn: st
 def test_the_outboxes_of_the_guide_for_services_publish_each_order_and_its_consumer_gets_each(
     dsn: str, platform: EventSQL
 ) -> None:
-    outboxes, consumer = examples(REPOSITORY / "docs" / "services.md")
+    outboxes, consumer, *_ = examples(REPOSITORY / "docs" / "services.md")
     play(outboxes, localhost=dsn)
     platform.transfer.run_once()
     assert sorted(event.key or "" for event in platform.reader.read("order_placed")) == ["1", "2", "3"]
@@ -64,6 +64,44 @@ def test_the_outboxes_of_the_guide_for_services_publish_each_order_and_its_consu
     play(consumer, localhost=dsn)
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM mail ORDER BY 1").fetchall() == [("1",), ("2",), ("3",)]
+
+
+def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_that_began_at_the_end(
+    dsn: str, platform: EventSQL, capsys: pytest.CaptureFixture[str]
+) -> None:
+    platform.registry.register_topic(Topic("order_placed", 1))
+    for kind in ("return", "sale"):
+        platform.publisher.publish(Publication("order_placed", kind.encode(), metadata={"kind": kind}))
+    platform.transfer.run_once()
+    play(examples(REPOSITORY / "docs" / "services.md")[2], localhost=dsn)
+    assert capsys.readouterr().out == "0 2 0 2 0\n"
+
+    seen: list[bytes | None] = []
+    platform.consumers.consume_once("order_placed", "returns", lambda events, _: seen.extend(e.value for e in events))
+    assert seen == [b"return"]
+
+
+def test_the_example_of_dead_letters_shapes_them_and_redrives_them(
+    dsn: str, platform: EventSQL, capsys: pytest.CaptureFixture[str]
+) -> None:
+    platform.registry.register_topic(Topic("order_placed")).register_topic(Topic("order_placed_dlt"))
+    platform.registry.register_consumer(Consumer("order_placed", "mailer"), max_attempts=1)
+    platform.publisher.publish(Publication("order_placed", b"", key="7"))
+    platform.transfer.run_once()
+
+    def fail(*_: object) -> None:
+        raise ValueError("no address")
+
+    example = examples(REPOSITORY / "docs" / "services.md")[3]
+    shape = play(example, localhost=dsn)["with_team"]
+    platform.dead_letters.configure(shape)
+    platform.consumers.consume_once("order_placed", "mailer", fail)
+    platform.transfer.run_once()
+    [letter] = platform.dead_letters.list("order_placed")
+    assert letter.metadata["team"] == "shop"
+
+    assert play(example, localhost=dsn)["redriven"] == 1
+    assert capsys.readouterr().out == f"{letter.id} 7 no address\n"
 
 
 def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
