@@ -276,9 +276,10 @@ class Database:
         """The error of this package for a driver's error. A statement of this package on `connection` caused it."""
         if isinstance(error, psycopg.errors.InsufficientPrivilege):
             role, prefix = self._role_names()
+            held = frozenset[str]() if self._role is None else self._role.kinds
             if connection is not None and not connection.closed and connection.info.user != self.url.username:
-                role = connection.info.user
-            return permission_error(describe(error), str(self), role, prefix)
+                role, held = connection.info.user, frozenset()
+            return permission_error(describe(error), str(self), role, prefix, held)
         return translate_own(error, str(self), self.schema)
 
     def ensure_schema(self) -> None:

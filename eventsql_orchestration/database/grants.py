@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Final
@@ -320,11 +320,13 @@ def rights_on_log(role: Role, log: Log, letters: str) -> Iterator[sql.Composed]:
         )
 
 
-def permission_error(detail: str, where: str, role: str | None, prefix: str | None) -> PermissionDeniedError:
+def permission_error(
+    detail: str, where: str, role: str | None, prefix: str | None, held: Collection[str] = ()
+) -> PermissionDeniedError:
     """The error for a right that the current role lacks. `detail` is the server's message.
 
     `role` is the current role, as far as it is known. `prefix` begins the names of this installation's roles; None
-    if it has no roles.
+    if it has no roles. The kinds in `held` do not give the right: the role has them already.
     """
     found = _OBJECT.search(detail)
     kind, name = (found["kind"], found["name"]) if found is not None else ("", None)
@@ -339,6 +341,7 @@ def permission_error(detail: str, where: str, role: str | None, prefix: str | No
         advice = ", or ".join(
             f"`GRANT {prefix or DEFAULT_PREFIX}_{each} TO {to}`" + (f", which {does}" if does else "")
             for each, does in _needed(kind, name, detail)
+            if each == ADMIN or each not in held
         )
     if not prefix:
         advice += "; `eventsql roles create` makes these roles"

@@ -7,7 +7,7 @@ from typing import Final, Self
 
 from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.connections import Connection
-from eventsql_orchestration.database.grants import ADMIN, TRIGGER
+from eventsql_orchestration.database.grants import ADMIN, KINDS, TRIGGER
 from eventsql_orchestration.database.queries import Queries
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
@@ -17,22 +17,26 @@ schema: two transactions that grant rights on one table get in each other's way.
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentRole:
-    """A role of the server. `prefix` begins the names of the installation's roles; None where it has no roles."""
+    """A role of the server. `prefix` begins the names of the installation's roles; None where it has no roles.
+
+    `kinds` are the kinds of those roles for all topics whose rights it has.
+    """
 
     name: str
     prefix: str | None
     may_transfer: bool
+    kinds: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, connection: Connection, schema: str) -> Self:
         """The role of a connection, with its rights in a schema, which need not exist."""
-        values = {"schema": schema, "trigger": TRIGGER}
+        admin = f"_{ADMIN}"
+        values = {"schema": schema, "trigger": TRIGGER, "kinds": list(KINDS), "admin": f"{admin}$"}
         row = connection.execute(Queries("sessions", schema)("role"), values).fetchone()
         assert row is not None, "a left join gives a row"
-        name, owner, may_transfer = row
-        admin = f"_{ADMIN}"
+        name, owner, may_transfer, kinds = row
         prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
-        return cls(name=name, prefix=prefix, may_transfer=bool(may_transfer))
+        return cls(name=name, prefix=prefix, may_transfer=bool(may_transfer), kinds=frozenset(kinds))
 
 
 def revision_of(connection: Connection, schema: str) -> str | None:

@@ -410,6 +410,13 @@ def test_a_refusal_in_another_language_does_not_call_for_the_admins_rights(said:
     assert all(kind in advice for kind in grants.KINDS)
 
 
+def test_a_refusal_names_no_role_that_the_login_has(as_: As, prefix: str) -> None:
+    with pytest.raises(PermissionDeniedError) as raised:
+        as_("reader").registry.register_topic(Topic("refunds"))
+    assert f"`GRANT {prefix}_reader TO" not in str(raised.value)
+    assert f"`GRANT {prefix}_admin TO" in str(raised.value)
+
+
 def test_a_role_without_any_right_learns_which_it_lacks(as_: As, prefix: str) -> None:
     with pytest.raises(PermissionDeniedError) as raised:
         as_().open()

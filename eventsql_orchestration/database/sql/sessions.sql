@@ -34,9 +34,14 @@ SELECT to_regclass(%(table)s) IS NOT NULL;
 -- revision -- The revision of a schema.
 SELECT version_num FROM {schema}.schema_version;
 
--- role -- The current role, the owner of the buffer if the installation has roles, and whether the current role may take
--- events out of the buffer.
-SELECT current_user, buffer.owner, has_table_privilege(buffer.oid, 'DELETE')
+-- role -- The current role, the owner of the buffer if the installation has roles, whether the current role may take
+-- events out of the buffer, and the kinds of the installation's roles for all topics whose rights it has.
+SELECT current_user, buffer.owner, has_table_privilege(buffer.oid, 'DELETE'), ARRAY(
+    SELECT each.kind
+    FROM unnest(%(kinds)s::text[]) AS each (kind)
+    JOIN pg_roles r ON r.rolname = regexp_replace(buffer.owner::text, %(admin)s, '_' || each.kind)
+    WHERE pg_has_role(r.oid, 'USAGE')
+)
 FROM (SELECT) one LEFT JOIN (
     SELECT c.oid, (
         SELECT pg_get_userbyid(c.relowner) FROM pg_trigger t WHERE t.tgrelid = c.oid AND t.tgname = %(trigger)s
