@@ -195,7 +195,9 @@ def test_the_first_layout_holds_since_the_topic_was_made(platform: EventSQL, ord
     orders.publish()
     platform.repartitioner.repartition("orders", 5)
     first, second = platform.layouts.of("orders")
-    assert first.created_at == platform.registry.topic("orders").created_at < second.created_at
+    made = platform.registry.topic("orders").created_at
+    assert made is not None
+    assert first.created_at == made < second.created_at
 
 
 def test_changes_follow_each_other_before_consumers_have_come_to_the_first(platform: EventSQL, orders: Orders) -> None:
