@@ -24,7 +24,7 @@ import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
 import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pyarrow.compute as pc  # type: ignore[import-untyped]  # it has no types
-from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error
+from adbc_driver_manager import AdbcConnection, AdbcDatabase, AdbcStatement, Error, ProgrammingError
 from psycopg import conninfo
 
 from eventsql_orchestration.errors import ConfigurationError, DatabaseError, DatabaseUnavailableError, DataLossError
@@ -112,12 +112,15 @@ class RefusedError(Exception):
     """A query failed among its rows, and the server still answers. The SQLSTATE is not known."""
 
 
+class CutOffError(Exception):
+    """The connection was lost among the rows of a query."""
+
+
 class CopyConnection:
     """A connection in a transaction. Close it, or use it as a context manager.
 
     Raises `adbc_driver_manager.Error` or `psycopg.Error`, with the server's `sqlstate` if there is one, and
-    `ConfigurationError` as `_confined`. Among the rows of a query it raises `RefusedError`, or pyarrow's error if the
-    connection is gone.
+    `ConfigurationError` as `_confined`. Among the rows of a query it raises `RefusedError` or `CutOffError`.
     """
 
     def __init__(self, dsn: str) -> None:
@@ -155,7 +158,7 @@ class CopyConnection:
             try:
                 self._connection.rollback()
             except Error:
-                raise error from None
+                raise CutOffError(str(error)) from error
             raise RefusedError(str(error)) from error
 
     def commit(self) -> None:
@@ -331,18 +334,21 @@ def _unicode(text: str) -> str:
 
 @contextmanager
 def read_errors(source: Source, what: object) -> Iterator[None]:
-    """Raise the errors of a read of `what` as errors of this package."""
+    """Raise the database's errors of a read of `what` as errors of this package."""
     try:
         yield
-    except (Error, psycopg.Error, RefusedError, pa.ArrowException, OSError) as error:
+    except (Error, psycopg.Error, RefusedError, CutOffError) as error:
         raise translate(error, source, f"{what} could not be read") from error
 
 
 def translate(error: Exception, source: Source, what: str) -> DatabaseError:
-    """An error of ADBC, Arrow or psycopg as an error of this package."""
+    """An error of ADBC or psycopg as an error of this package."""
     state = getattr(error, "sqlstate", None)
     said = str(error).strip()
     detail = next((line.strip() for line in said.splitlines() if line.strip()), type(error).__name__)
+    if state is None and isinstance(error, ProgrammingError | psycopg.ProgrammingError):
+        # The driver itself raised it. For example, ADBC's library is missing on this machine.
+        return DatabaseError(f"{what}: {detail}")
     if not isinstance(error, RefusedError) and (state is None or state.startswith(("08", "57P", "53"))):
         return DatabaseUnavailableError(f"{what}: {source.label} cannot be reached, or went away: {detail}")
     if state == "42501":

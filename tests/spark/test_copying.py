@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import adbc_driver_postgresql  # type: ignore[import-untyped]  # it has no types
 import psycopg
-import pyarrow as pa  # type: ignore[import-untyped]  # it has no types
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.model import NOT_PARTITIONED, OffsetRange
-from eventsql_orchestration.spark.adbc import CopyConnection, Piece, Projection, RefusedError, read_batches
+from eventsql_orchestration.spark.adbc import CopyConnection, CutOffError, Piece, Projection, RefusedError, read_batches
 from eventsql_orchestration.spark.options import Source
 from tests.waiting import wait_until
 
@@ -36,7 +36,7 @@ def test_a_connection_that_is_ended_among_the_rows_is_no_refusal(dsn: str) -> No
             "WHERE datname = current_database() AND query LIKE 'COPY%' AND pid <> pg_backend_pid()"
         ).fetchall()
         assert ended == [(True,)]
-        with pytest.raises((pa.ArrowException, OSError)):
+        with pytest.raises(CutOffError):
             list(batches)
 
 
@@ -51,16 +51,40 @@ def test_a_statement_that_cannot_be_closed_keeps_no_connection_open(dsn: str) ->
         wait_until(lambda: not administrator.execute(others).fetchall(), "the connection is closed")
 
 
-def test_a_read_that_the_server_refuses_among_the_rows_is_not_said_to_have_lost_it(
-    platform: EventSQL, dsn: str
-) -> None:
+RANGE = OffsetRange("orders", NOT_PARTITIONED, 0, 20)
+
+
+@pytest.fixture
+def source(platform: EventSQL, dsn: str) -> Source:
+    """A database whose topic has the events of `RANGE`."""
     platform.registry.register_topic(Topic("orders"))
     platform.publisher.publish_all(Publication("orders", b"value") for _ in range(20))
     platform.transfer.run_once()
-    offsets = OffsetRange("orders", NOT_PARTITIONED, 0, 20)
-    piece = Piece(offsets, "orders_event", 1, rows=["100 / (eql_id - 10) IS NOT NULL"])
+    return Source(dsn, "eventsql", "the database")
+
+
+def test_a_read_that_the_server_refuses_among_the_rows_is_not_said_to_have_lost_it(source: Source) -> None:
+    piece = Piece(RANGE, "orders_event", 1, rows=["100 / (eql_id - 10) IS NOT NULL"])
     with pytest.raises(
         DatabaseError, match=r"orders\(0, 20\] could not be read: the .* refused: .*division"
     ) as failure:
-        list(read_batches(Source(dsn, "eventsql", "the database"), [piece], Projection(["offset"])))
+        list(read_batches(source, [piece], Projection(["offset"])))
     assert not isinstance(failure.value, DatabaseUnavailableError)
+
+
+def test_a_driver_whose_library_is_missing_is_not_said_to_have_lost_the_server(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adbc_driver_postgresql, "_driver_path", lambda: "/no/such/library.so")
+    with pytest.raises(DatabaseError) as failure:
+        list(read_batches(source, [Piece(RANGE, "orders_event", 1)], Projection(["offset"])))
+    assert not isinstance(failure.value, DatabaseUnavailableError)
+
+
+def test_an_error_of_this_machine_in_a_read_stays_as_it_is(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decode(*_: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("eventsql_orchestration.spark.adbc._events", decode)
+    with pytest.raises(OSError, match="Too many open files"):
+        list(read_batches(source, [Piece(RANGE, "orders_event", 1)], Projection(["offset"])))
