@@ -20,7 +20,7 @@ from typing import Any, Final
 import click
 
 LAST_COMMIT: Final = "last commit"
-"""In the metadata of an asset: the commit up to which its history is published."""
+"""In the metadata of an event and of an asset: the commit up to which the history is published."""
 
 _COMMIT = "\x01"
 

@@ -11,6 +11,7 @@ from dagster_pyspark import LazyPySparkResource
 from assets.churn import sums, verification
 from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
 from assets.churn.git_history import LAST_COMMIT, new_changes
+from assets.churn.published import last_commit
 from assets.range_sums import SPARK_LIMITS, check_result, publish_sums
 from eventsql_orchestration import Claim, Connection, Event
 from eventsql_orchestration.dagster import (
@@ -44,8 +45,8 @@ class HistoryConfig(dg.Config):
 def file_changes(
     context: dg.AssetExecutionContext, config: HistoryConfig, eventsql: EventSQLResource
 ) -> dg.MaterializeResult[None]:
-    """Publish the file changes of the commits that came since the last time. A retried run publishes them once."""
-    last = _last_commit(context)
+    """Publish the file changes of the commits that came since the last time, each commit once."""
+    last = last_commit(eventsql.platform)
     try:
         changes = new_changes(Path(config.repository), since=last, limit=config.commits)
     except ValueError as error:
@@ -53,20 +54,18 @@ def file_changes(
             raise dg.Failure(str(error), allow_retries=False) from error
         context.log.warning("there are no file changes to publish: %s", error)
         changes = []
-    events = ({"key": change["path"], "value": json.dumps(change, ensure_ascii=False).encode()} for change in changes)
+    events = (
+        {
+            "key": change["path"],
+            "value": json.dumps(change, ensure_ascii=False).encode(),
+            "metadata": {LAST_COMMIT: changes[-1]["commit"]},
+        }
+        for change in changes
+    )
+    # A run that is executed again publishes nothing: new commits come with the next run.
     published = publish_events(context, events, eventsql=eventsql, topic=FILE_CHANGES.name)
-    if changes:
-        last = changes[-1]["commit"]
+    last = last_commit(eventsql.platform)
     return dg.MaterializeResult(metadata={**published, **({} if last is None else {LAST_COMMIT: last})})
-
-
-def _last_commit(context: dg.AssetExecutionContext) -> str | None:
-    """The commit up to which this asset has published, which its last materialization names."""
-    latest = context.instance.get_latest_materialization_event(context.asset_key)
-    materialization = None if latest is None else latest.asset_materialization
-    if materialization is None or LAST_COMMIT not in materialization.metadata:
-        return None
-    return str(materialization.metadata[LAST_COMMIT].value)
 
 
 @range_asset(

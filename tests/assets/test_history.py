@@ -12,7 +12,7 @@ import pytest
 from assets.churn.effects import FILE_CHANGES
 from assets.churn.git_history import LAST_COMMIT
 from assets.churn.pipeline import file_changes
-from eventsql_orchestration import EventSQL
+from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import PUBLISHED_EVENTS, EventSQLResource
 
 KEY = file_changes.key.to_python_identifier()
@@ -66,6 +66,20 @@ def test_a_commit_is_published_once_whatever_rounds_without_commits_lie_between(
     assert published == [1, 0, 1, 0]
     assert last[0] == last[1] != last[2] == last[3]
     assert [event.key for event in platform.reader.read(FILE_CHANGES.name)] == ["first", "second"]
+
+
+def test_a_round_that_was_killed_before_it_reported_is_not_published_again(
+    instance: dg.DagsterInstance, platform: EventSQL, dsn: str, repository: Path
+) -> None:
+    platform.registry.register_topic(FILE_CHANGES)
+    for name in ("first", "second"):
+        commit(repository, name)
+        assert round_of(instance, dsn, str(repository)).success
+        instance.wipe_assets([file_changes.key])
+        # Events of others do not say how far the history is published.
+        platform.publisher.publish(Publication(FILE_CHANGES.name, b"{}", key="other"))
+    keys = [event.key for event in platform.reader.read(FILE_CHANGES.name)]
+    assert [key for key in keys if key != "other"] == ["first", "second"]
 
 
 def test_a_repository_that_is_named_and_has_no_history_fails_the_round(

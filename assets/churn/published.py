@@ -1,0 +1,38 @@
+"""How far the history of a repository is published, by the log itself.
+
+A run that is killed has published all of its events or none, and may not have reported them.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import datetime
+from typing import Final
+
+from assets.churn.effects import FILE_CHANGES
+from assets.churn.git_history import LAST_COMMIT
+from eventsql_orchestration import EventSQL, Shard
+
+_WINDOW: Final = 1_000
+"""Offsets that are read at once, from the end of the log on."""
+
+
+def last_commit(platform: EventSQL) -> str | None:
+    """The commit up to which the history is published: the newest event with it in its metadata names it."""
+    newest = [found for shard in platform.shards if (found := _newest(shard)) is not None]
+    return max(newest)[1] if newest else None
+
+
+def _newest(shard: Shard) -> tuple[datetime, str] | None:
+    topic = FILE_CHANGES.name
+    while topic in shard.buffered():
+        if not shard.transfer.run_once([topic]):
+            time.sleep(0.1)
+    upto = shard.reader.end(topic)
+    while upto > 0:
+        after = max(0, upto - _WINDOW)
+        for event in reversed(shard.reader.read(topic, after=after, upto=upto)):
+            if (commit := event.metadata.get(LAST_COMMIT)) is not None:
+                return event.buffered_at, commit
+        upto = after
+    return None
