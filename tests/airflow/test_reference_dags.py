@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 import pytest
 from airflow.sdk import task
+
+from assets.churn.effects import FILE_CHANGES
+from eventsql_orchestration import EventSQL
+from tests.airflow.conftest import context_of
 
 ROOT = Path(__file__).parents[2]
 DAGS = sorted((ROOT / "deploy" / "airflow" / "dags").glob("*.py"))
@@ -60,3 +65,32 @@ def test_the_code_of_the_document_runs() -> None:
         decorated = task.eventsql_consume(topic="rides", consumer="billing")(names["bill"])
     assert callable(decorated)
     assert names["claims_asset"]("rides", "billing").watchers[0].trigger.topic == "rides"
+
+
+def test_each_commit_is_published_once_whenever_a_task_is_killed(
+    connected: EventSQL, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected.registry.register_topic(FILE_CHANGES)
+
+    def commit(name: str) -> None:
+        (tmp_path / name).write_text("a line\n")
+        author = ["-c", "user.name=someone", "-c", "user.email=someone@example.com", "-c", "commit.gpgsign=false"]
+        for command in (["init", "--quiet"], ["add", name], [*author, "commit", "--quiet", "--message", name]):
+            subprocess.run(["git", "-C", str(tmp_path), *command], check=True)
+
+    publish = runpy.run_path(str(ROOT / "deploy" / "airflow" / "dags" / "churn.py"))["file_changes"].function
+
+    def tried(run: str) -> Any:
+        """A try of the task in a run. It has published when it gives its first report."""
+        monkeypatch.setitem(publish.__globals__, "get_current_context", lambda: context_of("file_changes", run_id=run))
+        return next(publish(params={"repository": str(tmp_path), "commits": 50}), None)
+
+    commit("first")
+    assert tried("one").extra["events"] == 1
+    # Airflow has stored no report of the run: its task was killed.
+    assert tried("two") is None
+    commit("second")
+    assert tried("one").extra["repeated"]
+    assert tried("three").extra["events"] == 1
+    assert tried("four") is None
+    assert [event.key for event in connected.reader.read(FILE_CHANGES.name)] == ["first", "second"]

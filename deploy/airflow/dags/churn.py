@@ -11,6 +11,7 @@ from airflow.sdk import DAG, Metadata, Param, get_current_context, task
 
 from assets.churn.effects import DIRECTORY_CHURN, FILE_CHANGES, add_churn
 from assets.churn.git_history import LAST_COMMIT, new_changes
+from assets.churn.published import last_commit
 from eventsql_orchestration import Publication
 from eventsql_orchestration.airflow import (
     EventSQLHook,
@@ -27,34 +28,26 @@ with DAG(
     params={"repository": ".", "commits": Param(50, type="integer", minimum=1)},
 ):  # fmt: skip
 
-    @task(inlets=[CHANGES], outlets=[CHANGES])
-    def file_changes(
-        params: Mapping[str, Any] | None = None, inlet_events: Mapping[Any, Any] | None = None
-    ) -> Iterator[Metadata]:
-        """Publish the file changes of the commits that came since the last time."""
+    @task(outlets=[CHANGES])
+    def file_changes(params: Mapping[str, Any] | None = None) -> Iterator[Metadata]:
+        """Publish the file changes of the commits that came since the last time, each commit once."""
         assert params is not None, "Airflow gives the parameters"
-        assert inlet_events is not None, "and the events of the inlets"
-        changes = new_changes(Path(params["repository"]), since=_last_commit(inlet_events), limit=params["commits"])
-        if not changes:
-            return
-        publications = [
-            Publication(FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"])
-            for change in changes
-        ]
         with EventSQLHook() as hook:
+            since = last_commit(hook.platform)
+            changes = new_changes(Path(params["repository"]), since=since, limit=params["commits"])
+            publications = [
+                Publication(
+                    FILE_CHANGES.name, json.dumps(change, ensure_ascii=False).encode(), key=change["path"],
+                    metadata={LAST_COMMIT: changes[-1]["commit"]},
+                )
+                for change in changes
+            ]  # fmt: skip
+            # A second try publishes nothing: new commits come with the next run.
             published = publish_output(get_current_context(), publications, topic=FILE_CHANGES.name, eventsql=hook)
-        yield Metadata(CHANGES, {**published, LAST_COMMIT: changes[-1]["commit"]})
+        if published["events"]:
+            yield Metadata(CHANGES, published)
 
     file_changes()
-
-
-def _last_commit(inlet_events: Mapping[Any, Any]) -> str | None:
-    """The commit up to which the task has published: the topic's newest asset event that names one has it."""
-    for event in reversed(inlet_events[CHANGES]):
-        if LAST_COMMIT in event.extra:
-            return str(event.extra[LAST_COMMIT])
-    return None
-
 
 with DAG(
     "directory_churn_table", schedule=[claims_asset(DIRECTORY_CHURN.name, "directory_churn_table", max_wait=2.0)],
