@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.launcher import BackfillJob, Ended
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
+
+logger = logging.getLogger(__name__)
 
 UNDER_WAY: Final = ("queued", "running")
 
@@ -74,6 +77,7 @@ class AirflowRuns:
         self._api = AirflowApi(url)
         self._dag = dag
         self._dag_of: dict[str, str] = {}
+        self._paused: set[str] = set()
 
     def job(self, topic: str, consumer: str) -> AirflowJob:
         dag = self._dag or self._scheduled_by(topic, consumer)
@@ -108,8 +112,11 @@ class AirflowRuns:
         health = self._api.ask("GET", "/monitor/health")
         if (health.get("scheduler") or {}).get("status") != "healthy":
             raise LocalAirflowError(f"the scheduler of {self._api.url} does not run: start it, or runs would wait")
-        if self._api.ask("GET", f"/dags/{quote(job.name, safe='')}")["is_paused"]:
+        if self._is_paused(job.name):
             raise LocalAirflowError(f"DAG {job.name} is paused, and its runs would wait: unpause it")
+
+    def _is_paused(self, dag: str) -> bool:
+        return bool(self._api.ask("GET", f"/dags/{quote(dag, safe='')}")["is_paused"])
 
     def prepare(self, job: AirflowJob, keys: Sequence[str]) -> None:
         """Does nothing: a run has its window in its configuration."""
@@ -150,6 +157,7 @@ class AirflowRuns:
 
     def ended(self, runs: Iterable[str]) -> dict[str, Ended]:
         ended = {}
+        waiting = set()
         for run in runs:
             dag = self._dag_of[run]
             try:
@@ -161,7 +169,17 @@ class AirflowRuns:
             if state not in UNDER_WAY:
                 page = f"{self._api.url}/dags/{quote(dag, safe='')}/runs/{quote(run, safe='')}"
                 ended[run] = Ended(state == "success", f"its run is {state}: see {page}")
+            else:
+                waiting.add(dag)
+        self._tell_paused(waiting)
         return ended
+
+    def _tell_paused(self, dags: Iterable[str]) -> None:
+        """Log a warning for each DAG that was paused since the last call: its runs wait."""
+        paused = {dag for dag in dags if self._is_paused(dag)}
+        for dag in sorted(paused - self._paused):
+            logger.warning("DAG %s is paused, and its runs wait: unpause it", dag)
+        self._paused = paused
 
     def close(self) -> None:
         """Nothing is open."""

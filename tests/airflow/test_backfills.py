@@ -226,6 +226,21 @@ def test_runs_of_another_command_are_found_by_their_configuration(url: str, fake
     assert "deleted" in runs.ended(["run-2"])["run-2"].why
 
 
+def test_a_dag_that_is_paused_while_its_runs_wait_is_told_once(
+    url: str, fake: FakeAirflow, caplog: pytest.LogCaptureFixture
+) -> None:
+    conf = ReplayRequest("rides", "billing", "one:0-3").conf()
+    fake.runs = [{"dag_run_id": "run-1", "state": "queued", "conf": conf}]
+    runs = AirflowRuns(url)
+    runs.under_way(JOB, "one")
+    for paused, told in ((False, 0), (True, 1), (True, 1), (False, 1), (True, 2)):
+        fake.dags["billing"]["is_paused"] = paused
+        assert runs.ended(["run-1"]) == {}
+        assert len(caplog.records) == told
+    fake.runs[0]["state"] = "success"
+    assert runs.ended(["run-1"])["run-1"].succeeded
+
+
 def test_a_refused_run_is_an_error_of_ours(url: str) -> None:
     with pytest.raises(RunFailedError, match="could not be run"):
         AirflowRuns(url).launch(AirflowJob("gone", (), "rides", "billing"), "one", "one:0-3")
