@@ -16,7 +16,7 @@ from prometheus_client import REGISTRY
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
-from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions
+from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions, topic_key
 from eventsql_orchestration.queue import QueueDepth
 from tests.shards.conftest import Databases, databases
 from tests.views.conftest import SKETCHES
@@ -39,7 +39,7 @@ def play(code: str, **urls: str) -> dict[str, Any]:
         assert code.count(f"@{shown}/app") == 1
         code = re.sub(rf"postgresql://app:secret@{shown}/app", url, code)
     names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, "example", "exec"), names)
+    exec(compile(code, "example", "exec", dont_inherit=True), names)
     return names
 
 
@@ -109,6 +109,31 @@ def test_the_example_of_a_consumer_is_a_code_location(dsn: str, monkeypatch: pyt
     ledger = play(examples(README)[1])["ledger"]
     assert isinstance(ledger, ConsumerDefinition)
     assert {"consume_ledger", "register"} <= {job.name for job in build_definitions([ledger]).jobs or ()}
+
+
+def test_the_example_of_a_job_that_follows_a_consumer_requests_it_after_each_run(
+    dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+    [example] = [each for each in examples(REPOSITORY / "docs" / "dagster.md") if "make_report" in each]
+    defs: dg.Definitions = play(example)["defs"]
+    assert defs.resolve_asset_graph().get(topic_key("order_placed")).parent_keys == {dg.AssetKey("web_shop")}
+
+    with dg.DagsterInstance.ephemeral() as instance:
+        assert defs.resolve_job_def("register").execute_in_process(instance=instance).success
+        sensor = defs.resolve_sensor_def("after_sales")
+
+        def tick(cursor: str | None) -> Any:
+            with dg.build_sensor_context(instance=instance, cursor=cursor) as context:
+                return sensor.evaluate_tick(context)
+
+        assert not tick(None).run_requests
+        platform.publisher.publish(Publication("order_placed", b"tea"))
+        platform.transfer.run_once()
+        assert defs.resolve_job_def("consume_sales").execute_in_process(instance=instance).success
+        after = tick(None)
+        assert len(after.run_requests) == 1
+        assert not tick(after.cursor).run_requests
 
 
 def test_the_example_of_a_backfill_has_the_jobs_that_the_text_names(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
