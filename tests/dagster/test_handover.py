@@ -24,6 +24,7 @@ from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
+from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 from tests.waiting import wait_until
@@ -172,6 +173,30 @@ def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Wor
     assert isinstance(answer, dg.SkipReason), answer
     assert len(bench.claims()) == 1
     assert bench.instance.get_runs(dg.RunsFilter([run_id], statuses=[dg.DagsterRunStatus.STARTED]))
+
+
+def test_after_a_seek_back_a_tick_that_takes_the_partition_from_a_run_that_drains_repeats_nothing(
+    bench: Workbench,
+) -> None:
+    shard = bench.platform.shards[0]
+    ids = bench.publish("long", 6)
+    assert bench.run(long).success
+    with bench.platform.database.connection() as connection:
+        connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
+    bench.platform.seeker.execute("long", "long", Earliest())
+
+    run_id = bench.requested(long, dg.RunRequest(), dg.DagsterRunStatus.STARTED)
+    limits = RunLimits(max_wait=0.0, max_events=3, drain_seconds=600.0)
+    consume = BatchConsumer(shard, record, batch=1_000, lease=limits.lease)
+    run = RunDraining(shard, long.consumer, consume, limits, owner=owner_of_run(run_id))
+    claim = run.claim(-1)
+    assert isinstance(claim, Claim)
+    assert run.consume_one(claim)
+    request = bench.request(long)
+    run.go_on([-1])
+    assert bench.effects() == [*ids, *ids[:3]], "the run has left the partition to the next one"
+    assert bench.run(long, request).success
+    assert bench.effects() == [*ids, *ids]
 
 
 def test_a_tick_waits_for_a_starting_successor_and_not_for_an_ended_successor(bench: Workbench) -> None:
