@@ -6,6 +6,7 @@ import queue
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from typing import Final, NoReturn
 
@@ -64,10 +65,17 @@ class _Feed:
         if self.error is not None:
             raise self.error
 
-    def end(self, *, abort: bool) -> None:
-        """End the events, and commit or `abort`."""
-        self._aborted = abort
+    def end(self) -> None:
+        """End the events, and commit."""
         self._queue.put(self._pending)
+        self._queue.put(None)
+
+    def abort(self) -> None:
+        """End the events, and roll back, unless they are committed. Does not wait for the shard."""
+        self._aborted = True
+        with suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
         self._queue.put(None)
 
     def join(self) -> None:
@@ -77,27 +85,16 @@ class _Feed:
 def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publication]) -> int:
     """Publish a batch that is longer than memory; gives the number of its events. Raises `PartlyPublishedError`."""
     feeds: dict[str, _Feed] = {}
-    deadline = time.monotonic() + cluster.timeout
-    abort = True
     try:
-        while chunk := list(islice(publications, _FEED_EVENTS)):
-            for name, group in router.groups(chunk).items():
-                if name not in feeds:
-                    shard = cluster.named(name, deadline)
-                    cluster.health.reach(shard, deadline)
-                    feeds[name] = _Feed(cluster, shard, router.shards)
-                feeds[name].check()
-                for publication in group:
-                    feeds[name].put(publication)
+        _feed(cluster, router, publications, feeds)
+    except BaseException as error:
+        # Also after Ctrl-C: a feed without an end would hold its topics for ever.
         for feed in feeds.values():
-            feed.check()
-        # Commit only after all events were read.
-        abort = False
-    finally:
-        for feed in feeds.values():
-            feed.end(abort=abort)
-        for feed in feeds.values():
-            feed.join()
+            feed.abort()
+        if isinstance(error, Exception):
+            for feed in feeds.values():
+                feed.join()
+        raise
 
     committed = {name: feed.published for name, feed in feeds.items() if feed.error is None}
     failed: dict[str, Exception] = {}
@@ -109,6 +106,27 @@ def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publ
     if failed:
         raise_first(failed, committed)
     return sum(committed.values())
+
+
+def _feed(cluster: Cluster, router: Router, publications: Iterator[Publication], feeds: dict[str, _Feed]) -> None:
+    """Give all events to the feeds of their shards, and let the shards commit. `feeds` gets each feed that is begun."""
+    deadline = time.monotonic() + cluster.timeout
+    while chunk := list(islice(publications, _FEED_EVENTS)):
+        for name, group in router.groups(chunk).items():
+            if name not in feeds:
+                shard = cluster.named(name, deadline)
+                cluster.health.reach(shard, deadline)
+                feeds[name] = _Feed(cluster, shard, router.shards)
+            feeds[name].check()
+            for publication in group:
+                feeds[name].put(publication)
+    for feed in feeds.values():
+        feed.check()
+    # Commit only after all events were read.
+    for feed in feeds.values():
+        feed.end()
+    for feed in feeds.values():
+        feed.join()
 
 
 def raise_first(failed: Mapping[str, Exception], committed: Mapping[str, int]) -> NoReturn:

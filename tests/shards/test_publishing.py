@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration.client import streaming
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     InvalidPublicationError,
@@ -21,6 +22,7 @@ from eventsql_orchestration.errors import (
     PartlyPublishedError,
     ShardError,
     ShardSetError,
+    ValidationError,
     WrongShardError,
 )
 from eventsql_orchestration.sharding import shard_of_key
@@ -159,6 +161,19 @@ def test_an_outbox_takes_the_keys_of_its_shard_alone(platform: EventSQL) -> None
     assert read(platform) == {"shard-1": [], "shard-2": [(key, 1), (None, 2)]}
 
 
+def test_a_connection_that_cannot_take_an_event_now_says_so(platform: EventSQL) -> None:
+    event = Publication("orders", b"")
+    with psycopg.connect(platform.shards[0].database.dsn) as mine:
+        with pytest.raises(psycopg.errors.SyntaxError):
+            mine.execute("no SQL")
+        with pytest.raises(ValidationError, match="roll back"):
+            platform.publisher.publish(event, connection=mine)
+        mine.rollback()
+        with mine.pipeline(), pytest.raises(ValidationError, match="is in pipeline mode"):
+            platform.publisher.publish(event, connection=mine)
+        platform.publisher.publish(event, connection=mine)
+
+
 def test_a_connection_to_no_shard_takes_nothing(platform: EventSQL, dsn: str, server: EmbeddedPostgres) -> None:
     # Another that has the tables, and one that has none.
     for other in (dsn, server.start().dsn):
@@ -248,18 +263,19 @@ PUBLISHES = """
 import sys
 from eventsql_orchestration import EventSQL, Publication
 with EventSQL(*sys.argv[1:], transfer=False) as platform:
-    platform.publisher.publish_all([Publication("orders", b"", key=key) for key in %r])
+    platform.publisher.publish_all(Publication("orders", b"", key=key) for key in %r * %d)
 """
 
 
-def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL, until: Until) -> None:
+@pytest.mark.parametrize("times", [1, 50_000], ids=["in memory", "longer than memory"])
+def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL, until: Until, times: int) -> None:
     dsns = [shard.database.dsn for shard in platform.shards]
     keys = [next(key for key in KEYS if platform.shard_of(key) is shard) for shard in platform.shards]
     waiting = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
     with psycopg.connect(dsns[0]) as connection, psycopg.connect(dsns[0], autocommit=True) as looking:
         # The first shard of a batch is written in a thread.
         connection.execute("LOCK TABLE eventsql.event_buffer, eventsql.event_buffer_lock")
-        process = subprocess.Popen([sys.executable, "-c", PUBLISHES % keys, *dsns], stderr=subprocess.DEVNULL)
+        process = subprocess.Popen([sys.executable, "-c", PUBLISHES % (keys, times), *dsns], stderr=subprocess.DEVNULL)
         until(lambda: looking.execute(waiting).rowcount == 1)
         process.send_signal(signal.SIGINT)
         try:
@@ -268,3 +284,21 @@ def test_ctrl_c_ends_a_process_while_a_shard_does_not_answer(platform: EventSQL,
         finally:
             process.kill()
             process.wait()
+
+
+def test_ctrl_c_between_the_ends_of_two_shards_leaves_no_transaction_open(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end, ended = streaming._Feed.end, list[streaming._Feed]()
+
+    def interrupted(feed: streaming._Feed) -> None:
+        if ended:
+            raise KeyboardInterrupt
+        ended.append(feed)
+        end(feed)
+
+    monkeypatch.setattr(streaming._Feed, "end", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        platform.publisher.publish_all(events(25_000))
+    until(lambda: all(thread.name != "eventsql-publish" for thread in threading.enumerate()))
+    assert platform.publisher.publish_all(events(10)) == 10
