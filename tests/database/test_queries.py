@@ -108,7 +108,7 @@ PREPARABLE = [
         ("database/store", "hold_changes"),
         ("database/views", "lock_views"),
         ("storage/segments", "vacuum"),
-        ("storage/erasing", "vacuum"),
+        ("storage/exchanging", "lock_to_vacuum"),
         ("storage/exchanging", "vacuum"),
         ("storage/exchanging", "counted_by_index"),
     }
