@@ -216,7 +216,9 @@ class ShardError(EventSQLError):
 
 
 class SingleShardError(ShardError):
-    """An attribute belongs to one database, and the platform has several: use that of one of `platform.shards`."""
+    """An attribute belongs to one database, and the platform has several: use the attribute of a shard, as in
+    `platform.shards[0]`.
+    """
 
 
 class ShardSetError(ShardError, ConfigurationError):

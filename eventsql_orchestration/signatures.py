@@ -13,7 +13,7 @@ if sys.version_info >= (3, 14):
 def signature_of(function: Callable[..., object], *, follow_wrapped: bool = True) -> inspect.Signature:
     """The signature of a function. Its annotations may name types that only type checkers import.
 
-    From Python 3.14 on, such a function needs no quotes around its annotations, and to read them fails.
+    From Python 3.14 on, annotations with these names need no quotes, and evaluating them fails.
     """
     if sys.version_info >= (3, 14):
         return inspect.signature(function, follow_wrapped=follow_wrapped, annotation_format=Format.FORWARDREF)

@@ -14,11 +14,11 @@ from assets.churn.git_history import LAST_COMMIT
 from eventsql_orchestration import EventSQL, Shard
 
 _WINDOW: Final = 1_000
-"""Offsets that are read at once, from the end of the log on."""
+"""Offsets that are read at once, from the end of the log backwards."""
 
 
 def last_commit(platform: EventSQL) -> str | None:
-    """The commit up to which the history is published: the newest event with it in its metadata names it."""
+    """The commit up to which the history is published. The newest event of the history has it in its metadata."""
     newest = [found for shard in platform.shards if (found := _newest(shard)) is not None]
     return max(newest)[1] if newest else None
 

@@ -24,7 +24,7 @@ _SECONDS: Final = 2
 """The longest wait for a database that does not answer."""
 
 _PLAIN: Final = re.compile(r"[\w@%+=:,./-]+")
-"""Names that a shell takes as they are. It puts an offered name into the line, and would run a `$(…)` in another."""
+"""Names without characters that a shell obeys. A shell puts the chosen name into its line, and would run a `$(…)`."""
 
 
 def topics(context: click.Context, begun: str) -> list[CompletionItem]:

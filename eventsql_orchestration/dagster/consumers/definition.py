@@ -96,8 +96,8 @@ class ConsumerDefinition:
 def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
     """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
 
-    Also refuse what is no definition of a consumer, and a consumer that has the name of a topic: Dagster's graph shows
-    only the last part of a key.
+    Also refuse values that are not definitions of consumers, and a consumer that has the name of a topic: Dagster's
+    graph shows only the last part of a key.
 
     Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
     """

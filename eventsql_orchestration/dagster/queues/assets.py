@@ -194,7 +194,7 @@ def queues_of(workers: Iterable[WorkerDefinition]) -> list[str]:
     """The workers' queues.
 
     Raises `ValidationError` if two workers have the same queue, because each would take the other's runs for its own,
-    and for what is no definition of a worker.
+    and for values that are not definitions of workers.
     """
     check_several("workers", workers)
     places: dict[str, str] = {}
