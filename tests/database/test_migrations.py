@@ -101,7 +101,7 @@ def test_a_process_that_waits_for_the_migration_of_a_newer_package_uses_its_sche
 
 
 def test_a_migration_outlasts_the_limits_of_its_role(fresh: str, until: Until) -> None:
-    limits = ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout")
+    limits = ("statement_timeout", "idle_in_transaction_session_timeout")
     options = {"options": " ".join(f"-c {limit}=500" for limit in limits)}
     waits = "SELECT FROM pg_locks WHERE NOT granted AND waitstart < clock_timestamp() - interval '1 s' AND objid = %s"
     number = migrations._ADVISORY_LOCK & 0xFFFF_FFFF

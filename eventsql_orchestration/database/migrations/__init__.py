@@ -52,9 +52,9 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
     the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
     with engine.begin() as connection:
-        # A limit of the role would end the same wait, or the same building of an index, at each attempt.
+        # A limit of the role would end the same building of an index at each attempt. Its `lock_timeout` counts: an
+        # operator sets it so that a migration gives way to the transactions of others.
         let_last(driver_connection(connection))
-        connection.exec_driver_sql("SET LOCAL lock_timeout TO 0")
         # The second one keeps changes of topics and of roles away: grants on one table at once fail.
         for lock in (_ADVISORY_LOCK, REGISTRY_LOCK):
             connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (lock,))
