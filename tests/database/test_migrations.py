@@ -202,6 +202,8 @@ def test_a_migration_clears_the_layouts_of_former_topics_and_keeps_those_of_topi
             "LOCK TABLE eventsql.queue_message IN ROW SHARE MODE",
             "LOCK TABLE eventsql.queue_message IN ROW EXCLUSIVE MODE",
         ),
+        # 0057 alters `consumer`: a handler publishes in the transaction that has locked its consumer.
+        ("0056", "LOCK TABLE eventsql.consumer IN ROW EXCLUSIVE MODE", "SELECT FROM eventsql.event_buffer"),
     ],
 )
 def test_a_migration_gives_way_to_a_transaction_that_has_a_lock_which_it_needs_later(

@@ -1,4 +1,4 @@
-"""Locking the tables that publishers and receivers use before a migration changes any table."""
+"""Locking the tables that consumers, publishers and receivers use before a migration changes any table."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ ATTEMPT_MILLISECONDS: Final = 400
 """How long an attempt waits. It is below the server's `deadlock_timeout`, so that the migration gives way, and not a
 publisher or receiver that waits for it."""
 
+CONSUMERS: Final = "consumer"
+"""The table that a consumer locks before its handler publishes. A handler may take long."""
+
 SECONDS: Final = 10.0
 """How long a migration tries."""
 
 
 def hold_publishers(connection: Connection, schema: str) -> None:
-    """Lock the tables that publishers and receivers use, all or none, in the caller's transaction.
+    """Lock the tables that consumers, publishers and receivers use, all or none, in the caller's transaction.
 
     A publisher locks several of them in one statement. If a migration locked one after the other, each could wait for a
     table that the other has, and the server would end one of them. Raises `LockNotAvailable` or `QueryCanceled` if
@@ -32,13 +35,18 @@ def hold_publishers(connection: Connection, schema: str) -> None:
     present = [name for name in TABLES if has_table(connection, schema, name)]
     if not present:
         return
+    has_consumers = has_table(connection, schema, CONSUMERS)
+    lock = sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE")
     tables = sql.SQL(", ").join(sql.Identifier(schema, name) for name in present)
     retry = Backoff(SECONDS)
     while True:
         try:
             with connection.transaction():
+                if has_consumers:
+                    # The attempt holds nothing yet, so `lock_timeout` alone limits it.
+                    connection.execute(lock.format(sql.Identifier(schema, CONSUMERS)))
                 connection.execute(f"SET LOCAL statement_timeout TO {ATTEMPT_MILLISECONDS}")
-                connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(tables))
+                connection.execute(lock.format(tables))
                 connection.execute("SET LOCAL statement_timeout TO 0")
         except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
             if not retry.lasts():
