@@ -251,10 +251,10 @@ def test_a_transaction_that_may_still_see_an_erased_event_records_no_failure(
 def test_a_filter_takes_what_it_takes_in_the_library(topic: EventSQL, session: Connection) -> None:
     filters = [
         EventFilter(keys=frozenset({"1", "3"})), EventFilter(key_prefix="5"), EventFilter(metadata={"n": "40"}),
-        EventFilter(keys=frozenset({"0", "1"}), metadata={"n": "7"}),
+        EventFilter(keys=frozenset({"0", "1"}), metadata={"n": "7"}), EventFilter(metadata={"path": r"c:\u0000"}),
     ]  # fmt: skip
     fill(topic, 70)
-    topic.publisher.publish(Publication("orders", b"without a key"))
+    topic.publisher.publish(Publication("orders", b"without a key", metadata={"path": r"c:\u0000"}))
     topic.transfer.run_once()
     for number, chosen in enumerate(filters):
         topic.registry.register_consumer(Consumer("orders", f"picky{number}"), filter=chosen)

@@ -10,14 +10,15 @@ revision = "0056"
 down_revision = "0055"
 
 # JSON can name a NUL character and half of a character, which no text of PostgreSQL can hold: functions that take such
-# JSON apart fail. The body is parsed here, so no session's settings change it, and the planner inlines it.
+# JSON apart fail. An escaped backslash is written otherwise first: in JSON, `\\u0000` is a text without a NUL. The body
+# is parsed here, so no session's settings change it, and the planner inlines it.
 _READABLE = r"""
 CREATE FUNCTION {schema}.readable_metadata(metadata json) RETURNS json LANGUAGE sql IMMUTABLE
 RETURN CASE
     WHEN json_typeof(metadata) <> 'object' THEN '{}'::json
     WHEN strpos(metadata::text, E'\\u') = 0 THEN metadata
     ELSE regexp_replace(
-        metadata::text,
+        replace(metadata::text, E'\\\\', E'\\u005c'),
         E'\\\\u(?:0000|[dD][89abAB][0-9a-fA-F]{2}(?!\\\\u[dD][c-fC-F])'
             || E'|(?<!\\\\u[dD][89abAB][0-9a-fA-F]{2}\\\\u)[dD][c-fC-F][0-9a-fA-F]{2})',
         E'\\\\ufffd', 'g'
