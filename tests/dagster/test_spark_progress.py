@@ -43,6 +43,11 @@ def unused(spark: LazyPySparkResource) -> None:
     """Asks for the resource and does not use it."""
 
 
+def watching() -> int:
+    """The threads that tell of the progress of a block."""
+    return sum(thread.name == "eventsql-spark-progress" for thread in threading.enumerate())
+
+
 @pytest.fixture
 def resources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.setenv("PATH", os.environ["PATH"])
@@ -72,18 +77,18 @@ def test_stages_and_rows_of_a_run_s_own_jobs_are_logged_and_become_metadata(reso
     told = [message for message in messages if message.startswith("Spark stage")]
     assert len(told) >= 2
     assert any("14 rows in" in message for message in told)
-    assert not [thread for thread in threading.enumerate() if "spark-progress" in thread.name], (
-        "the watching thread ended with the block"
-    )
+    assert watching() == 0
 
 
 def test_a_block_may_stop_its_session() -> None:
     session, context = Mock(), Mock()
     with spark_progress(context, session, every=PATIENCE) as progress:
+        assert watching() == 1
         # `SparkContext.stop` leaves no Java context to ask.
         session.sparkContext.configure_mock(_jsc=None, **{
             "statusTracker.side_effect": AttributeError, "setLocalProperty.side_effect": AttributeError,
         })  # fmt: skip
+    assert watching() == 0
     assert progress.metadata() == {}
 
 
