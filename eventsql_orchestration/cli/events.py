@@ -28,7 +28,7 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
-from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, Place
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def tail(
     with context.platform() as platform:
         found = platform.registry.topic(topic)
         if partition is not None:
-            check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
+            check_partition(topic, partition, max(shard.layouts.most_partitions(found) for shard in platform.members()))
         if start is None:
             start = Latest() if follow else Earliest()
         if len(platform.shards) > 1 and isinstance(start, AtOffset):

@@ -144,7 +144,7 @@ class Logs:
         if asked is None and not wanted:
             return [TopicPartition(topic.name, shard=self.name)]
 
-        most = self._most_partitions(topic)
+        most = Layouts(self.database).most_partitions(topic)
         for partition, option in sorted(wanted.items()):
             with naming_option(f"option {option}"):
                 check_partition(topic.name, partition, most)
@@ -155,11 +155,7 @@ class Logs:
     @_on_its_shard
     def has_partition(self, topic: str, partition: int) -> bool:
         """Whether a topic has a partition, or may have events of it."""
-        return partition < self._most_partitions(self.registry.topic(topic))
-
-    def _most_partitions(self, topic: Topic) -> int:
-        """The most partitions of the events of a topic: they keep their partition if it has fewer partitions now."""
-        return max([topic.partitions, *(each.partitions for each in Layouts(self.database).of(topic.name))])
+        return partition < Layouts(self.database).most_partitions(self.registry.topic(topic))
 
     @_on_its_shard
     def extents(self) -> dict[tuple[str | None, str], Extent]:

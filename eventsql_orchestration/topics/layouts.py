@@ -23,6 +23,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.side_consumers import MARK
@@ -68,6 +69,10 @@ class Layouts:
         """The layouts of a topic, oldest first; empty where its partitions never changed while it had events."""
         with self._database.connection() as connection:
             return layouts(connection, self._database.schema, topic)
+
+    def most_partitions(self, topic: Topic) -> int:
+        """The most partitions of the events of a topic: they keep their partition if it has fewer partitions now."""
+        return max([topic.partitions, *(each.partitions for each in self.of(topic.name))])
 
     def unsettled(self, topic: str) -> dict[str, int]:
         """The consumers that are not in the newest layout yet, each with the offset where it waits."""

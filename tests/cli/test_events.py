@@ -103,6 +103,15 @@ def test_tail_prints_what_is_asked_for(
     assert result.stderr == ""
 
 
+def test_tail_prints_a_former_partition_and_refuses_a_partition_that_never_was(
+    run: Run, publish: Callable[..., None], platform: EventSQL
+) -> None:
+    publish(1, partition=1)
+    platform.repartitioner.repartition(TOPIC, 1)
+    assert values(run("tail", TOPIC, "--partition", 1)) == ["1"]
+    assert "topic 'account_created' has partitions 0 to 1" in run("tail", TOPIC, "--partition", 2).stderr
+
+
 def test_tail_begins_at_a_time_or_so_long_ago(run: Run, publish: Callable[..., None], platform: EventSQL) -> None:
     publish(1, 2)
     publish(3, 4, partition=1)

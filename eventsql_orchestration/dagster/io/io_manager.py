@@ -19,7 +19,7 @@ from eventsql_orchestration.dagster.register import require_topic
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.topics import TOPIC_PREFIX
 from eventsql_orchestration.errors import ConfigurationError, DataLossError, ValidationError
-from eventsql_orchestration.model import MAX_PARTITIONS, check_partition, check_topic_name
+from eventsql_orchestration.model import check_partition, check_topic_name
 from eventsql_orchestration.orchestration.provenance import DAGSTER_ASSET, DAGSTER_PARTITION, DAGSTER_RUN
 from eventsql_orchestration.topics.reader import Reader
 
@@ -191,17 +191,16 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
                 f"input {name!r}: an offset belongs to one shard: name it in metadata shard, one of "
                 f"{', '.join(str(each.name) for each in shards)}"
             )
-        return [self._named_range(name, topic, metadata, each) for each in shards]
-
-    def _named_range(self, name: str, topic: str, metadata: Mapping[str, Any], shard: Shard) -> Selection:
         for each in (AFTER, UPTO, TOPIC_PARTITION):
             if each in metadata and type(metadata[each]) is not int:
                 raise ConfigurationError(f"input {name!r}: metadata {each} is a whole number, not {metadata[each]!r}")
         partition = metadata.get(TOPIC_PARTITION, NOT_PARTITIONED)
         if partition != NOT_PARTITIONED:
-            found = shard.registry.topic(topic)
-            # A topic that was repartitioned may have had more partitions.
-            check_partition(topic, partition, found.partitions if found.layout == 1 else MAX_PARTITIONS)
+            most = max(each.layouts.most_partitions(each.registry.topic(topic)) for each in shards)
+            check_partition(topic, partition, most)
+        return [self._named_range(topic, partition, metadata, each) for each in shards]
+
+    def _named_range(self, topic: str, partition: int, metadata: Mapping[str, Any], shard: Shard) -> Selection:
         # Without `after`, the range begins with the oldest event that retention has left.
         oldest = max(0, shard.reader.floor(topic) - 1)
         after = metadata.get(AFTER, oldest)
