@@ -214,8 +214,11 @@ class RedrivePlan:
     redrives: int
 
 
-def redriven(target: Topic, letter: DeadLetter) -> Publication:
-    """The event of a letter as it was published, with metadata that says where it comes from."""
+def redriven(target: Topic, letter: DeadLetter, *, repartitioned: bool) -> Publication:
+    """The event of a letter as it was published, with metadata that says where it comes from.
+
+    `repartitioned`: the target's number of partitions has changed.
+    """
     publication = letter.as_publication(target.name)
     metadata = {name: text for name, text in publication.metadata.items() if name not in _CAUSE}
     if (before := metadata.get(REDRIVEN_FROM)) is not None:
@@ -226,10 +229,10 @@ def redriven(target: Topic, letter: DeadLetter) -> Publication:
         metadata[REDRIVEN_CONSUMER] = letter.consumer
     if letter.origin is not None:
         metadata.setdefault(REDRIVEN_ORIGIN, letter.origin)
-    return replace(publication, metadata=metadata, partition=_source_partition(target, letter))
+    return replace(publication, metadata=metadata, partition=_source_partition(target, letter, repartitioned))
 
 
-def _source_partition(target: Topic, letter: DeadLetter) -> int | None:
+def _source_partition(target: Topic, letter: DeadLetter, repartitioned: bool) -> int | None:
     """The partition that a letter's event was in, which need not be its key's.
 
     None if the topic was made anew or repartitioned since, or has no such partition. The publisher chooses then.
@@ -239,7 +242,7 @@ def _source_partition(target: Topic, letter: DeadLetter) -> int | None:
     partition = _text(letter.metadata, SOURCE_PARTITION)
     if _text(letter.metadata, SOURCE_TOPIC) != target.name or partition is None:
         return None
-    if target.layout > 1 and letter.as_publication(target.name).key is not None:
+    if repartitioned and letter.as_publication(target.name).key is not None:
         # The events of its key may be in another partition now.
         return None
     # Another program may have written any text here.

@@ -39,6 +39,7 @@ from eventsql_orchestration.sharding import ANYWHERE
 from eventsql_orchestration.storage.erasing import FAILURE, copy_events, erased_meanwhile
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.topics.side_consumers import backfill_of
@@ -191,7 +192,8 @@ class DeadLetters:
             ids = [letter for letter, _, _ in found[: max(1, fitting)]]
             marked = connection.execute(self._queries("mark"), {"letters": source, "ids": ids, "again": again})
             letters = self._read(connection, source, [letter for (letter,) in marked])
-            events = (redriven(target, letter) for letter in letters)
+            repartitioned = bool(layouts(connection, self._database.schema, target.name))
+            events = (redriven(target, letter, repartitioned=repartitioned) for letter in letters)
             self._publisher.publish_all(events, connection=connection, placed=ANYWHERE)
             return len(letters), ids[-1]
 

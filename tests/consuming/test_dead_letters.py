@@ -248,9 +248,13 @@ def test_metadata_of_the_event_that_only_looks_like_ours_is_kept(platform: Event
     assert redriven(platform)[-1].metadata["dlt_color"] == "red"
 
 
+@pytest.mark.parametrize("added", [0, 1, 1_000_000], ids=["alone", "before a shard was added", "since then"])
 def test_an_event_goes_back_to_its_partition_even_if_that_is_not_its_keys(
-    platform: EventSQL, letters: list[DeadLetter]
+    platform: EventSQL, letters: list[DeadLetter], added: int
 ) -> None:
+    with platform.database.connection() as connection:
+        # Adding a shard changes a topic's layout and not its partitions.
+        connection.execute("UPDATE eventsql.topic SET eql_layout = eql_layout + %s", [added])
     platform.publisher.publish_all(
         Publication("orders", b"9", key=key, partition=partition) for key in ("k0", None) for partition in (0, 1)
     )
