@@ -35,12 +35,16 @@ class Offsets:
 
 @dataclass(frozen=True, slots=True)
 class Consumed:
-    """A feed's consumer at one time: its offsets and filter, the topic's layout, and reasons against a rebuild."""
+    """A feed's consumer at one time: its offsets and filter, the topic's layout, and reasons against a rebuild.
+
+    `keys_moved`: the topic was repartitioned, so a key may have events in several partitions.
+    """
 
     feed: ViewFeed
     offsets: Offsets
     filter: EventFilter | None
     layout: int
+    keys_moved: bool = False
     repartitioned: bool = False
     in_queue: bool = False
 
@@ -53,7 +57,7 @@ class Consumed:
             raise no_consumer(feed.topic, feed.consumer)
         return cls(
             feed, Offsets({partition: offset for partition, offset, *_ in rows}), EventFilter.from_json(rows[0][3]),
-            rows[0][5], any(row[2] is not None for row in rows), any(row[4] for row in rows),
+            rows[0][5], rows[0][6], any(row[2] is not None for row in rows), any(row[4] for row in rows),
         )  # fmt: skip
 
     def check(self, layout: int, since: Consumed | None) -> None:
@@ -89,7 +93,7 @@ class Consumed:
         """Events as the consumer's handler gets them."""
         if NOT_PARTITIONED in self.offsets.by_partition:
             return [events]
-        if self.layout > 1:
+        if self.keys_moved:
             # Events of a key come first from one partition, and then from another.
             return [list(group) for _, group in groupby(events, attrgetter("partition"))]
         by_partition: dict[int, list[Event]] = {}

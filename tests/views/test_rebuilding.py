@@ -473,6 +473,39 @@ def test_a_topic_that_is_repartitioned_and_back_stops_the_rebuild(world: World, 
     world.check()
 
 
+@pytest.mark.parametrize(
+    ("repartitioned", "groups"),
+    [
+        pytest.param(False, [[0, 2, 4, 6], [1, 3, 5, 7]], id="partition by partition"),
+        pytest.param(True, [[each] for each in range(8)], id="in the order of the log"),
+    ],
+)
+def test_a_rebuild_hands_out_whole_batches_unless_keys_have_moved(
+    world: World, database: Database, repartitioned: bool, groups: list[list[int]]
+) -> None:
+    if repartitioned:
+        for partitions in (3, 2):
+            world.platform.repartitioner.repartition(TOPIC, partitions)
+            world.consume()
+    else:
+        with database.connection() as connection:
+            # As if a shard had been added: no key has moved to another partition.
+            connection.execute("UPDATE eventsql.topic SET eql_layout = eql_layout + 1")
+    for at in range(8):
+        world.platform.publisher.publish(Publication(TOPIC, json.dumps(at).encode(), key="a", partition=at % 2))
+        world.platform.transfer.run_once()
+    world.consume()
+    handed: list[list[int]] = []
+
+    class Watched(Counts):
+        def apply(self, events: Sequence[Event], view: RollupView, connection: Connection) -> None:
+            handed.append([json.loads(event.value or b"") for event in events])
+            super().apply(events, view, connection)
+
+    world.views.rebuild(Watched())
+    assert handed == groups
+
+
 def test_events_that_the_consumer_is_not_handed_or_got_once_more_are_left_out(world: World) -> None:
     world.publish(*range(8))
     filtered = EventFilter(keys=frozenset({"a", "b"}))

@@ -99,12 +99,12 @@ WHERE l.locktype = 'relation'
   AND l.granted;
 
 -- consumer_offsets -- The partitions of a consumer: number, offset, where its layout of partitions ends, the filter,
--- whether events after the offset were handed out, and the topic's layout.
+-- whether events after the offset were handed out, the topic's layout, and whether it was repartitioned.
 SELECT c.eql_partition, coalesce(c.eql_last_event_id, 0), c.eql_until, c.eql_filter, EXISTS (
     SELECT FROM {schema}.consumer_cursor k
     WHERE k.eql_topic = c.eql_topic AND k.eql_consumer = c.eql_name AND k.eql_partition = c.eql_partition
       AND k.eql_offset = coalesce(c.eql_last_event_id, 0) AND k.eql_claimed_upto > k.eql_offset
-), t.eql_layout
+), t.eql_layout, EXISTS (SELECT FROM {schema}.topic_layout l WHERE l.eql_topic = t.eql_name)
 FROM {schema}.consumer c
 JOIN {schema}.topic t ON t.eql_name = c.eql_topic
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
