@@ -159,14 +159,20 @@ def check_batch(min_events: int, max_events: int) -> None:
 def check_kind(what: str, value: object, kind: type | UnionType) -> None:
     """Raise `ValidationError` unless `value` is of a class, or of one of several."""
     if not isinstance(value, kind):
-        kinds = get_args(kind) or (kind,)
-        wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
-        raise ValidationError(f"{what} must be {wanted}, not {type(value).__name__}")
+        kinds, given = get_args(kind) or (kind,), type(value)
+        # Two classes of one name are told apart by their modules.
+        named = _full_name if given.__name__ in [each.__name__ for each in kinds] else operator.attrgetter("__name__")
+        wanted = " or ".join("None" if each is NoneType else named(each) for each in kinds)
+        raise ValidationError(f"{what} must be {wanted}, not {named(given)}")
 
 
-def check_several(what: str, values: object) -> None:
-    """Raise `ValidationError` unless `values` is iterable and no string."""
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable):
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__name__}"
+
+
+def check_several(what: str, values: object, kind: type = Iterable) -> None:
+    """Raise `ValidationError` unless `values` is iterable and no string. A `Collection` can be iterated again."""
+    if isinstance(values, str | bytes) or not isinstance(values, kind):
         raise ValidationError(f"{what} must be several values, as in a list, not {type(values).__name__}")
 
 

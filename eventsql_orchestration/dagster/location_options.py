@@ -1,6 +1,6 @@
 """Options of a code location: the parts that it has beside its consumers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypedDict
 
@@ -15,6 +15,7 @@ from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE,
 from eventsql_orchestration.dagster.queues.assets import WorkerDefinition
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.translator import EventSQLTranslator
+from eventsql_orchestration.validation import check_several
 
 Prepare: TypeAlias = Callable[[Shard], object]
 """Prepares the targets of consumers, for example their tables. Each registration calls it again, once for each shard or
@@ -49,6 +50,8 @@ class LocationOptions:
       The queues are external assets, and the sensor `queues` observes them.
     - `queue_lag`: the limits of each queue's checks. None leaves out the checks.
     - `sample`: the last events that the page of a topic shows if no consumer publishes to the topic.
+
+    Raises `ValidationError` for topics, assets or workers that are a generator: it would give them only once.
     """
 
     topics: Sequence[Topic] = ()
@@ -66,6 +69,10 @@ class LocationOptions:
     sample: TopicSample = DEFAULT_SAMPLE
     workers: Sequence[WorkerDefinition] = ()
     queue_lag: QueueLimits | None = DEFAULT_QUEUE_LIMITS
+
+    def __post_init__(self) -> None:
+        for name in ("topics", "assets", "workers"):
+            check_several(name, getattr(self, name), Collection)
 
 
 class LocationFields(TypedDict, total=False):

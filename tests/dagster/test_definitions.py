@@ -23,6 +23,7 @@ from eventsql_orchestration.dagster import (
     build_housekeeping_schedule,
     build_lag_check,
     build_lag_sensor,
+    build_queue_sensor,
     build_register_job,
     build_transfer_schedule,
     consumer_asset,
@@ -35,6 +36,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
+from eventsql_orchestration.orchestration import limits
 
 TOPIC = Topic("rides", 3)
 
@@ -197,6 +199,16 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: consumer("a", options={"group_name": "shop"}),
         lambda: consumer("a", ticks=None),
         lambda: consumer("a", max_attempts=2**31),
+        # A generator gives its items only once, and they are needed several times.
+        lambda: build_definitions(each for each in [consumer("a")]),  # type: ignore[arg-type]
+        lambda: build_definitions([], topics=(each for each in [TOPIC])),  # type: ignore[arg-type]
+        lambda: build_definitions([], assets=(each for each in [dg.AssetSpec("a")])),  # type: ignore[arg-type]
+        lambda: build_definitions([], workers=(each for each in [])),  # type: ignore[arg-type,var-annotated]
+        lambda: build_register_job(each for each in [consumer("a")]),  # type: ignore[arg-type]
+        lambda: build_register_job([], workers=(each for each in [])),  # type: ignore[arg-type,var-annotated]
+        lambda: build_lag_sensor(each for each in [consumer("a")]),  # type: ignore[arg-type]
+        lambda: build_lag_sensor([], topics=(each for each in [TOPIC])),  # type: ignore[arg-type]
+        lambda: build_queue_sensor([], checks=(each for each in [])),  # type: ignore[arg-type,var-annotated]
         lambda: range_asset(topic=TOPIC, consumer="c", options={}),  # type: ignore[arg-type]
         lambda: worker_asset(queue="mails", options={}),  # type: ignore[arg-type]
     ],
@@ -204,6 +216,12 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
 def test_a_part_of_a_location_that_is_none_is_refused_when_it_is_defined(build: Callable[[], object]) -> None:
     with pytest.raises(ValidationError):
         build()
+
+
+def test_a_refusal_tells_two_classes_of_one_name_apart() -> None:
+    with pytest.raises(ValidationError) as refused:
+        consumer("a", limits=limits.RunLimits())
+    assert f"not {limits.__name__}.RunLimits" in str(refused.value)
 
 
 @pytest.mark.parametrize("build", [build_definitions, build_register_job])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,16 +93,16 @@ class ConsumerDefinition:
         )
 
 
-def check_distinct(consumers: Iterable[ConsumerDefinition]) -> None:
+def check_distinct(consumers: Collection[ConsumerDefinition]) -> None:
     """Refuse two definitions with the same name, with the same sensor name, or of the same consumer of a topic.
 
     Also refuse values that are not definitions of consumers, and a consumer that has the name of a topic: Dagster's
     graph shows only the last part of a key.
 
-    Raises `ValidationError`. Consumers that share their runs share a job and a sensor.
+    Raises `ValidationError`, also for a generator, which would give the consumers only once. Consumers that share their
+    runs share a job and a sensor.
     """
-    check_several("consumers", consumers)
-    consumers = list(consumers)
+    check_several("consumers", consumers, Collection)
     for each in consumers:
         if not isinstance(each, ConsumerDefinition):
             raise ValidationError(

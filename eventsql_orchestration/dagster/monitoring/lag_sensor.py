@@ -24,6 +24,7 @@ from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
+from eventsql_orchestration.validation import check_several
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ def build_lag_sensor(
     consumer.
     """
     check_distinct(consumers)
+    check_several("checks", checks, Collection)
+    check_several("topics", topics, Collection)
     strangers = sorted(check.key.to_user_string() for check in checks if check.consumer not in consumers)
     if strangers:
         raise ValidationError(f"these checks are of consumers that the sensor does not watch: {strangers}")

@@ -1,7 +1,7 @@
 """The queue sensor: observes the depth and age of queues, and evaluates their checks, without any run."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationEr
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, check_several
 
 AGE: Final = "Age seconds"
 DEPTH: Final = "Depth"
@@ -197,6 +197,7 @@ def build_queue_sensor(
     stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported as by `build_lag_sensor`.
     No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
     """
+    check_several("checks", checks, Collection)
     queues = {spec.key: _queue_of(spec) for spec in assets}
     strangers = sorted(check.key.to_user_string() for check in checks if check.key.asset_key not in queues)
     if strangers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -190,13 +190,13 @@ def _specs(
     return [each.replace_attributes(skippable=True) for each in (own, *published)]
 
 
-def queues_of(workers: Iterable[WorkerDefinition]) -> list[str]:
+def queues_of(workers: Collection[WorkerDefinition]) -> list[str]:
     """The workers' queues.
 
     Raises `ValidationError` if two workers have the same queue, because each would take the other's runs for its own,
     and for values that are not definitions of workers.
     """
-    check_several("workers", workers)
+    check_several("workers", workers, Collection)
     places: dict[str, str] = {}
     for worker in workers:
         if not isinstance(worker, WorkerDefinition):
