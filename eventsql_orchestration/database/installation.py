@@ -9,6 +9,7 @@ from eventsql_orchestration.database import tables
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.grants import ADMIN, KINDS, TRIGGER
 from eventsql_orchestration.database.queries import Queries
+from eventsql_orchestration.database.rows import fetch_first, fetch_one
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 """The advisory lock of every change of topics, their logs and consumers' offsets by the registry, of roles and of the
@@ -32,9 +33,7 @@ class CurrentRole:
         """The role of a connection, with its rights in a schema, which need not exist."""
         admin = f"_{ADMIN}"
         values = {"schema": schema, "trigger": TRIGGER, "kinds": list(KINDS), "admin": f"{admin}$"}
-        row = connection.execute(Queries("sessions", schema)("role"), values).fetchone()
-        assert row is not None, "a left join gives a row"
-        name, owner, may_transfer, kinds = row
+        name, owner, may_transfer, kinds = fetch_one(connection, Queries("sessions", schema)("role"), values)
         prefix = owner.removesuffix(admin) if owner is not None and owner.endswith(admin) else None
         return cls(name=name, prefix=prefix, may_transfer=bool(may_transfer), kinds=frozenset(kinds))
 
@@ -43,7 +42,7 @@ def revision_of(connection: Connection, schema: str) -> str | None:
     """The revision of a schema, or None if it was never migrated."""
     if not has_table(connection, schema, tables.VERSION_TABLE):
         return None
-    row = connection.execute(Queries("sessions", schema)("revision")).fetchone()
+    row = fetch_first(connection, Queries("sessions", schema)("revision"))
     return None if row is None else str(row[0])
 
 
@@ -53,5 +52,4 @@ def has_tables(connection: Connection, schema: str) -> bool:
 
 
 def has_table(connection: Connection, schema: str, name: str) -> bool:
-    found = connection.execute(Queries("sessions", schema)("has_table"), {"table": f'"{schema}"."{name}"'}).fetchone()
-    return found == (True,)
+    return fetch_one(connection, Queries("sessions", schema)("has_table"), {"table": f'"{schema}"."{name}"'}) == (True,)
