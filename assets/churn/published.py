@@ -12,21 +12,34 @@ from typing import Final
 from assets.churn.effects import FILE_CHANGES
 from assets.churn.git_history import LAST_COMMIT
 from eventsql_orchestration import EventSQL, Shard
+from eventsql_orchestration.errors import DatabaseBusyError
 
 _WINDOW: Final = 1_000
 """Offsets that are read at once, from the end of the log backwards."""
 
 
+_TRANSFER_SECONDS: Final = 60.0
+"""Seconds to wait for another transfer of the topic."""
+
+
 def last_commit(platform: EventSQL) -> str | None:
-    """The commit up to which the history is published. The newest event of the history has it in its metadata."""
+    """The commit up to which the history is published. The newest event of the history has it in its metadata.
+
+    Raises `DatabaseBusyError` if events of the history stay in the buffer.
+    """
     newest = [found for shard in platform.shards if (found := _newest(shard)) is not None]
     return max(newest)[1] if newest else None
 
 
 def _newest(shard: Shard) -> tuple[datetime, str] | None:
-    topic = FILE_CHANGES.name
+    topic, deadline = FILE_CHANGES.name, time.monotonic() + _TRANSFER_SECONDS
     while topic in shard.buffered():
         if not shard.transfer.run_once([topic]):
+            if time.monotonic() >= deadline:
+                raise DatabaseBusyError(
+                    f"events of topic {topic} still wait in the buffer, because another transaction has held the topic "
+                    f"for {_TRANSFER_SECONDS:g} s: find it in pg_stat_activity, end it, and run this again"
+                )
             time.sleep(0.1)
     upto = shard.reader.end(topic)
     while upto > 0:

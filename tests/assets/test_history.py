@@ -9,11 +9,14 @@ from pathlib import Path
 import dagster as dg
 import pytest
 
+from assets.churn import published as published_module
 from assets.churn.effects import FILE_CHANGES
 from assets.churn.git_history import LAST_COMMIT
 from assets.churn.pipeline import file_changes
+from assets.churn.published import last_commit
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import PUBLISHED_EVENTS, EventSQLResource
+from eventsql_orchestration.errors import DatabaseBusyError
 
 KEY = file_changes.key.to_python_identifier()
 
@@ -95,3 +98,18 @@ def test_the_working_directory_need_not_have_a_history(
     platform.registry.register_topic(FILE_CHANGES)
     monkeypatch.chdir(tmp_path)
     assert round_of(instance, dsn, ".").success
+
+
+def test_a_round_does_not_wait_without_end_for_events_that_nobody_can_transfer(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_module, "_TRANSFER_SECONDS", 0.0)
+    platform.registry.register_topic(FILE_CHANGES)
+    platform.publisher.publish(Publication(FILE_CHANGES.name, b"{}", metadata={LAST_COMMIT: "abc"}))
+    with platform.database.transaction() as connection:
+        connection.execute(
+            "SELECT FROM eventsql.event_buffer_lock WHERE eql_topic = %s FOR UPDATE", [FILE_CHANGES.name]
+        )
+        with pytest.raises(DatabaseBusyError):
+            last_commit(platform)
+    assert last_commit(platform) == "abc"
