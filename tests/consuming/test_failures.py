@@ -13,7 +13,17 @@ import psycopg
 import pytest
 from psycopg.rows import dict_row
 
-from eventsql_orchestration import Consumer, ConsumerState, Event, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration import (
+    AtOffset,
+    Consumer,
+    ConsumerState,
+    Event,
+    EventFilter,
+    EventSQL,
+    Publication,
+    Topic,
+    model,
+)
 from eventsql_orchestration.consuming.batch import BatchHandler
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
@@ -851,6 +861,21 @@ def test_an_event_whose_dead_letter_cannot_be_made_is_kept_and_tried_again(
     assert consume(platform, handler) == 6
     assert effects(platform) == [1, 2, 3, 5, 6, 7, 8, 9, 10]
     assert platform.transfer.run_once() == {"orders_dlt": 1}
+
+
+def test_an_event_that_is_too_large_for_a_dead_letter_is_passed_over_as_its_failure_advises(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody inserted it into the buffer by hand."""
+    spent(platform)
+    platform.registry.register_topic(Topic("orders_dlt"))
+    monkeypatch.setattr(model, "MAX_VALUE_BYTES", 0)
+    assert consume(platform, Broken(4)) == 3
+    failure = state_of(platform).failure or ""
+    assert "InvalidPublicationError" in failure
+    assert "`eventsql seek`" in failure
+    platform.seeker.execute("orders", "mailer", AtOffset(5))
+    assert consume(platform, Broken(4)) == 6
 
 
 def test_both_failures_are_noted_however_long_they_are(platform: EventSQL) -> None:
