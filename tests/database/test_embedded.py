@@ -533,6 +533,23 @@ def test_data_copied_by_root_is_given_back_to_the_servers_account(postgres: Embe
     assert remembered(EmbeddedPostgres(base / "copy").start()) == [(1,)]
 
 
+def test_a_link_that_the_servers_account_makes_leads_root_to_no_other_file(
+    postgres: EmbeddedPostgres, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other, unlink = base / "other", Path.unlink
+    other.write_text("kept")
+
+    def link_after(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok=missing_ok)
+        if path.name == "eventsql.conf.new":
+            path.symlink_to(other)
+
+    monkeypatch.setattr(Path, "unlink", link_after)
+    with pytest.raises(EmbeddedServerError):
+        postgres.start()
+    assert other.read_text() == "kept"
+
+
 def test_destroying_removes_the_data_behind_a_symlink_and_nothing_beside_it(base: Path) -> None:
     disk = base / "disk"
     disk.mkdir()

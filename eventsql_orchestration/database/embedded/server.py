@@ -254,7 +254,8 @@ class EmbeddedPostgres:
             )
             if outcome.returncode != 0:
                 raise self._error("could not be initialised", outcome.stdout)
-            with (new / "postgresql.conf").open("a") as file:
+            # The file is the account's, so a link in its place is not followed.
+            with os.fdopen(os.open(new / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "a") as file:
                 file.write("\ninclude 'eventsql.conf'\n")
             # This fails where the directory has files: without PG_VERSION they are not a database, and not ours.
             new.rename(self._data)
@@ -378,11 +379,12 @@ def _write(path: Path, content: str, owner: Account | None = None) -> None:
     """Write a file that only its owner reads (0600); a reader finds all of the old or all of the new content."""
     new = path.with_name(f"{path.name}.new")
     new.unlink(missing_ok=True)
-    new.touch(0o600)
-    with new.open("w") as file:
+    # The server's account may write in the directory of its data: a link that it makes there meanwhile is not followed.
+    descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
         file.write(content)
         file.flush()
-        os.fsync(file.fileno())
-    if owner is not None:
-        owner.take(new)
+        os.fsync(descriptor)
+        if owner is not None:
+            os.fchown(descriptor, owner.uid, owner.gid)
     new.replace(path)
