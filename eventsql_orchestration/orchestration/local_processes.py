@@ -28,6 +28,8 @@ SPARK_LOCK: Final = "spark.lock"
 
 _OWNER_LOCK: Final = "dev.lock"
 
+_OWN_TMPDIR: Final = "let TMPDIR name a directory of your own"
+
 _KILL_TIMEOUT: Final = 10.0
 """Seconds in which killed processes must be gone."""
 
@@ -46,7 +48,7 @@ def free_port(preferred: int) -> int:
 @contextlib.contextmanager
 def reserved_port(preferred: int) -> Iterator[int]:
     """As `free_port`. This function gives the port to no other process of this user during the block."""
-    with lock_file(Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock") as lock:
+    with _ports_lock() as lock:
         for wanted in (preferred, *[0] * 20):
             port = free_port(wanted)
             # The last owner of the lock may listen there by now.
@@ -54,6 +56,21 @@ def reserved_port(preferred: int) -> Iterator[int]:
                 yield port
                 return
     raise LocalProcessError("no TCP port is free on 127.0.0.1")
+
+
+@contextlib.contextmanager
+def _ports_lock() -> Iterator[int]:
+    """The open file whose bytes stand for ports. Raises `LocalProcessError` if it belongs to another user."""
+    path = Path(tempfile.gettempdir()) / f"eventsql-ports-{os.getuid()}.lock"
+    with contextlib.ExitStack() as stack:
+        try:
+            lock = stack.enter_context(lock_file(path))
+        except OSError as error:
+            raise LocalProcessError(f"{path} cannot be opened: {error.strerror}; {_OWN_TMPDIR}") from error
+        # Another user could hold its locks for ever.
+        if os.fstat(lock).st_uid != os.getuid():
+            raise LocalProcessError(f"{path} belongs to another user: {_OWN_TMPDIR}")
+        yield lock
 
 
 def _port_locked(lock: int, port: int) -> bool:
@@ -113,7 +130,7 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def lock_file(path: Path) -> Iterator[int]:
     """Open a file to lock it; gives its descriptor. It is made if it is missing."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         yield descriptor
     finally:

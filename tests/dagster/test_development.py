@@ -144,6 +144,20 @@ def test_two_commands_that_start_at_once_choose_different_ports() -> None:
         assert chosen == port
 
 
+def test_a_lock_that_another_user_may_hold_for_ever_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / f"eventsql-ports-{os.getuid()}.lock").symlink_to(tmp_path / "made elsewhere")
+    with pytest.raises(LocalProcessError), local_processes.reserved_port(0):
+        pass
+    assert not (tmp_path / "made elsewhere").exists()
+
+    other = os.getuid() + 1
+    (tmp_path / f"eventsql-ports-{other}.lock").touch()
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    with pytest.raises(LocalProcessError, match="belongs to another user"), local_processes.reserved_port(0):
+        pass
+
+
 class Webserver(BaseHTTPRequestHandler):
     """Answers as Dagster's does when the location is loaded, or has failed with an error.
 
