@@ -120,15 +120,17 @@ def trace(
                 inputs = _seen_inputs(tracer.inputs_of(run), may_see)
                 none = Text("no claim of this run is kept") if not inputs else None
                 return _page(none or tree.of_inputs(f"DAG {dag_id}, run {run_id}", inputs), more=more)
-            origin = tracer.trace(topic, offset, shard=shard)
+            origin: TracedEvents | None = tracer.trace(topic, offset, shard=shard)
     except AirflowNotFoundException as error:
         return _page(Text(str(error)), status=404)
     except (TopicNotFoundError, ShardSetError, ValidationError):
-        return _page(Text(f"there is no event {offset} of topic {topic!r}: {BACK}"), status=404)
+        origin = None
     except EventSQLError as error:
         return _page(Text(error.message), status=503 if isinstance(error, DatabaseError) else 404)
-    if origin.run_id != run:
-        return _page(Text(f"run {run_id} of DAG {dag_id} has not published this event"), status=404)
+    if origin is None or origin.run_id != run:
+        # The same answer for each event of others, and for none: the user has no rights on the connection.
+        said = f"run {run_id} of DAG {dag_id} has published no event {offset} of topic {topic!r}: {BACK}"
+        return _page(Text(said), status=404)
     return _page(tree.of(_seen(origin, may_see)), more=more)
 
 
