@@ -6,9 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import dagster as dg
@@ -28,6 +31,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from eventsql_orchestration.orchestration.backfills import replay as replay_module
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import (
     Backfill,
@@ -111,6 +115,24 @@ def test_live_runs_go_before_backfills_in_the_queue(bench: Workbench) -> None:
     (limit,) = [each["limit"] for each in limits if each["key"] in (backfill.tags or {})]
     assert limit == 3, "half of the runs at once"
     assert not any(each["key"] in (live.tags or {}) for each in limits)
+
+
+def test_a_run_says_what_its_window_waits_for(
+    bench: Workbench, backfills: Backfills, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = bench.publish("orders", 3, partition=0)
+    key = begin(backfills)
+    with bench.platform.database.connection() as other, ExitStack() as held:
+        held.enter_context(other.transaction())
+        other.execute("SELECT FROM eventsql.consumer WHERE eql_topic = 'orders' FOR UPDATE")
+        clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _seconds: held.close())
+        monkeypatch.setattr(replay_module, "time", clock)
+        monkeypatch.setattr(replay_module, "PROGRESS_SECONDS", 0.0)
+        result = replay(bench, location.BACKFILLS[0], key)
+    assert result.success
+    assert bench.effects() == ids
+    messages = [entry.user_message for entry in bench.instance.all_logs(result.run_id)]
+    assert any("another consumption has the partition locked" in message for message in messages)
 
 
 # Plans

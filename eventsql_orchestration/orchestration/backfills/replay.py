@@ -32,7 +32,7 @@ POLL: Final = 0.2
 """Seconds between two looks at a window that another run leases, or whose failed event is not due yet."""
 
 PROGRESS_SECONDS: Final = 10.0
-"""Seconds between two lines of progress in a run's log."""
+"""Seconds between two lines in a run's log about its progress or its waiting."""
 
 
 @dataclass
@@ -84,7 +84,7 @@ class WindowReplay:
                     raise self._failure(f"{part.owner} replays this window now")
                 # A live run renews its lease. The lease of a killed run ends.
                 lease_ends_at = part.lease_ends_at
-                time.sleep(POLL)
+                self._wait(f"{part.owner} leases the window")
             elif part.paused:
                 raise self._failure(f"the window is paused: run {self._resume} to continue")
             elif part.spent and (reason := self._blocking(part)) is not None:
@@ -128,7 +128,7 @@ class WindowReplay:
         )  # fmt: skip
         if not isinstance(claim, Claim):
             # Another transaction has the partition locked now, or the next look finds the reason.
-            time.sleep(POLL)
+            self._wait(claim.reason)
             return
         claim = replace(claim, shard=self.shard.name)
         if isinstance(self.consume, BatchConsumer):
@@ -156,10 +156,22 @@ class WindowReplay:
             self.log.warning("event %d failed, attempt %d: %s", failure.event_id, failure.attempts, failure.error)
         for letter in consumed.dead_letters:
             self.log.warning("event %d is a dead letter now: %s", letter.event_id, letter.error)
-        if time.monotonic() - self._told_at >= PROGRESS_SECONDS:
-            self._told_at = time.monotonic()
+        if self._may_tell():
             letters = len(self.drained.dead_letters)
             self.log.info("%d events are replayed so far, %d of them became dead letters", self.drained.events, letters)
+
+    def _wait(self, reason: str) -> None:
+        """Wait for the next look. Log the reason every 10 seconds."""
+        if self._may_tell():
+            self.log.info("the replay waits: %s", reason)
+        time.sleep(POLL)
+
+    def _may_tell(self) -> bool:
+        now = time.monotonic()
+        if now - self._told_at < PROGRESS_SECONDS:
+            return False
+        self._told_at = now
+        return True
 
     def _release(self, claim: Claim) -> None:
         """Release a claim, so that the next run need not wait for the end of its lease."""
