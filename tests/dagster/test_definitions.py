@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import dagster as dg
@@ -311,6 +312,25 @@ def test_so_is_one_that_python_evaluates_when_it_is_read() -> None:
 def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limits: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         RunLimits(**limits)
+
+
+@pytest.mark.parametrize(
+    ("policy", "fits"),
+    [
+        (dg.RetryPolicy(max_retries=3), True),
+        (dg.RetryPolicy(max_retries=3, delay=59), True),
+        (dg.RetryPolicy(max_retries=3, delay=60), False),
+        (dg.RetryPolicy(max_retries=3, delay=10, backoff=dg.Backoff.LINEAR), True),
+        (dg.RetryPolicy(max_retries=3, delay=10, backoff=dg.Backoff.EXPONENTIAL), False),
+        (dg.RetryPolicy(max_retries=10_000, delay=1, backoff=dg.Backoff.EXPONENTIAL), False),
+        (dg.RetryPolicy(max_retries=1, delay=40, jitter=dg.Jitter.FULL), True),
+        (dg.RetryPolicy(max_retries=1, delay=40, jitter=dg.Jitter.PLUS_MINUS), False),
+    ],
+)
+def test_a_retry_policy_that_outlasts_the_lease_is_refused(policy: dg.RetryPolicy, fits: bool) -> None:
+    """The run would lose its claim while it waits."""
+    with nullcontext() if fits else pytest.raises(ValidationError):
+        consumer("a", options=AssetOptions(retry_policy=policy))
 
 
 def test_a_batch_has_at_least_one_event() -> None:

@@ -68,8 +68,8 @@ class AssetOptions(dg.Resolvable):
     - `pool`: the pool that limits its runs (docs/dagster_operations.md). An asset of kind `pyspark` is in `SPARK_POOL`
       by default; name that pool for any other function that starts a session.
     - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run
-      goes on with its claim from the offset reached. A failing event is tried `max_attempts` times, whatever the
-      policy.
+      goes on with its claim from the offset reached. Its delays must be shorter than the lease of a consumer's limits.
+      A failing event is tried `max_attempts` times, whatever the policy.
     """
 
     # The component's pydantic model holds these options, and pydantic does not know the classes of Dagster.
@@ -101,6 +101,15 @@ class AssetOptions(dg.Resolvable):
     def version(self) -> str | None:
         """The code version. If a template in defs.yaml resolves to digits, Dagster makes it a number."""
         return None if self.code_version is None else str(self.code_version)
+
+    @property
+    def longest_delay(self) -> float:
+        """The longest delay of the retry policy, in seconds."""
+        policy = self.retry_policy or dg.RetryPolicy()
+        # A larger number of attempts could overflow.
+        longest = policy._replace(jitter=None).calculate_delay(min(policy.max_retries, 60))
+        jitter = policy.delay if policy.jitter is dg.Jitter.PLUS_MINUS else None
+        return float(longest + (jitter or 0.0))
 
     def spec(
         self, name: str, docstring: str | None, *, deps: Iterable[dg.AssetKey], metadata: Mapping[str, Any]
