@@ -114,13 +114,16 @@ def temporary_directory(directory: Path) -> Iterator[Path]:
     """A directory for the temporary files of processes that are killed. Call it while `only_one` holds `directory`.
 
     It is removed at the end of the block or, if the owner is killed, at its next start. Its path is short, because it
-    holds sockets.
+    holds sockets. Raises `LocalProcessError` if another user has made it.
     """
     # Another user's directory could not be removed.
     name = hashlib.sha256(os.fsencode(f"{os.getuid()} {directory.resolve()}")).hexdigest()[:8]
     made = Path(tempfile.gettempdir()) / f"eventsql-dev-{name}"
     shutil.rmtree(made, ignore_errors=True)
-    made.mkdir(mode=0o700)
+    try:
+        made.mkdir(mode=0o700)
+    except FileExistsError as error:
+        raise LocalProcessError(f"{made} cannot be removed, and may belong to another user: {_OWN_TMPDIR}") from error
     try:
         yield made
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -156,6 +157,17 @@ def test_a_lock_that_another_user_may_hold_for_ever_is_refused(tmp_path: Path, m
     monkeypatch.setattr(os, "getuid", lambda: other)
     with pytest.raises(LocalProcessError, match="belongs to another user"), local_processes.reserved_port(0):
         pass
+
+
+def test_a_temporary_directory_that_another_user_has_made_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with local_processes.temporary_directory(tmp_path) as made:
+        # Another user's directory cannot be removed.
+        monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)
+        with pytest.raises(LocalProcessError, match=made.name), local_processes.temporary_directory(tmp_path):
+            pass
 
 
 class Webserver(BaseHTTPRequestHandler):
