@@ -1,4 +1,4 @@
-"""Floor 5: the platform in Dagster: resources, topics and consumers as assets, sensors, transfer, lag, housekeeping.
+"""The platform in Dagster: resources, topics and consumers as assets, sensors, transfer, lag, housekeeping.
 
 Builders take keywords, and their defaults need no tuning. A code location needs an `EventSQLResource` under the name
 `eventsql`, and no other resource. Definitions connect to nothing and start nothing.

@@ -228,8 +228,8 @@ def build_register_job(
     topic gets the declared retention. If it has events or consumers and another number of partitions than declared, the
     run fails with `RedefinitionError`. An existing consumer keeps its offsets and gets the settings that its asset
     declares. An existing queue gets the options that its worker declares. The run's log and the metadata of its only
-    step show each change. They also name the registered consumers of these topics that this location does not declare:
-    they may have been removed from it.
+    step show each change. They also name each registered consumer of these topics that this location does not declare,
+    such as a consumer that was removed from the location.
 
     With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
     after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be

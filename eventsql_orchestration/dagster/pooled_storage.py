@@ -52,7 +52,7 @@ def _leave_to_parent(engine: Engine) -> None:
 
 
 class _RunStorage(PostgresRunStorage):
-    """Looks for a column that came with a later version until it is there, not at each access."""
+    """Looks for columns of later versions only until it has found them, not at each access."""
 
     _has_run_stats = False
 
@@ -70,7 +70,7 @@ class _RunStorage(PostgresRunStorage):
 
 
 class _EventLogStorage(PostgresEventLogStorage):
-    """Looks for a column that came with a later version until it is there, not at each access."""
+    """Looks for columns of later versions only until it has found them, not at each access."""
 
     def __init__(self, url: str, engine: Engine) -> None:
         super().__init__(url, should_autocreate_tables=False)

@@ -56,7 +56,8 @@ def consumer_missing(consumer: Consumer) -> str:
 
 
 def undeclared(platform: EventSQL, topics: Iterable[Topic], consumers: Iterable[Consumer]) -> list[tuple[str, str]]:
-    """The consumers of `topics` that are not among `consumers`: another location has them, or this one had them.
+    """The consumers of `topics` that are not among `consumers`: another location declares them, or this location
+    declared them before.
 
     Each is a topic and a name. The side consumers of backfills are left out.
     """
@@ -117,6 +118,6 @@ def _other_topic(registered: Topic, topic: Topic, consumer: Consumer) -> str | N
         return None
     return (
         f"topic {topic.name!r} is registered without partitions, and the asset of consumer {consumer.name!r} declares "
-        f"{topic.partitions}: {LAUNCH_IT}, which changes a topic that has neither events nor consumers; else give the "
-        "asset partitioned=False and its topic no partitions, or another topic"
+        f"{topic.partitions}: if the topic has neither events nor consumers, {LAUNCH_IT}; otherwise give the asset "
+        "partitioned=False and its topic no partitions, or give it another topic"
     )

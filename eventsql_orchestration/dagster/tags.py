@@ -93,7 +93,7 @@ DEV_SETUP: Final = "setup"
 """At the start, before anything else: the job registers topics and consumers."""
 
 DEV_SIMULATION: Final = "simulation"
-"""Again and again: the job publishes events to look at."""
+"""While `eventsql dev` runs, again and again: the job publishes sample events."""
 
 DEV_VERIFICATION: Final = "verification"
 """At the end of a round of `--once` that has a simulation: the job evaluates asset checks."""

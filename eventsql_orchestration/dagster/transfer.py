@@ -289,7 +289,7 @@ class _Moving:
             for each in self._transfers:
                 self._threads.append(start_thread("transfer-moving", self._loop, each))
         except BaseException:
-            # A process without room for a thread: those that run would never end.
+            # If a thread cannot start, the threads that run already would never end.
             self.__exit__()
             raise
 

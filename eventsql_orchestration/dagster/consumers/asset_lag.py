@@ -72,8 +72,8 @@ class AssetLag:
     def metadata(self) -> dict[str, Any]:
         """Numbers for the consumer and for each partition, the cause in words, and links to runs that consume.
 
-        If there are more than `SHOWN_PARTITIONS` partitions, only the ones with the largest lag have their own numbers.
-        An unknown lag has no numbers.
+        If there are more than `SHOWN_PARTITIONS` partitions, only the partitions with the largest lag have their own
+        numbers. An unknown lag has no numbers.
         """
         if self.unknown is not None:
             return {CAUSE: self.unknown}
@@ -134,7 +134,7 @@ class AssetLag:
     def _why_waiting(self, lag: ConsumerLag, *, slow: bool) -> tuple[str, str]:
         if (sensor := self.stopped.get(lag.partition)) is not None:
             return "stopped", f"sensor {sensor} is switched off"
-        return ("slow", "it is consumed, later than events come") if slow else (str(lag.cause), lag.detail)
+        return ("slow", "it is consumed, more slowly than events come") if slow else (str(lag.cause), lag.detail)
 
 
 def place_of(lag: ConsumerLag) -> str:

@@ -62,9 +62,10 @@ class PartitionState:
     """A consumer partition at the time of a tick.
 
     `claim` is the live claim, and `run` is the run that owns the claim or was requested for it. `drains` names the run
-    that may be draining the partition (`draining_run`). Then `run` is that run, and `successor` is the run that was
-    requested to succeed it. `failures` is how many runs in a row failed from the claim's offset, the last one
-    `since_failure` seconds ago. `late` is how many runs from that offset found their claims lost.
+    that may be draining the partition (`draining_run`). If there is a draining run, `run` is that run, and `successor`
+    is the run that was requested to succeed it. `failures` is the number of runs that failed in a row from the claim's
+    offset, the last one `since_failure` seconds ago. `late` is the number of runs from this offset that found their
+    claims lost.
     """
 
     claim: Claim | None = None
@@ -168,7 +169,7 @@ def draining_run(
     """The run that may be draining a partition, so that it may get a successor.
 
     Without a live claim, it is the owner of the latest claim. But if that claim has been over for longer than
-    `drain_idle`, there is none: a run that finds no more events ends after that time, so the owner has ended or died.
+    `drain_idle`, no run drains: a run that finds no more events ends after that time, so the owner has ended or died.
     With a live claim, it is the claim's owner, if that run was requested for another claim and its window ends soon.
     """
     if claim is None:

@@ -106,7 +106,7 @@ def check_distinct(consumers: Collection[ConsumerDefinition]) -> None:
     for each in consumers:
         if not isinstance(each, ConsumerDefinition):
             raise ValidationError(
-                f"a {type(each).__name__} is no consumer: make one with consumer_asset or range_asset"
+                f"{type(each).__name__} is not a consumer: make a consumer with consumer_asset or range_asset"
             )
     topics = {key.path[-1] for each in consumers for key in (topic_key(each.topic.name), *each.computation.publishes)}
     for each in consumers:

@@ -4,7 +4,7 @@ Dagster evaluates a sensor every 5 seconds, and each look takes milliseconds. An
 the next look, 2.5 s on average. A lingering tick listens for the event instead (LISTEN), and claims it at once.
 
 A lingering tick holds a thread of the daemon and a thread of the code server. There are few of both, so only some ticks
-linger at once. None lingers if the daemon evaluates its sensors one after the other.
+linger at once. No tick lingers if the daemon evaluates its sensors one after the other.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Lingering:
 
     @contextlib.contextmanager
     def one_of(self, most: int) -> Iterator[bool]:
-        """Whether one more tick may linger during the block, if at most `most` may at once."""
+        """Whether one more tick may linger during the block. At most `most` ticks linger at once."""
         with self._lock:
             may = self.ticks < most
             self.ticks += may

@@ -69,7 +69,7 @@ class Tick:
 def _places(run_id: str, instance: dg.DagsterInstance) -> list[datetime | None]:
     """When each step of a run got its place in a pool; None for a step that waits for its place.
 
-    With `granularity: run`, Dagster's queue waits instead of the steps.
+    With `granularity: run`, the run waits in Dagster's queue, and its steps do not wait.
     """
     storage = instance.event_log_storage
     if not storage.supports_global_concurrency_limits:

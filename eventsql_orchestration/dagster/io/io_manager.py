@@ -310,7 +310,7 @@ def _check_together(context: dg.InputContext, found: Mapping[str, Sequence[Selec
 
 
 def _partitions_of(context: dg.InputContext, together: str) -> set[str]:
-    """The partitions of a range of them; empty if the asset has not all of them any more."""
+    """The partitions of a range; empty if the asset no longer has all of them."""
     first, _, last = together.partition(RANGE)
     try:
         with dg.partition_loading_context(dynamic_partitions_store=context.instance):

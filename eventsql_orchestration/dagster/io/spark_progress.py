@@ -110,7 +110,7 @@ class _OwnProgress(SparkProgress):
             return 0, []
         tracker = self._context.statusTracker()
         jobs = tracker.getJobIdsForGroup(self._group)
-        store = self._context._jsc.sc().statusStore()  # noqa: SLF001 - py4j's way in; no public one has the rows
+        store = self._context._jsc.sc().statusStore()  # noqa: SLF001 - py4j's entry point; no public name has them
         known: set[int] = set()
         for job in jobs:
             info = tracker.getJobInfo(job)

@@ -1,4 +1,4 @@
-"""Whether this process may be forked: it has one thread, and no sockets except the given ones. For Linux."""
+"""Whether this process may be forked: it has one thread, and no sockets except the given sockets. For Linux."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class ForkServer:
         return None
 
     def _fork_with_pipe(self, run: str) -> tuple[int, int, int]:
-        """Fork. Returns the child's number and the ends of a pipe to it. If it raises `OSError`, it leaves neither."""
+        """Fork. Returns the child's number and the ends of a pipe to it. After an `OSError`, both ends are closed."""
         start, starting = os.pipe()
         try:
             return self._fork(run), start, starting
@@ -179,7 +179,7 @@ class ForkServer:
         while self._unreported:
             death = self._unreported[0]
             try:
-                # A report is made by a child, because it needs connections.
+                # A child makes the report, because a report needs connections.
                 child = self._fork(None)
             except OSError:
                 break

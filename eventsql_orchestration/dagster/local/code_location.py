@@ -33,7 +33,7 @@ class CodeLocation:
         return str(self.file or self.module)
 
     def arguments(self) -> list[str]:
-        """The options by which Dagster's commands find it."""
+        """The options by which Dagster's commands find the location."""
         where = ["-m", str(self.module)] if self.file is None else ["-f", str(self.file.resolve())]
         return [*where, "-d", self._directory]
 
@@ -124,7 +124,7 @@ class CodeLocation:
             return importlib.import_module(str(self.module))
         spec = importlib.util.spec_from_file_location(self.file.stem, self.file)
         if spec is None or spec.loader is None:
-            raise LocalDagsterError(f"{self} is no Python file")
+            raise LocalDagsterError(f"{self} is not a Python file")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         return module

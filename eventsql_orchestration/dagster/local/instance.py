@@ -36,7 +36,7 @@ def write_instance(home: Path, dsn: str, *, max_concurrent_runs: int | None = No
     DAGSTER_PG_URL, which this function sets for this process and its children. Each call writes the file anew.
     `max_concurrent_runs` is by default three for each core.
 
-    Raises `DatabaseUnavailableError`, and `ConfigurationError` for a `dsn` that is no PostgreSQL URL.
+    Raises `DatabaseUnavailableError`, and `ConfigurationError` for a `dsn` that is not a PostgreSQL URL.
     """
     directory = instance_directory(home)
     directory.mkdir(parents=True, exist_ok=True)

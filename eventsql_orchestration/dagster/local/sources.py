@@ -106,7 +106,7 @@ def _parse(file: Path) -> ast.Module | None:
 
 
 def _imports(tree: ast.Module, package: str) -> Iterator[Import]:
-    """The imports that always run. Others, as in a function or in `try`, may be meant to fail."""
+    """The imports that always run. Imports in a function or in `try` are left out: they may be meant to fail."""
     for statement in tree.body:
         if isinstance(statement, ast.Import):
             yield from (Import(name.name) for name in statement.names)

@@ -137,7 +137,7 @@ class Webserver:
         ]
 
     def starts_runs(self) -> bool:
-        """Whether a daemon takes runs out of the queue, or none has to. Raises `LocalDagsterError`."""
+        """Whether a daemon takes runs out of the queue, or there is no queue. Raises `LocalDagsterError`."""
         daemons = self.ask(_HEALTH)["instance"]["daemonHealth"]["allDaemonStatuses"]
         return all(
             daemon["healthy"]

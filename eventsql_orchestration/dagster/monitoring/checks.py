@@ -56,7 +56,10 @@ class Look(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a check. A result with another `face` is reported at once. `memory` is for the next evaluation."""
+    """The result of a check. `memory` is for the next evaluation.
+
+    `face` is a short form of the result: if it changes, the sensor reports the result at once.
+    """
 
     passed: bool
     description: str

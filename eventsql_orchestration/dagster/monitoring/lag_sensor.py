@@ -38,7 +38,8 @@ OFFSETS: Final = "offsets"
 """In the state of a tick: the offset of each partition of each asset, by which the next tick sees that it has moved."""
 
 ARRIVALS: Final = "arrivals"
-"""In the state of a tick: the time `at` which topics were reported, and up to which offsets (`seen`)."""
+"""In the state of a tick: `at`, the time of the last report of topics, and `seen`, the offsets up to which it
+reported."""
 
 
 def build_lag_sensor(

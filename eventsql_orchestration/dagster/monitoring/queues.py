@@ -35,7 +35,7 @@ class QueueLimits:
     letters.
 
     None sets no limit. Raises `ValidationError` for a negative number, and for numbers of messages of 10,000 or more:
-    in each state, no more are counted, so a check would never turn red.
+    the sensor counts at most 10,000 messages in each state, so such a check would never turn red.
     """
 
     max_messages: int | None = None
@@ -102,9 +102,9 @@ def build_queue_checks(
 ) -> list[QueueCheck]:
     """The checks of a queue.
 
-    `lag` is red while too many messages wait or one waits for too long, and `delivered` while there are too many dead
-    letters. `asset` comes from `queue_asset`. A check without a limit is left out. Both are also red while a shard is
-    down, because the numbers there are unknown. In each state, up to 10,000 messages are counted. Raises
+    `lag` is red while too many messages wait or a message waits for too long, and `delivered` while there are too many
+    dead letters. `asset` comes from `queue_asset`. A check without a limit is left out. Both are also red while a shard
+    is down, because the numbers there are unknown. In each state, up to 10,000 messages are counted. Raises
     `ValidationError` for another asset.
     """
     queue = _queue_of(asset)

@@ -25,7 +25,7 @@ CHECKS: Final = "checks"
 
 
 def read_cursor(cursor: str | None) -> dict[str, Any]:
-    """The state in a cursor. Another text gives none: a sensor of this name may have been of another kind before."""
+    """The state in a cursor. Empty for another text: a sensor of another kind may have had this name before."""
     try:
         content = json.loads(cursor or "{}")
     except ValueError:
@@ -36,7 +36,7 @@ def read_cursor(cursor: str | None) -> dict[str, Any]:
 class Reports:
     """The events that a tick reports at `now` (seconds since the epoch).
 
-    `before` is the state that the previous tick left, and `after` the one for the next tick.
+    `before` is the state that the previous tick left, and `after` is the state for the next tick.
     """
 
     def __init__(self, cursor: str | None, now: float) -> None:
@@ -46,7 +46,7 @@ class Reports:
         self.events: list[Event] = []
 
     def observe(self, key: dg.AssetKey, metadata: Mapping[str, Any], *, idle: bool) -> None:
-        """Observe an asset; one that stays idle only every `IDLE_INTERVAL` seconds."""
+        """Observe an asset. An asset that stays idle is observed only every `IDLE_INTERVAL` seconds."""
         name = key.to_user_string()
         if idle:
             last = self.left(IDLE).get(name)

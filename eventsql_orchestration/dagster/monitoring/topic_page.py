@@ -49,8 +49,8 @@ def topic_page(
 ) -> Mapping[str, Any]:
     """Metadata of a topic on one shard whose log ends at offset `end`. `arrived` events came in `seconds` seconds.
 
-    The log is not scanned, so the page shows the number of its offsets: the log has at most so many events. Raises
-    `TopicNotFoundError`.
+    The log is not scanned, so the page shows the number of its offsets: the log has at most this number of events.
+    Raises `TopicNotFoundError`.
     """
     registered = shard.registry.topic(topic)
     schema = shard.database.schema

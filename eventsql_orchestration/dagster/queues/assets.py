@@ -200,7 +200,7 @@ def queues_of(workers: Collection[WorkerDefinition]) -> list[str]:
     places: dict[str, str] = {}
     for worker in workers:
         if not isinstance(worker, WorkerDefinition):
-            raise ValidationError(f"a {type(worker).__name__} is no worker: make one with worker_asset")
+            raise ValidationError(f"{type(worker).__name__} is not a worker: make a worker with worker_asset")
         name = worker.key.to_user_string()
         if (other := places.setdefault(worker.queue, name)) != name:
             raise ValidationError(
