@@ -41,7 +41,7 @@ class Drained:
 
     @property
     def failures(self) -> list[tuple[Claim, Failure]]:
-        """The events that hold their partitions up, and their claims. A dead letter holds none up."""
+        """The events that hold their partitions up, and their claims. A dead letter holds no partition up."""
         return [(claim, consumed.failure) for claim, consumed in self.claims if consumed.failure is not None]
 
     @property
@@ -174,7 +174,7 @@ class Draining:
         return None
 
     def _with_events(self, turns: deque[int]) -> list[int]:
-        """The partitions to claim, in turn. One statement looks at several; a single one is claimed without a look."""
+        """The partitions to claim, in turn. If there are several, one statement looks for events first."""
         if len(turns) == 1:
             return list(turns)
         waiting = {each.partition for each in self.shard.claims.standings(self.consumer) if each.waiting}

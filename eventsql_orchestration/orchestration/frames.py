@@ -117,7 +117,7 @@ def _check_columns(schema: pa.Schema, topic: str) -> None:
             raise ValidationError(f"column {field.name!r} must be {_ACCEPTED[field.name]}, not {field.type}")
     repeated = {name for name in schema.names if schema.names.count(name) > 1}
     if repeated:
-        raise ValidationError(f"column {min(repeated)!r} is there twice")
+        raise ValidationError(f"column {min(repeated)!r} occurs twice")
     if "value" not in schema.names:
         raise ValidationError(f"column 'value' is missing: it holds the event of topic {topic!r}")
 
@@ -196,7 +196,7 @@ def _publication(value: object, number: int, topic: str) -> Publication:
         raise ValidationError(f"{where} is a publication for topic {value.topic!r}")
     partition: object = value.partition
     if partition is not None and (type(partition) is not int or not NOT_PARTITIONED <= partition <= MAX_PARTITIONS):
-        raise PartitionOutOfRangeError(f"{where}: {partition!r} is no partition")
+        raise PartitionOutOfRangeError(f"{where}: {partition!r} is not a partition")
     return value
 
 
@@ -204,7 +204,7 @@ def _from_mapping(value: Mapping[Any, Any], where: str, topic: str) -> Publicati
     given = {**value}
     for name in given:
         if name not in _FIELDS:
-            raise ValidationError(f"{where}: {name!r} is no part of an event, which has {', '.join(_FIELDS)}")
+            raise ValidationError(f"{where}: {name!r} is not a part of an event, which has {', '.join(_FIELDS)}")
     if given.get("value") is None:
         raise ValidationError(f"{where} has no value")
     if isinstance(given["value"], str):

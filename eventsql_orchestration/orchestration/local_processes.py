@@ -24,7 +24,7 @@ PROCESSES_LOCK: Final = "processes.lock"
 """A file with the numbers of process groups. Their processes inherit its lock, so they are alive while it is held."""
 
 SPARK_LOCK: Final = "spark.lock"
-"""The same for the Spark Connect server, which may be started again while the other processes run."""
+"""Such a file for the Spark Connect server, which may be started again while the other processes run."""
 
 _OWNER_LOCK: Final = "dev.lock"
 
@@ -35,7 +35,7 @@ _KILL_TIMEOUT: Final = 10.0
 
 
 def free_port(preferred: int) -> int:
-    """`preferred` if nobody listens there, else one that the system chooses."""
+    """`preferred` if no process listens there, else a port that the system chooses."""
     for port in (preferred, 0):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -141,7 +141,7 @@ def lock_file(path: Path) -> Iterator[int]:
 
 
 def try_lock(descriptor: int) -> bool:
-    """Lock an open file. False if somebody else has its lock."""
+    """Lock an open file. False if another process has its lock."""
     with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
@@ -154,7 +154,7 @@ def _end_orphans(path: Path, kill: Callable[[int], None]) -> None:
             return
         # A process that inherited the lock is alive, so no other process has the number of its group.
         groups = os.read(lock, 256).split()
-        # The number of a group that has ended may be that of this process's own session: leave that out.
+        # This process's own session may have got the number of a group that has ended: leave that number out.
         for group in {int(each) for each in groups} - {os.getsid(0), os.getpgrp()}:
             kill(group)
         deadline = time.monotonic() + _KILL_TIMEOUT

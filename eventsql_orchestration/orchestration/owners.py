@@ -18,7 +18,7 @@ def run_of_owner(owner: str) -> str | None:
 
 
 AIRFLOW_OWNER: Final = "airflow "
-"""Prefix of the owners of claims that are runs of Airflow's DAGs."""
+"""Prefix of a claim's owner that is a run of an Airflow DAG."""
 
 AIRFLOW_TRIGGER: Final = "airflow trigger"
 """The owner of a claim that a trigger made, until a task takes it over."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 SHARD: Final = "eventsql_shard"
-"""In an event's metadata: the shard whose events the run consumed to make this one."""
+"""In an event's metadata: the shard whose events the run consumed to make this event."""
 
 DAGSTER_RUN: Final = "dagster_run_id"
 DAGSTER_ASSET: Final = "dagster_asset_key"
@@ -21,7 +21,7 @@ AIRFLOW_DAG: Final = "airflow_dag_id"
 AIRFLOW_RUN: Final = "airflow_run_id"
 AIRFLOW_TASK: Final = "airflow_task_id"
 AIRFLOW_MAP_INDEX: Final = "airflow_map_index"
-"""In the metadata of an event that a task of Airflow's has published."""
+"""In the metadata of an event that an Airflow task has published."""
 
 _RUN: Final = "run "
 _CLAIM: Final = re.compile(r"claim (?P<id>\d+)(?: of (?P<shard>.+))?")

@@ -82,9 +82,9 @@ def publish(
 ) -> Published:
     """Publish the output of a run: any of the forms of `frames.event_batches`, or a DataFrame of Spark.
 
-    Once for each asset, partition, topic, `output` and `batch` of a run and its repetitions, or of a `claim`, which is
-    committed in the same transaction. Raises `ClaimLostError`, `TopicNotFoundError`, `ValidationError` or
-    `DatabaseError`; then nothing was published.
+    It is published once for each asset, partition, topic, `output` and `batch` of a run and its repetitions, or of a
+    `claim`. The claim is committed in the same transaction. Raises `ClaimLostError`, `TopicNotFoundError`,
+    `ValidationError` or `DatabaseError`; then nothing was published.
     """
     from eventsql_orchestration.orchestration.frames import is_spark_frame  # noqa: PLC0415 - pyarrow takes 0.2 s to load
 
@@ -181,7 +181,7 @@ class _Publications:
         return (rows[0][0], rows[0][1]) if rows else None
 
     def _found_after(self, writer: str, batch: int) -> tuple[int, datetime] | None:
-        """As `find`, after the publication: while the database cannot be reached, it is asked again."""
+        """As `find`, after the publication: asks again while the database cannot be reached."""
         retry = Backoff(FIND_SECONDS)
         while True:
             try:

@@ -55,7 +55,7 @@ def place(shard: str | None, partition: int) -> str:
 
 
 def where(shard: str | None, partition: int) -> str:
-    """The same for people. Leaves out the shard or the partition if there is only one: ``, `3`, `shard-2/3`."""
+    """`place` for people. Leaves out the shard or the partition if there is only one: ``, `3`, `shard-2/3`."""
     parts = [*([] if shard is None else [shard]), *([] if partition == NOT_PARTITIONED else [str(partition)])]
     return "/".join(parts)
 

@@ -244,7 +244,7 @@ def test_a_plan_names_events_that_retention_dropped(bench: Workbench, backfills:
     (gone,) = plan.remarks
     assert f"offsets {ids[2]} to {ids[5]} of the range (4) are gone" in gone
     timed = backfills.plan("orders", "ledger", ReplayRange(Back(timedelta(days=1)), Latest()))
-    assert timed.remarks == [f"the log begins at offset {ids[6]} by now: earlier events are gone"]
+    assert timed.remarks == [f"the log now begins at offset {ids[6]}: earlier events are gone"]
 
 
 def test_registering_refuses_a_plan_whose_events_retention_dropped(bench: Workbench, backfills: Backfills) -> None:

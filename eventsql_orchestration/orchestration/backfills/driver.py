@@ -13,7 +13,7 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import DEFAULT_MAX_FAILURES, Backfill, PlannedRun
 
 POLL = 0.5
-"""Seconds between two looks; a run takes some to start."""
+"""Seconds between two looks; a run takes some seconds to start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +109,7 @@ class BackfillDriver(Generic[Job]):
                     self._failures[key] = ended[run].why or "its run ended before the end of its window"
 
     def _finish(self) -> bool:
-        """End the backfill. False where it was deleted: its `into` consumer does not exist then."""
+        """End the backfill. False if it was deleted: its `into` consumer does not exist then."""
         left = self._find()
         if left is not None and not self.backfills.finish(left):
             return False

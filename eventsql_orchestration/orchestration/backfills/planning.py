@@ -99,11 +99,11 @@ class LogPlanner:
         if isinstance(start, AtOffset) and start.offset <= begin and begin > 0:
             asked = max(1, start.offset)
             remarks.append(
-                f"the log begins at offset {begin + 1:,} by now: offsets {asked:,} to {begin:,} of the range "
+                f"the log now begins at offset {begin + 1:,}: offsets {asked:,} to {begin:,} of the range "
                 f"({begin - asked + 1:,}) are gone"
             )
         elif isinstance(start, AtTime | Back) and after == begin and begin > 0:
-            remarks.append(f"the log begins at offset {begin + 1:,} by now: earlier events are gone")
+            remarks.append(f"the log now begins at offset {begin + 1:,}: earlier events are gone")
         if isinstance(start, AtOffset) and start.offset > log_end:
             remarks.append(f"the log ends at offset {log_end:,}, before the range begins")
         elif isinstance(end, AtOffset) and end.offset > log_end:

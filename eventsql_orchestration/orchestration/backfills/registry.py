@@ -118,11 +118,11 @@ class Backfills:
         return self._find(topic)
 
     def find(self, topic: str, backfill_id: str, consumer: str | None = None) -> Backfill | None:
-        """One of them; None if it is done, was deleted or never existed."""
+        """A backfill that is not done; None if it is done, was deleted or never existed."""
         return next(iter(self._find(topic, consumer, backfill_id)), None)
 
     def get(self, topic: str, backfill_id: str, consumer: str | None = None) -> Backfill:
-        """The same. Raises `TopicNotFoundError`, and `RegistryError` if there is no such backfill."""
+        """A backfill that is not done. Raises `TopicNotFoundError`, and `RegistryError` if it does not exist."""
         backfill = self.find(topic, backfill_id, consumer)
         if backfill is None:
             self._shards[0].registry.topic(topic)

@@ -1,4 +1,4 @@
-"""A run replays the rest of one window of a backfill, exactly once, also where several runs have the same window."""
+"""A run replays the rest of one window of a backfill, exactly once, even if several runs have the same window."""
 
 from __future__ import annotations
 

@@ -17,11 +17,12 @@ from eventsql_orchestration.topics.side_consumers import MARK
 from eventsql_orchestration.validation import check_name, check_whole
 
 DEFAULT_MAX_FAILURES: Final = 10
-"""An event that keeps failing takes some 15 s until it becomes a dead letter: a function that fails for every event
-stops its backfill within minutes."""
+"""A backfill stops after this number of dead letters. An event that keeps failing takes some 15 s until it becomes a
+dead letter, so a function that fails for every event stops its backfill within minutes."""
 
 MAX_RUNS: Final = 1_000
-"""A run takes seconds to start; and its window is a row for each partition, which every look at lag reads."""
+"""Maximum number of runs of a backfill. A run takes seconds to start. Its window has a row for each partition, and
+every look at lag reads these rows."""
 
 _ID: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,39}", re.ASCII)
 _KEY: Final = re.compile(

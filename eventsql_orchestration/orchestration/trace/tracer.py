@@ -262,7 +262,7 @@ def _copied_from(event: Event) -> tuple[str, int] | None:
 
 
 def _origin(metadata: Any) -> tuple[str | None, str | None, str | None]:
-    """The run of Dagster's or of Airflow's that published an event, its asset or task, and its partition."""
+    """The run of Dagster or Airflow that published an event, its asset or task, and its partition."""
     dag, run = _text(metadata, AIRFLOW_DAG), _text(metadata, AIRFLOW_RUN)
     run_id = _text(metadata, DAGSTER_RUN) or (airflow_run(dag, run) if dag is not None and run is not None else None)
     asset = _text(metadata, DAGSTER_ASSET) or _text(metadata, AIRFLOW_TASK)
