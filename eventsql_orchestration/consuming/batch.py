@@ -51,14 +51,14 @@ EventHandler: TypeAlias = Callable[[Event, Connection], object]
 """Takes one event, and the connection whose transaction commits its offset."""
 
 OF_HANDLER: Final = (Exception, CancelledError, SystemExit)
-"""The errors that count as failures of a handler: `asyncio.CancelledError`, too, of a task that the handler ran, and
-`sys.exit()`. A caller outside of an orchestrator's run raises a `sys.exit()` again if it `ends_program`."""
+"""The errors that count as failures of a handler. They include `asyncio.CancelledError`, from a task that the handler
+ran, and `sys.exit()`. A caller outside of an orchestrator's run raises a `sys.exit()` again if it `ends_program`."""
 
 _NOT_RUN: Final = (inspect.isawaitable, inspect.isgenerator, inspect.isasyncgen)
 
 
 def ends_program(error: BaseException) -> bool:
-    """Whether an error is `sys.exit()` in the main thread, which is the program's to end."""
+    """Whether an error is `sys.exit()` in the main thread, which may end the program."""
     return isinstance(error, SystemExit) and threading.current_thread() is threading.main_thread()
 
 
@@ -394,7 +394,7 @@ def call_handler(connection: Connection, given: Given, handler: Callable[[Given,
     except BaseException as error:
         _end_stream(connection, error)
         if isinstance(error, psycopg.Rollback):
-            # psycopg would take it for success, and what was given would pass without its effects.
+            # psycopg would take the error for success, and the events would pass without their effects.
             raise psycopg.ProgrammingError(ROLLED_BACK) from error
         raise
     check_returned(returned)

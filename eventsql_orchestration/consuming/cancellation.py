@@ -42,7 +42,7 @@ class Cancellation:
 
     @contextmanager
     def connection(self, connection: Connection) -> Iterator[None]:
-        """Have `cancel` roll back the transaction on `connection`. Raises `ClaimLostError` if it was called before."""
+        """Have `cancel` roll back the transaction on `connection`. Raises `ClaimLostError` after `cancel`."""
         with self._lock:
             self._check()
             self._connections.append(connection)

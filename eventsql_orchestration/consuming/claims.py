@@ -122,7 +122,7 @@ class Claims:
     def last(self, topic: str, consumer: str, partition: int = NOT_PARTITIONED) -> LastClaim | None:
         """The claim of a partition that reaches furthest, in any state; None if none is left.
 
-        After a seek back, this is a claim from before, until the consumer has passed that claim's end.
+        After a seek back, this is a claim from before the seek, until the consumer has passed that claim's end.
         """
         key = ConsumerPartition(topic, consumer, partition)
         row = query_first(self._database, self._looks("last"), key.parameters(), prepare=False)
@@ -218,7 +218,7 @@ class Claims:
             yield lost
         finally:
             stop.set()
-            # A renewal that takes longer, of a server that stands still, finds the lease over.
+            # If the server stands still, a renewal may take longer. Then it finds that the lease has ended.
             thread.join(lease)
 
     def _is_committed_by_owner(self, claim: Claim) -> bool:

@@ -54,7 +54,7 @@ SINGLE_BATCH: Final = 100
 """Events that a consumer of single events reads at a time; each has its own savepoint."""
 
 MOST_ROWS: Final = 1_000_000
-"""The most rows of events that are not acknowledged, of a partition."""
+"""Maximum number of a partition's events that are handed out and not acknowledged. Each is a row."""
 
 LAYOUT_SECONDS: Final = 1.0
 """Seconds until a partition checks again whether the others have reached the end of their topic's layout."""
@@ -151,7 +151,7 @@ class Consumers:
         after_fork(self, Consumers._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. What runs is the parent's to stop."""
+        """See `forks`. Only the parent process stops the consumptions that it runs."""
         self._running, self._running_lock = weakref.WeakSet(), threading.Lock()
 
     def start(
@@ -241,7 +241,8 @@ class Consumers:
     def _ready(self, topic: str, consumer: str, asked: dict[int, int], *, partitioned: bool) -> dict[int, float | None]:
         """The partitions that have the requested number of events, with the seconds until each may be consumed.
 
-        The consumer may have been deleted, and registered in the other form: then these are the partitions of that one.
+        The consumer may have been deleted, and registered in the other form: then these are the partitions of the new
+        consumer.
         """
         asking = {"topic": topic, "consumer": consumer, "partitions": list(asked), "least": list(asked.values())}
         with self._database.connection() as connection:
@@ -278,7 +279,7 @@ class Consumers:
     def _poll_each(
         self, keys: Sequence[ConsumerPartition], handler: BatchHandler, options: PollOptions
     ) -> tuple[int, bool]:
-        """Poll each partition once; returns the number of events, and whether one has consumed all of its layout."""
+        """Poll each partition once; returns the number of events, and whether a partition is through its layout."""
         consumed, last = 0, False
         for key in keys:
             while True:

@@ -1,12 +1,12 @@
 """Dead letters as values: their metadata, the reasons for them, filters, and the events that they are redriven as.
 
-A dead letter has the key, value and metadata of its event and, in further metadata, why it is one (`dlt_*`). Redriven,
+A dead letter has the key, value and metadata of its event and, in further metadata, the reason (`dlt_*`). Redriven,
 it becomes an event of its topic again: without `dlt_*`, in the partition that it came from, and traceable by
 
 - `redriven_from`: the dead letter, as `topic:id`;
 - `redriven_consumer`: the consumer that had given it up;
 - `redriven_origin`: the event that was published first, as `topic:partition:id`, however often it was redriven since;
-- `redriven_before`: the dead letters that it was redriven from before, oldest first, where there are any.
+- `redriven_before`: the earlier dead letters that it was redriven from, oldest first, if there are any.
 
 A letter that fails again keeps all of these.
 """
@@ -54,7 +54,8 @@ REDRIVEN_BEFORE: Final = "redriven_before"
 KEPT_WHEN_ERASED: Final = (
     *sorted(_CAUSE - {MESSAGE}), REDRIVEN_FROM, REDRIVEN_CONSUMER, REDRIVEN_ORIGIN, REDRIVEN_BEFORE,
 )  # fmt: skip
-"""Metadata that stays when a dead letter is erased: nothing of it comes from the event. A message may quote it."""
+"""Metadata that stays when a dead letter is erased, because no part of it comes from the event. An error's message does
+not stay: it may quote the event."""
 
 MAX_CHAIN: Final = 100
 """Maximum of letters in `redriven_before`, the last ones: an event may be redriven any number of times."""
@@ -194,7 +195,7 @@ class LetterFilter:
             object.__setattr__(self, "ids", tuple(ids))
         check_range(self.since, self.until)
         if self.since is not None and self.until is not None and self.since > self.until:
-            raise ValidationError(f"since {self.since} until {self.until} is no range of times: it ends too early")
+            raise ValidationError(f"since {self.since} until {self.until} is not a range of times: it ends too early")
 
     def parameters(self) -> dict[str, object]:
         """All conditions except the ids, as the statements take them."""
@@ -233,7 +234,7 @@ def redriven(target: Topic, letter: DeadLetter, *, repartitioned: bool) -> Publi
 
 
 def _source_partition(target: Topic, letter: DeadLetter, repartitioned: bool) -> int | None:
-    """The partition that a letter's event was in, which need not be its key's.
+    """The partition that a letter's event was in. The event's key may belong to another partition.
 
     None if the topic was made anew or repartitioned since, or has no such partition. The publisher chooses then.
     """

@@ -38,8 +38,8 @@ away: they would repeat the acknowledged events after the offset."""
 
 
 LOCK_SECONDS: Final = 3.0
-"""Seconds that handing out waits for handlers that have events from before a move of the consumer, and that the last
-call of a process waits for a locked partition."""
+"""Maximum seconds of two waits: after a move of the consumer, for handlers that still have earlier events; in the last
+call of a process, for a locked partition."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -156,8 +156,9 @@ class Deliveries:
     def move_offset(self, worker: int, partition: int) -> None:
         """Move a partition's offset past what is acknowledged, also of a paused consumer, and after the lease's end.
 
-        It is the last call of a process: the partition's lease would stay. Waits for others who have the partition
-        locked. Raises `DatabaseBusyError` if that takes too long, and `RedefinitionError` as `register`.
+        It is the last call of a process; without it, the partition's lease would stay. Waits while another transaction
+        has the partition locked. Raises `DatabaseBusyError` if that takes too long, and `RedefinitionError` as
+        `register`.
         """
         with self._database.transaction() as connection:
             limit_waits(connection, LOCK_SECONDS, "lock_timeout")

@@ -38,7 +38,7 @@ class Failure:
 
 
 def backoff_after(attempts: int) -> float:
-    """The seconds until an event is tried again that has failed so often."""
+    """Seconds until an event that has failed this number of times is tried again."""
     return doubled(FIRST_BACKOFF, max(0, attempts - 1), MAX_BACKOFF)
 
 

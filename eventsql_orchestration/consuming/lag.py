@@ -71,7 +71,7 @@ class LagReader:
         return partitions, f"until {named(partitions)} {have} come to offset {until}{where}"
 
     def _held_back(self, state: ConsumerState, ahead: Ahead) -> str | None:
-        """Why a partition gets no events though some wait; None if it may get them."""
+        """Why a partition gets no events although events wait; None if it may get them."""
         if state.until is None:
             return None
         if state.until == HELD:
@@ -108,7 +108,7 @@ class LagReader:
 
 
 def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause, str]:
-    """Why a consumer partition is behind by so many events in the log and in the buffer, and a sentence about it.
+    """Why a consumer partition is behind, from its events in the log and in the buffer, and a sentence about it.
 
     It does not know whether the partition is held back.
     """

@@ -77,7 +77,7 @@ class Lease:
             try:
                 yield connection
             except psycopg.Rollback as error:
-                # psycopg would take it for success, and the events would pass without their effects.
+                # psycopg would take the error for success, and the events would pass without their effects.
                 raise psycopg.ProgrammingError(ROLLED_BACK) from error
             claim = self._claims.commit(connection, self.claim, upto=self._upto, consumed=self._events)
         self.claim, self._committed, self.rolled_back = claim, True, False

@@ -41,7 +41,7 @@ def takes_connection(handler: QueueHandler) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a handler's call ended: the event is to be acknowledged, or failed with `error`, which `counts` or not."""
+    """How a handler's call ended: without an error, the event is acknowledged. `counts`: the failure is an attempt."""
 
     delivery: Delivery
     error: BaseException | None = None

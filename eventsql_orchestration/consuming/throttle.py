@@ -48,7 +48,7 @@ class Throttle:
             self._partitions += partitions
 
     def rest(self, events: int, now: float) -> float | None:
-        """The earliest time for the next poll of a partition that had so many events; None for at once.
+        """The earliest time for the next poll of a partition that had this number of events; None for at once.
 
         Times are those of `time.monotonic`. Partitions become due together, so one look finds events for all of them.
         """
@@ -73,7 +73,7 @@ class Throttles:
         after_fork(self, Throttles._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. Existing throttles are of the parent's consumptions."""
+        """See `forks`. Existing throttles belong to consumptions of the parent process."""
         self._lock = threading.Lock()
         self._of: weakref.WeakValueDictionary[tuple[str, str], Throttle] = weakref.WeakValueDictionary()
 

@@ -24,15 +24,16 @@ from eventsql_orchestration.validation import Duration, check_batch, check_secon
 logger = logging.getLogger(__name__)
 
 MAX_WORKERS: Final = 4
-"""Default number of worker threads of a consumption, each with a connection. More partitions than that take turns."""
+"""Default number of worker threads of a consumption, each with a connection. If there are more partitions, they take
+turns."""
 
 IDLE_POLLING: Final = 10.0
 """Seconds between two looks of an idle consumption that is notified of new events. A look is two messages to the
 server, including the pool's check of the connection: 0.2 messages a second for all partitions together."""
 
 UNANNOUNCED_SECONDS: Final = 60.0
-"""Seconds for which polling continues at its full rate after it found events without a notification, which another
-library's transfer does not send."""
+"""Seconds for which polling continues at its full rate after it found events without a notification. Another
+library's transfer sends no notifications."""
 
 FAULT_DELAY: Final = 5.0
 """Seconds until a partition is polled again after an error that is not a failure of its event."""
@@ -79,8 +80,8 @@ class PollOutcome:
     """The outcome of polling a partition, and when to poll it again.
 
     With `more`, further events may wait. `due_in` is the delay until the next look in seconds, None if nothing is known
-    to wait. If `deaf`, notifications are ignored until then. Until then, polling is worthwhile only if `least` events
-    wait. With `last`, the partition has consumed all events of its topic's layout.
+    to wait. If `deaf`, notifications are ignored until the next look. Before it, polling is worthwhile only if `least`
+    events wait. With `last`, the partition has consumed all events of its topic's layout.
     """
 
     result: BatchResult | None = None
@@ -263,7 +264,7 @@ class Consumption(Running):
                         slot.due = min(slot.due, slot.enough_at)
                     continue
                 if slot.empty and not woken and self._notified():
-                    # Taken back if its notification arrives later.
+                    # `_wake` takes this back if the notification arrives later.
                     self._unannounced_at = now
                 slot.empty = False
                 ready_in = found[partition]
@@ -272,7 +273,7 @@ class Consumption(Running):
                     self._queue.append(slot)
                     self._queued.notify()
                 else:
-                    # Not later than usual: the consumer may be resumed, or the lease released.
+                    # Look no later than usual: the consumer may be resumed, or the lease released.
                     slot.due = now + min(self._polling_delay, ready_in or self._polling_delay)
 
     def _add_slots(self, found: dict[int, float | None]) -> None:

@@ -169,7 +169,7 @@ def test_metadata_that_another_program_wrote_as_numbers_is_compared_as_text(
         ({"after": -1}, "after must be a whole number"),
         ({"after": 5, "upto": 4}, "after 5 up to 4"),
         ({"since": datetime(2026, 1, 1)}, "no time zone"),  # noqa: DTZ001 - it is what is refused
-        ({"since": NOON, "until": NOON - timedelta(hours=1)}, "no range of times"),
+        ({"since": NOON, "until": NOON - timedelta(hours=1)}, "not a range of times"),
         ({"consumer": 3}, "consumer must be text"),
         ({"key": "nul\x00"}, "NUL"),
         ({"metadata": {"tries": 3}}, "metadata 'tries' must be text"),
