@@ -1,4 +1,4 @@
-"""Floor 6: `eventsql`, the command line of the platform."""
+"""`eventsql`, the command line of the platform."""
 
 from eventsql_orchestration.cli.application import main
 

@@ -1,4 +1,4 @@
-"""Floor 1: connections, schema and named SQL."""
+"""Connections, schema and named SQL."""
 
 from typing import TYPE_CHECKING
 

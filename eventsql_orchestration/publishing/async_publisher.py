@@ -34,7 +34,7 @@ class AsyncCollector:
         after_fork(self, AsyncCollector._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. The event loop is the parent's, and so are the tasks that wait."""
+        """See `forks`. The event loop and the tasks that wait belong to the parent process."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._given = 0
         # The number of tasks that wait to give their event. Tasks that come later wait behind them.
@@ -95,7 +95,7 @@ class AsyncCollector:
         await asyncio.to_thread(self._lanes.close, left())
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        """`aclose` for code outside of tasks. It blocks the calling thread, also if that is the loop's own."""
+        """`aclose` for code outside of tasks. It blocks the calling thread, even the loop's own thread."""
         self._closing = True
         self._lanes.close(timeout)
 

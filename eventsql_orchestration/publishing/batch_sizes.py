@@ -11,16 +11,16 @@ MOST_BATCH: Final = 20_000
 makes the next ones smaller than `LEAST_BATCH`."""
 
 MOST_BYTES: Final = 16 * 1024 * 1024
-"""The most bytes of buffered events that a transaction moves, unless a single event is larger: the next batch may have
-far larger events than the last one, whose time it goes by. Measured on a busy machine: 300 events of 1 MiB at once held
-their topic for 5 to 6 s."""
+"""The most bytes of buffered events that a transaction moves, unless a single event is larger. The time of the last
+batch decides the number of events in the next batch, whose events may be far larger. Measured on a busy machine: 300
+events of 1 MiB at once held their topic for 5 to 6 s."""
 
 BATCH_SECONDS: Final = 0.2
 """The time that a transaction should hold its topic. Batches shrink if events are large or the server is slow."""
 
 
 class BatchSizes:
-    """The number of events in the next batch of each topic: large events of one topic leave other topics' batches."""
+    """The number of events in the next batch of each topic: large events shrink only the batches of their own topic."""
 
     def __init__(self, fixed: int | None = None) -> None:
         """`fixed` is the number of events; by default, it follows their size and the server's speed."""

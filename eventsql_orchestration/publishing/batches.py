@@ -22,7 +22,8 @@ STRAIGHT_BYTES: Final = 16 * 1024 * 1024
 """A larger batch would hold the topic and memory for too long."""
 
 LEAST_IN_BLOCK: Final = 10
-"""The least events that a block in the buffer has on average. The transfer makes blocks of fewer events."""
+"""The least number of events for each block that a publication puts into the buffer. If there are fewer, the events go
+into the buffer one by one, and the transfer makes blocks of them."""
 
 CHUNK_EVENTS: Final = 500
 _CHUNK_BYTES: Final = 256 * 1024
@@ -44,7 +45,7 @@ def check_publication(publication: object) -> Publication:
 def refusing_rollback() -> Iterator[None]:
     """Raise `DatabaseError` if the caller's code in the block raises `psycopg.Rollback`.
 
-    A transaction of ours would take it for success, although nothing is published.
+    A transaction of this package would take the exception for success, although nothing is published.
     """
     try:
         yield

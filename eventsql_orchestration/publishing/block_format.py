@@ -29,7 +29,7 @@ STAGED_COLUMNS: Final = (
 """The columns of a staged block. `eql_value` is empty, `eql_metadata` describes the block."""
 
 REFERENCE: Final = -3
-"""The partition of a row of the buffer that has a block, or stands for a staged one. No event has it."""
+"""The partition of a row of the buffer that has a block, or stands for a staged block. No event has this partition."""
 
 _COLUMNS: Final = 9
 _BUFFERED_COLUMNS: Final = len(copy_format.BLOCK_COLUMNS) + len(copy_format.BUFFER_COLUMNS)

@@ -67,7 +67,7 @@ class Acknowledgement:
     __slots__ = ("_callbacks", "_lock", "_number", "_outcome", "_waited")
 
     def __init__(self) -> None:
-        # Until it is done, attributes are set only by a thread that holds the lock. A forked process has another one.
+        # Until it is done, only a thread that holds the lock sets attributes. A forked process has another lock.
         self._lock = _watching.lock
         self._outcome: Placements | Exception | None = None
         self._number = 0
@@ -135,8 +135,8 @@ class Acknowledgement:
         """The lock, for a caller that waits. Raises `EventSQLError` in a process that was forked since."""
         if self._lock is not _watching.lock:
             raise EventSQLError(
-                "this event was given by the process that this one was forked from, and only that process hears of its "
-                "commit: wait for it there"
+                "the parent process gave this event before the fork, and only the parent learns of its commit: wait "
+                "for it in the parent"
             )
         return self._lock
 
@@ -154,7 +154,7 @@ class Acknowledgement:
 
         Only the publisher calls it, holding the lock of `_watching`.
         """
-        # The outcome last: a thread that sees it reads the number without the lock.
+        # Set the outcome last: a thread that sees it reads the number without the lock.
         self._number, self._outcome = number, outcome
         return self._waited is not None or bool(self._callbacks)
 

@@ -34,7 +34,7 @@ from eventsql_orchestration.publishing.placements import Placements
 from eventsql_orchestration.threads import start_thread
 
 CLOSE_TIMEOUT: Final = 30.0
-"""Seconds that closing waits for the commits under way and those still to come."""
+"""Seconds that closing waits for the commits under way and the commits still to come."""
 
 _OF_AN_EVENT: Final = frozenset({"22", "23", "44", "54", "P0"})
 """SQLSTATE classes that concern the written data: data, constraints, views' checks, limits of a row, triggers."""
@@ -121,7 +121,7 @@ class Lanes(Generic[Acknowledged]):
         after_fork(self, Lanes._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. The events that wait are the parent's to publish."""
+        """See `forks`. The parent process publishes the events that wait."""
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._lanes: list[_Lane[Acknowledged]] = [_Lane(self._lock) for _ in range(self._limits.flushes)]

@@ -105,7 +105,7 @@ class LogWriter:
         self._discard()
 
     def close(self) -> None:
-        """Close the connection; one in use, at the end of its session. The next use opens another."""
+        """Close the connection, but not before the end of a session that uses it. The next use opens another."""
         self._closing = True
         # Do not wait: a server that stands still would keep the session for ever.
         if self._mutex.acquire(blocking=False):
@@ -161,7 +161,8 @@ class LogWriter:
 
     @contextmanager
     def session(self, *, timeout: float = -1) -> Iterator[bool]:
-        """Give the block the writer for itself. False if another thread keeps it for `timeout` seconds.
+        """Use the writer in the block, and keep other threads out. False if another thread keeps it for `timeout`
+        seconds.
 
         An error in the block closes the connection. It becomes an error of this package if its meaning is known.
         """

@@ -16,7 +16,7 @@ from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.copy_format import EncodedEvent
 
 REFERENCE: Final = -2
-"""The partition of a row of the buffer that stands for a packed block. No event has it."""
+"""The partition of a row of the buffer that stands for a packed block. No event has this partition."""
 
 _MARK: Final = struct.Struct(">qq")
 

@@ -36,11 +36,11 @@ from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import check_kind
 
 REDEFINITIONS: Final = 5
-"""How often a batch is published again whose topic is redefined at the same time."""
+"""Maximum number of further attempts for a batch whose topic is redefined at the same time."""
 
 STRAIGHT_LEAST: Final = 50
-"""The least events of a batch on the straight path. Smaller batches commit side by side in the buffer, which is faster
-than one after the other under the topic's lock."""
+"""The least number of events in a batch on the straight path. Smaller batches commit side by side in the buffer, which
+is faster than one after the other under the topic's lock."""
 
 _smallint: Final = struct.Struct(">h").pack
 _integer: Final = struct.Struct(">i").pack
@@ -320,7 +320,7 @@ def definitions(topics: Collection[Topic]) -> dict[str, object]:
 
 
 def check_many(publications: object) -> None:
-    """Raise `ValidationError` unless `publications` is iterable and no string."""
+    """Raise `ValidationError` unless `publications` is iterable and not a string."""
     if isinstance(publications, str | bytes) or not isinstance(publications, Iterable):
         raise ValidationError(
             f"publish_all takes an iterable of publications, not {type(publications).__name__}: use publish for one"

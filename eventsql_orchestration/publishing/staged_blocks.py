@@ -31,8 +31,8 @@ from eventsql_orchestration.publishing.packed_blocks import replaced, unpack
 from eventsql_orchestration.storage.appending import LogAppender, MovedBlocks
 
 LEAST_BY_BLOCKS: Final = 10_000
-"""The least events of a publication that is published as blocks. The events of a smaller publication go to the buffer:
-the transfer gathers the events of many publications into large blocks."""
+"""The least number of events in a publication that is published as blocks. The events of a smaller publication go to
+the buffer: the transfer gathers the events of many publications into large blocks."""
 
 MOST_COPIED: Final = 16 * 1024 * 1024
 """The most bytes of blocks whose events go to the buffer instead."""

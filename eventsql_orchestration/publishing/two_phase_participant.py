@@ -109,7 +109,7 @@ class TwoPhaseParticipant:
     # On the shard that decides
 
     def lock_publication(self, connection: Connection, publication: uuid.UUID) -> None:
-        """Hold the publication's lock until the caller's transaction ends, which is the one that decides.
+        """Hold the publication's lock until the end of the caller's transaction, which decides the publication.
 
         Take it before the announcement: any process gives up an announced publication whose lock is free.
         """

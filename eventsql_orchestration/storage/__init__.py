@@ -1,1 +1,1 @@
-"""Floor 2: the logs of topics. No other room names the tables of events, or knows their form."""
+"""The logs of topics. No other room names the tables of events, or knows their form."""

@@ -55,7 +55,7 @@ class BufferedBatch(NamedTuple):
 
 
 class MovedBlocks(NamedTuple):
-    """Blocks that left the buffer: the number of their rows, and the last id of these rows, None without one.
+    """Blocks that left the buffer: the number of their rows, and the last id of these rows, None without rows.
 
     `blocks` is the number of sound blocks, and `events` the number of events that all of them should have. `entered` is
     the number of events that entered the log.
@@ -105,7 +105,7 @@ class LogAppender:
             limit = min(rows // 2, max(1, rows * size // held))
 
     def first_row(self, connection: Connection, topic: str, *, low_water: int, upto: int) -> tuple[int, int] | None:
-        """The id and partition of the first row with `low_water < buffer id <= upto`; None without one.
+        """The id and partition of the first row with `low_water < buffer id <= upto`; None without a row.
 
         The row of a block has a partition below -1.
         """

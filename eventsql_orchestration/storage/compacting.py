@@ -26,7 +26,7 @@ WINDOW_IDS: Final = log_form.MOST_IDS
 """The ids of a window: as many as one block can have."""
 
 LEAST_BLOCKS: Final = 4
-"""Blocks are merged if there are at least so many for each block of `FULL_BYTES` that takes their place."""
+"""Blocks are merged if each block of `FULL_BYTES` takes the place of at least this number of blocks."""
 
 FULL_BYTES: Final = 1 << 20
 """The bytes of a full block."""
@@ -45,7 +45,7 @@ class Window(NamedTuple):
 
 
 class _Small(NamedTuple):
-    """The small blocks of a partition: their number, events and stored bytes, those of the largest one, and its id."""
+    """The small blocks of a partition: their number, events and stored bytes, and the largest block's bytes and id."""
 
     partition: int
     blocks: int
@@ -72,12 +72,12 @@ class Merged(NamedTuple):
 
 
 def _are_small(blocks: _Small, size: int | None) -> bool:
-    """Whether blocks are small without their compression, too. `size` has the bytes of the events of the largest one.
+    """Whether blocks are small without their compression, too. `size`: the bytes of the largest block's events.
 
-    Reading all of them would take long: the largest one tells how much larger its events are.
+    Reading all blocks would take long: the largest block shows how much larger the events are than the stored bytes.
     """
     if size is None:
-        # The largest one is damaged: the merge fails too, and tells which blocks stay as they are.
+        # The largest block is damaged: the merge fails too, and tells which blocks stay as they are.
         return True
     whole = blocks.bytes * max(size, blocks.most) // blocks.most
     return blocks.blocks >= LEAST_BLOCKS * (whole // FULL_BYTES + 1)

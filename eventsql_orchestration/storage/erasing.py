@@ -82,7 +82,7 @@ class LogEraser:
     # The buffer
 
     def buffered_end(self, connection: Connection, *, after: int, limit: int) -> int | None:
-        """The buffer id of the last of the next `limit` events of the topic after `after`; None without one."""
+        """The buffer id of the last of the next `limit` events of the topic after `after`; None without events."""
         values = {**self._values, "after": after, "limit": limit}
         (end,) = fetch_one(connection, self._queries("buffered_end"), values, prepare=False)
         return None if end is None else int(end)
@@ -156,7 +156,7 @@ def vacuum(connection: Connection, schema: str, tables: Iterable[str]) -> bool:
 
 
 def _await_snapshots(connection: Connection, queries: LogQueries) -> bool:
-    """Wait until no open transaction sees rows as they were before this call. False if one does for too long."""
+    """Wait until no open transaction sees rows as they were before this call. False if one stays open too long."""
     retry = Backoff(VACUUM_SECONDS)
     (changed,) = fetch_one(connection, queries("changed"))
     while fetch_one(connection, queries("is_seen"), {"changed": changed}) == (True,):
@@ -189,6 +189,6 @@ def await_copies(connection: Connection, schema: str, topic: str) -> None:
 
 
 def try_change(connection: Connection, schema: str, topic: str) -> bool:
-    """Keep others from changing stored events of a topic until the caller's transaction ends. False if one does now."""
+    """Keep others from changing events of a topic until the transaction ends. False if another does so now."""
     row = fetch_one(connection, LogQueries("erasing", schema)("try_change"), {"topic": f"{schema}.{topic}"})
     return bool(row[0])

@@ -65,7 +65,7 @@ def _limit_waits(connection: Connection) -> None:
 
 
 def may_vacuum(connection: Connection, schema: str, table: str) -> bool:
-    """Whether the current role may vacuum a table. False where it does not exist."""
+    """Whether the current role may vacuum a table. False if the table does not exist."""
     name = {"table": sql.Identifier(schema, table).as_string(connection)}
     return fetch_first(connection, Queries("exchanging", schema, room=ROOM)("may_vacuum"), name) == (True,)
 
@@ -138,7 +138,7 @@ class Exchange:
         connection.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(self.table))
 
     def partition(self, connection: Connection) -> tuple[str, str] | None:
-        """The bounds of the partition, and the condition that its rows meet; None if it is no partition any more."""
+        """The bounds of the partition, and the condition that its rows meet; None if it is not a partition any more."""
         found = fetch_first(connection, self._query("partition"), prepare=False)
         return None if found is None else (found[0], found[1])
 

@@ -108,7 +108,7 @@ def check_free(connection: psycopg.Connection[Any], schema: str, table: str) -> 
 class BrokenBlock(NamedTuple):
     """A block that is not whole, overlaps the one before it, or is of a partition that its topic never had.
 
-    `offset` is that of its last event.
+    `offset` is the offset of its last event.
     """
 
     offset: int
@@ -160,7 +160,7 @@ def drop_log(connection: sqlalchemy.Connection, schema: str, topic: str, *, if_e
 def drop_left_view(connection: psycopg.Connection[Any], schema: str, topic: str) -> None:
     """Drop the view of blocks that a log in rows has kept from the time when it was in both forms.
 
-    Raises `RegistryError` where an object of others depends on the view.
+    Raises `RegistryError` if another object depends on the view.
     """
     queries = LogQueries("forms", schema)
     if fetch_first(connection, queries("has_view_of_blocks", topic=topic)) != (True,):

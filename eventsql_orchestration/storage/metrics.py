@@ -32,8 +32,8 @@ class LogFigures:
 class Waiting:
     """The events of a log that a consumer partition has left.
 
-    `events` is at most `COUNTED`, and `furthest` is the offset of the last counted one. `seconds` is the age of the
-    oldest. `bounded` says that the oldest lies beyond the last offset that the partition may consume now.
+    `events` is at most `COUNTED`, and `furthest` is the offset of the last counted event. `seconds` is the age of the
+    oldest event. `bounded` says that the oldest event lies beyond the last offset that the partition may consume now.
     """
 
     events: int

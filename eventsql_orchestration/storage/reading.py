@@ -31,7 +31,7 @@ WINDOW: Final = SEGMENT_EVENTS
 """The number of ids that are searched first for the events of a partition: the number of ids of a new segment."""
 
 _NEAR: Final = 64
-"""Events whose ids are at most so far apart are read together."""
+"""Events whose ids are at most this far apart are read together."""
 
 _MORE: Final = 8
 """Factor by which each further look reads more blocks than the look before: blocks may be small."""
@@ -92,7 +92,7 @@ class LogReader:
         """The first events of a range in the window that it begins in, and whether there may be more behind them.
 
         Changes `values` to the rest of the range. Measured: the server takes 0.1 ms, because it keeps the plan, and 0.8
-        where it plans the statement each time.
+        ms if it plans the statement each time.
         """
         begin = values["after"] // WINDOW * WINDOW
         behind = begin + WINDOW
@@ -157,14 +157,14 @@ class LogReader:
     def seconds_behind(
         self, connection: Connection, topic: str, *, partition: int = NOT_PARTITIONED, after: int
     ) -> float | None:
-        """Seconds since the first event after an offset was published; None without one."""
+        """Seconds since the first event after an offset was published; None without such an event."""
         query = self._queries.on(connection, _of("oldest", partition), topic)
         values = {"partition": partition, "after": after, "upto": MAX_OFFSET}
         row = fetch_first(connection, query, values, prepare=False)
         return None if row is None else float(row[0])
 
     def before_time(self, connection: Connection, topic: str, time: datetime) -> int:
-        """The offset of the last event that entered the log before `time`; without one, the offset before the first."""
+        """The offset of the last event that entered the log before `time`; else the offset before the first event."""
         (offset,) = self._row(connection, "before_time", topic, NOT_PARTITIONED, {"time": time})
         return int(offset)
 

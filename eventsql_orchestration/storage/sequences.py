@@ -231,7 +231,7 @@ def _highest(connection: Connection, schema: str, table: str) -> int:
 
 
 def _end_of_other_form(connection: Connection, schema: str, topic: str) -> int:
-    """The last id of the segments of a log that are not in the form of its new events; 0 without one."""
+    """The last id of the segments of a log that are not in the form of its new events; 0 without such segments."""
     if not form(connection, schema, topic).both:
         return 0
     written = written_table(connection, schema, topic)
