@@ -71,13 +71,13 @@ class Captures:
     ) -> Capture:  # fmt: skip
         """Capture the changes of `table` to `topic` from now on, and publish the rows that it has now.
 
-        `table` is a name as in SQL; without a schema it is of `public`.
-        `key` are the columns of a unique key, by default the primary key. It tells rows apart and chooses their
-        partition. `columns` are captured beside the key, by default all. With `snapshot`, the call publishes the rows
-        that exist, and returns when it has read them all; `on_rows` gets their number after each page. Writers go on.
-        If the call ends early, the same call again goes on with the snapshot; it begins anew if the type of the key has
-        changed. A capture without a snapshot gets one. A
-        capture that is `outdated` notes the table and its columns as they are now.
+        `table` is a name as in SQL; without a schema it is of `public`. `key` are the columns of a unique key, by
+        default the primary key. The key tells rows apart and chooses their partition. `columns` are captured beside the
+        key, by default all. With `snapshot`, the call publishes the rows that exist, and returns when it has read them
+        all; `on_rows` gets their number after each page. Writers go on. If the call ends early, call it again: it
+        continues the snapshot, or begins it anew if the type of the key has changed. If a capture exists without a
+        snapshot, the call makes the snapshot. If the capture is `outdated`, the call notes the table and its columns as
+        they are now.
 
         Raises `TopicNotFoundError`; `CaptureError` for a table that cannot be captured; `ValidationError` for unknown
         columns; `RedefinitionError` if the capture exists with another key or other columns; `DatabaseBusyError` if
@@ -173,9 +173,9 @@ class Captures:
         if found.of_system or of_platform:
             reason = "it is a table of the system or of the platform"
         elif found.kind == "p" or found.inherits:
-            reason = "it has partitions or is one, and changes of a partition pass its triggers by"
+            reason = "it has partitions or is a partition, and a change of a partition may not run its triggers"
         elif found.kind != "r":
-            reason = "it is no table"
+            reason = "it is not a table"
         elif found.persistence != "p":
             reason = "it is temporary or unlogged, and a crash empties it without a change"
         elif not found.trusted:
@@ -194,7 +194,7 @@ class Captures:
     def _chosen(
         self, driver: psycopg.Connection[Any], table: Table, key: Sequence[str] | None, columns: Sequence[str] | None
     ) -> tuple[Columns, Columns | None]:
-        """The columns of the key, and those that are captured; None for all."""
+        """The columns of the key, and the captured columns; None for all."""
         described = {
             name: (number, virtual, ambiguous)
             for name, number, virtual, ambiguous in fetch_all(
@@ -314,7 +314,7 @@ class Captures:
             if name is not None:
                 # Lock the table before the capture's row, as a writer does.
                 driver.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(name))
-            # While the capture has its triggers, which name its table.
+            # Do this before the triggers go, because they name the capture's table.
             deleted = driver.execute(self._queries("delete_capture"), own).rowcount
             triggers = [] if name is None else fetch_all(driver, self._queries("triggers_of"), own)
             for (trigger,) in triggers:
@@ -326,7 +326,7 @@ class Captures:
 
 
 def _qualified_name(table: str) -> str:
-    """The name of a table with its schema; a name without one is of the schema `public`."""
+    """The name of a table with its schema; a name without a schema is of `public`."""
     found = _TABLE_NAME.fullmatch(check_text("table", table))
     if found is None:
         raise InvalidNameError(

@@ -19,7 +19,7 @@ TRIGGERS: Final = {
 
 
 def trigger_name(capture: int, operation: str) -> str:
-    """The name of a trigger. The database's function `capture_page` finds the table by the one for `insert`."""
+    """The name of a trigger. The database's function `capture_page` finds the table by the trigger for `insert`."""
     return f"eventsql_capture_{capture}_{operation}"
 
 
@@ -35,7 +35,7 @@ class Capture:
     `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
     table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
-    renaming. The same `create` again, with the columns of now, prevents that. `added_again` are columns of the capture
+    renaming. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
     that were dropped and added again: a `create` that names them too captures them again.
     """
 

@@ -18,9 +18,9 @@ COUNTED: Final = 10_000
 class QueueLag:
     """The messages of a queue by state, at most 10,000 counted of each.
 
-    `seconds` is the longest wait of a visible message, 0 without one. `dead` messages were moved from this queue to its
-    dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of another queue:
-    its messages wait for a person.
+    `seconds` is the longest wait of a visible message, 0 if none is visible. `dead` messages were moved from this queue
+    to its dead letters and are still there. `for_dead_letters` says that the queue takes the dead letters of another
+    queue: its messages wait for a person.
     """
 
     queue: str
@@ -39,7 +39,7 @@ class QueueLag:
 
 
 class QueueLagReader:
-    """Reads the lag of a database's queues. Unlike `Queue.statistics`, it takes no longer the more messages wait."""
+    """Reads the lag of a database's queues. Unlike with `Queue.statistics`, the time does not grow with the queue."""
 
     def __init__(self, database: Database) -> None:
         self._schema = database.schema

@@ -170,7 +170,7 @@ class MessageQueue:
         """Receive up to `max_messages` (1 to 10,000; in order: 1,000) visible messages.
 
         If there are none, waits up to `wait` seconds for the first, without an open transaction. No other receiver gets
-        them for `visibility_timeout` seconds, the queue's own by default. Choose it longer than a batch takes. Over
+        them for `visibility_timeout` seconds, the queue's own by default. Choose a longer time than a batch takes. Over
         several shards, an error of a shard is raised only if the others have no message.
         """
         check_whole("max_messages", max_messages, least=1, most=MAX_MESSAGES)
@@ -194,7 +194,8 @@ class MessageQueue:
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` upon new messages, from another thread; gives a function that ends this.
 
-        Messages that are sent in callers' transactions, or become visible by themselves, come without it: see `pause`.
+        Messages that are sent in callers' transactions, or become visible by themselves, come without a call: see
+        `pause`.
         """
         subscriptions = ExitStack()
         for table in self._shards.all():
@@ -345,8 +346,8 @@ class MessageQueue:
 
         `limit` is the most of each shard; `ids` chooses messages of the queue of dead letters. Their receives begin
         anew, and their history goes on. A dead letter that somebody holds stays. Raises `MessageNotFoundError`, with
-        nothing done, if some of `ids` are no dead letters of this queue; its `ids` are these. Raises `ShardError`, with
-        nothing done, for an id that dead letters of several shards have.
+        nothing done, if some of `ids` are not dead letters of this queue; the error's `ids` name them. Raises
+        `ShardError`, with nothing done, for an id that dead letters of several shards have.
         """
         queues = [QueueUpkeep(table) for table in self._shards.all()]
         chosen = None if ids is None else list(ids)
@@ -363,7 +364,7 @@ class MessageQueue:
         return sum(each.redrive(limit, chosen) for each in queues)
 
     def statistics(self) -> QueueStatistics:
-        """Count the queue's messages by state. This takes longer the more there are."""
+        """Count the queue's messages by state. The time grows with their number."""
         found = [QueueUpkeep(table).statistics() for table in self._shards.all()]
         ages = [each.oldest for each in found if each.oldest is not None]
         waits = [each.waiting for each in found if each.waiting is not None]

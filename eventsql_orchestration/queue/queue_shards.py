@@ -31,7 +31,7 @@ Source: TypeAlias = Platform | Shard | Database
 
 
 class QueueShards:
-    """The queue `name` in the databases of its source, and the one that a key or a connection belongs to."""
+    """The queue `name` in the databases of its source, and the choice of the database for a key or a connection."""
 
     def __init__(self, source: Source, name: str, options: QueueOptions) -> None:
         self._source = source

@@ -45,8 +45,8 @@ FROM_START_SECONDS: Final = 0.2, 1.0
 """The least and the most seconds between two receives that look at all visible messages."""
 
 FROM_START_RATIO: Final = 20
-"""The time between two receives from the start, as a multiple of the first one's time. So these receives take 5 % of
-the time at most, up to 50 ms each."""
+"""The time between two receives from the start, as a multiple of the time that the first of them took. So these
+receives take 5 % of the time at most, up to 50 ms each."""
 
 _integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack

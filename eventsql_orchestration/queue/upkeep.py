@@ -68,7 +68,7 @@ class QueueUpkeep:
                 purged += counted[0]
 
     def check_deletable(self, *, force: bool) -> None:
-        """Raises `QueueInUseError` for a queue that another one needs, and without `force` for one with messages."""
+        """Raises `QueueInUseError` if another queue needs it, and, without `force`, if it has messages."""
         with self._database.connection() as connection:
             self._check_deletable(connection, force=force)
 
@@ -80,7 +80,7 @@ class QueueUpkeep:
         if origins:
             raise QueueInUseError(
                 f"queue {name!r} is kept, because it takes the dead letters of {', '.join(map(repr, origins))}: delete "
-                f"that queue first, or give it another one: `"
+                f"that queue first, or give it another queue for dead letters: `"
                 f"{advised('queue create --dead-letters NAME', origins[0])}`"
             )
         held = {"messages": messages, "archived messages": archive, "dead letters that could be redriven": letters}
@@ -92,7 +92,7 @@ class QueueUpkeep:
             )
 
     def delete(self, *, force: bool) -> None:
-        """Delete the queue. Raises as `check_deletable`, and `DatabaseBusyError` while others do not let go of it."""
+        """Delete the queue. Raises as `check_deletable`, and `DatabaseBusyError` while other transactions use it."""
         given = {"queue": self._table.id()}
         # All queues wait for the deletion itself, so it must leave little to delete.
         if force:
@@ -112,12 +112,15 @@ class QueueUpkeep:
 
         def message(error: DatabaseBusyError) -> str:
             kept = "is emptied, but kept" if force else "is kept"
-            return f"queue {self._table.name!r} {kept}: transactions that use queues do not end ({error.message})"
+            return (
+                f"queue {self._table.name!r} {kept}: transactions that use queues do not end ({error.message}): "
+                "try again later"
+            )
 
         while_busy(attempt, seconds=RETRY_SECONDS, message=message)
 
     def dead_letters(self, ids: Sequence[int]) -> set[int]:
-        """The ids of these that are dead letters of the queue, held by somebody or not."""
+        """The given ids that are dead letters of the queue, held or not."""
         values = {"queue": self._table.id(), "ids": list(ids)}
         with self._database.connection() as connection:
             return {found for (found,) in connection.execute(self._queries("dead_letters"), values, prepare=False)}

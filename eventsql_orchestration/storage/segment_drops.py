@@ -50,7 +50,7 @@ class Newest(NamedTuple):
 class _Look:
     """The first look at a segment: its ids `start <= id < end`, its form, and the offset of its newest event.
 
-    The comment of the column `eql_id` has it as JSON. A segment that an earlier version detached has none.
+    The comment of the column `eql_id` has it as JSON. A segment that an earlier version detached has no comment.
     """
 
     start: int
@@ -91,7 +91,7 @@ class SegmentDrops:
         return Newest(last[0], last[1], int(estimate[0]))
 
     def unpassed(self, connection: Connection, segment: Segment, *, newest: int) -> tuple[str, int] | None:
-        """A consumer and its partition that has to consume events of a segment, up to `newest`; None without one."""
+        """A consumer partition that still has to consume events of a segment, up to `newest`; None if there is none."""
         values = {"topic": self._topic, "newest": newest}
         row = fetch_first(connection, self._on_segment(connection, "unpassed", segment), values, prepare=False)
         return None if row is None else (row[0], row[1])
@@ -99,7 +99,7 @@ class SegmentDrops:
     def _on_segment(self, connection: Connection, name: str, segment: Segment) -> sql.SQL:
         return self._queries.on_store(connection, name, self._topic, blocks=segment.in_blocks, table=segment.table)
 
-    # Dropping one
+    # Dropping a segment
 
     def drop(self, connection: Connection, segment: Segment, *, newest: int) -> bool:
         """Mark, detach and drop a segment. False, with the segment attached again, if it has an event after `newest`.
@@ -172,7 +172,7 @@ class SegmentDrops:
         return False
 
     def _mark(self, connection: Connection, segment: Segment, noted: str | None) -> None:
-        """Mark a segment as one to be dropped, with the first look at it; without one, remove the mark."""
+        """Mark a segment to be dropped, with the first look at it; without a look, remove the mark."""
         with connection.transaction():
             for place, text in (
                 ("TABLE {segment}", noted and tables.DROPPED), ("COLUMN {segment}.eql_id", noted),

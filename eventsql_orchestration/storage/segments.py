@@ -27,7 +27,8 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.log_table import event_log, identifier
 
 SEGMENT_EVENTS: Final = 5_000_000
-"""Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping one takes 30 ms."""
+"""Ids of a segment: planning a read takes longer with each segment that it may touch. Dropping a segment takes 30
+ms."""
 
 SEGMENTS_AHEAD: Final = 2
 """Empty segments that are kept after the current one."""

@@ -141,7 +141,7 @@ class Ids:
         self._last[topic] += ids
 
     def look(self, connection: Connection, topic: str) -> bool:
-        """Check the sequence of a log in the caller's transaction, which holds the topic; advance one that is behind.
+        """Check the sequence of a log in the caller's transaction, which holds the topic; advance it if it is behind.
 
         Returns whether the times of the log have time zones. Raises `SequenceError`.
         """
@@ -214,7 +214,7 @@ def check(connection: Connection, schema: str, table: str) -> None:
 
 
 def settle(connection: Connection, schema: str, table: str) -> None:
-    """Mend the settings of a table's sequence in the caller's transaction."""
+    """Correct the settings of a table's sequence in the caller's transaction."""
     for state in states(connection, schema, [table]):
         if state.wrong is not None:
             connection.execute(sql.SQL(f"ALTER SEQUENCE {{}} {SETTINGS}").format(state.identifier))
