@@ -28,7 +28,7 @@ ExpectedVersion: TypeAlias = int | Literal["any", "exists", "none"]
 _EXPECTED: Final[Mapping[str, int]] = {"none": 0, "any": -1, "exists": -2}
 
 _ATTEMPTS: Final = 3
-"""How often an append at any version is tried: another writer may create the aggregate meanwhile."""
+"""Maximum number of attempts at an append at any version: another writer may create the aggregate meanwhile."""
 
 _TEXT, _INTEGER, _UUID = 25, 23, 2950
 """OIDs of types."""
@@ -87,7 +87,7 @@ class Appender:
     def append(self, appending: Appending, connection: CallersConnection | None) -> tuple[int, bool]:
         """The aggregate's version after these changes, and whether they were stored now. See `Store.append`."""
         if connection is not None and appending.ids:
-            # A change that is there would abort the caller's transaction.
+            # A change that is stored already would abort the caller's transaction.
             with self._database.callers(connection) as joined:
                 stored = self._already_stored(joined, appending, appending.ids)
             if stored is not None:

@@ -192,7 +192,7 @@ class RecordedChange:
 
     @property
     def reference(self) -> str:
-        """The id of the change; without one, its aggregate and version, as `order/42@7`."""
+        """The id of the change; without an id, its aggregate and version, as `order/42@7`."""
         return str(self.id or f"{self.aggregate_type}/{self.aggregate_id}@{self.version}")
 
     def __eq__(self, other: object) -> bool:

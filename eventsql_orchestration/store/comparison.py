@@ -40,7 +40,7 @@ class Comparison:
 
     @property
     def equal(self) -> bool:
-        """Whether all rows are equal to those of the replay."""
+        """Whether all rows are equal to the rows of the replay."""
         return not any(self.different.values())
 
 
@@ -60,9 +60,9 @@ class Compared:
 def compare(store: Store, queries: Queries, compared: Compared, sample: int) -> Comparison:
     """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live ones.
 
-    All of it is one snapshot, and nothing of it stays. If the projection follows by a subscription, changes after the
-    subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a table
-    without rows to compare.
+    The comparison reads one snapshot, and leaves nothing behind. If the projection follows by a subscription, changes
+    after the subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a
+    table without rows to compare.
     """
     with store.database.connection() as connection, connection.transaction(force_rollback=True):
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")

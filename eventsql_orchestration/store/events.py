@@ -17,7 +17,7 @@ from eventsql_orchestration.store.change import Change, RecordedChange, check_sc
 from eventsql_orchestration.validation import NO_METADATA, check_kind, check_name, shown
 
 Upcaster: TypeAlias = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""Takes the data of one version, and gives that of the next."""
+"""Takes the data of one version, and gives the data of the next version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def _encode(of: EventType, event: Any) -> dict[str, Any]:
         raise ValidationError(f"{shown(event)} would not come back from its data: {error}") from error
     if returned != event:
         raise ValidationError(
-            f"{shown(event)} would come back as {shown(returned)}: use a pydantic model for fields that are no JSON"
+            f"{shown(event)} would come back as {shown(returned)}: use a pydantic model for fields that are not JSON"
         )
     return data
 
@@ -100,7 +100,7 @@ class Events:
     ) -> Change:  # fmt: skip
         """The change that stores an event.
 
-        Raises `ValidationError` for an event of another class, and for data that would not come back as it.
+        Raises `ValidationError` for an event of another class, and for data that would not come back as the event.
         """
         of = self._by_form.get(type(event))
         if of is None:
@@ -138,7 +138,7 @@ class Events:
         except Exception as error:
             raise ChangeSchemaError(
                 f"{of} has schema version {schema_version} and does not become a {found.form.__name__} of version "
-                f"{found.schema_version} ({type(error).__name__}: {error}): mend its data or the upcasters"
+                f"{found.schema_version} ({type(error).__name__}: {error}): correct its data or the upcasters"
             ) from error
 
 

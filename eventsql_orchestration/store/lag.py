@@ -33,7 +33,7 @@ class SubscriptionLag:
     """How far a subscription is behind.
 
     `waiting` changes can be handled now (counted up to 100,000). `seconds` is the age of the oldest change that it has
-    not handled, held back or not; 0 without one. `held_back` changes are committed and wait for
+    not handled, held back or not; 0 if there is none. `held_back` changes are committed and wait for
     `held_back_by`, the oldest transaction that may still write. `attempts`, `failure` and `retry_in` tell of the next
     change, if it failed. `dead_letters` were given up.
     """

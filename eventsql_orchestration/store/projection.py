@@ -106,8 +106,8 @@ class Projections:
         """Compute a projection anew from all changes, beside the live tables, and swap the tables in one transaction.
 
         The projection goes on following meanwhile. Writers and readers wait only for the swap, which applies the
-        changes since the last batch. Roles keep their rights on the tables. Views, foreign keys, triggers and policies
-        that the swap would lose are a `ProjectionError`. Dead letters of the projection's subscription are dropped,
+        changes since the last batch. Roles keep their rights on the tables. Raises `ProjectionError` for views, foreign
+        keys, triggers and policies that the swap would lose. Dead letters of the projection's subscription are dropped,
         because the new tables hold their changes. A rebuild that was interrupted goes on where it was.
         `on_progress` gets the number of changes applied. Gives that number.
 
@@ -133,8 +133,8 @@ class Projections:
 
         `id_columns` names, for each table to compare, the column that has the aggregate's id: a row has to follow from
         the changes of that aggregate alone. Columns with a default are not compared. If the projection follows by a
-        subscription, the replay ends at the subscription's place. Nothing is changed; choosing the sample takes longer
-        the more aggregates there are.
+        subscription, the replay ends at the subscription's place. Nothing is changed; the time for choosing the sample
+        grows with the number of aggregates.
 
         Raises `ValidationError` for a table that the projection does not have, and `ProjectionError` for a column.
         """

@@ -93,7 +93,7 @@ class CheckedProjection:
         if isinstance(projection.tables, str) or not self.tables:
             raise ValidationError(f"{kind} has no tables: name those that `create` makes, as in tables = ('orders',)")
         self.shadow = f"{installation}_shadow_{self.name}"
-        """The schema of its rebuilds. Other installations in the database have other ones."""
+        """The schema of its rebuilds. Other installations in the database have other schemas."""
         if (more := len(self.shadow.encode()) - _MAX_IDENTIFIER) > 0:
             most = len(self.name.encode()) - more
             raise ValidationError(f"the name of {kind} has more than {most} bytes: shorten it")

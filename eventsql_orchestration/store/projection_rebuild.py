@@ -106,7 +106,8 @@ class ProjectionRebuild:
                 connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(names))
 
             # Nobody writes the live tables now. A subscription has applied the changes below the horizon. A save
-            # applies its changes before it commits, so the live tables have all committed changes, also beyond it.
+            # applies its changes before it commits, so the live tables have all committed changes, even beyond the
+            # horizon.
             while True:
                 changes = self._store.order.read(
                     connection, after, each.only, batch, beyond_horizon=not by_subscription
@@ -156,7 +157,7 @@ class ProjectionRebuild:
             ) from error
 
     def _keep_rights(self, connection: Connection, each: CheckedProjection, table: str) -> None:
-        """Grant the rights on a live table on the rebuilt one, too."""
+        """Grant the rights on a live table on the rebuilt table, too."""
         live, new = (each.schema, table), (each.shadow, table)
         lost = replaced_tables.lost(connection, live, new)
         if lost:

@@ -1,4 +1,4 @@
-"""The tables of projections, live ones and those of rebuilds."""
+"""The tables of projections: live tables, and tables of rebuilds."""
 
 from __future__ import annotations
 

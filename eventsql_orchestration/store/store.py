@@ -91,7 +91,7 @@ class Store:
         after_fork(self, Store._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. What runs is the parent's to stop."""
+        """See `forks`. Only the parent process stops the subscriptions that it runs."""
         self._subscriptions, self._subscribing = WeakSet(), threading.Lock()
 
     def append(
@@ -355,7 +355,7 @@ class Store:
         return read_snapshot(rows[0]) if rows else None
 
     def types(self) -> dict[str, int]:
-        """The types of aggregates, with the number of aggregates of each. This takes longer the more there are."""
+        """The types of aggregates, with the number of aggregates of each. The time grows with all aggregates."""
         return dict(query_all(self.database, self._queries("types"), prepare=False))
 
     def aggregates(self, aggregate_type: str, *, after_id: str = "", limit: int = 1_000) -> list[AggregateInfo]:
@@ -366,7 +366,7 @@ class Store:
         return [AggregateInfo(*row) for row in rows]
 
     def count(self, aggregate_type: str) -> int:
-        """Count the aggregates of a type. This takes longer the more there are."""
+        """Count the aggregates of a type. The time grows with their number."""
         check_name("aggregate type", aggregate_type)
         with self.database.connection() as connection:
             row = connection.execute(self._queries("count"), {"type": aggregate_type}, prepare=False).fetchone()

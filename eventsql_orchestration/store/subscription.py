@@ -71,7 +71,7 @@ class Progress:
 
 
 class _FailedError(Exception):
-    """A change could not be handled: `before` others of its batch were handled before it, and rolled back with it."""
+    """A change could not be handled. `before` changes of its batch were handled first, and rolled back with it."""
 
     def __init__(self, change: RecordedChange, before: int, cause: BaseException) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Subscription:
     2 s, up to 60 s; later changes wait for it. After its last attempt it becomes a dead letter, and the subscription
     goes on.
 
-    `Store.subscribe` makes and starts one.
+    `Store.subscribe` makes and starts a subscription.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Subscription:
                     return Progress(due_in=due_in)
                 self._began_at = after
 
-                # Before the changes are read, so that the place does not pass changes that commit in between.
+                # Ask before the changes are read, so that the place does not pass changes that commit in between.
                 newest = self._order.newest(connection)
                 changes = self._order.read(connection, after, self._only, limit)
                 for number, change in enumerate(changes):
@@ -291,8 +291,8 @@ class Subscription:
                     logger.warning("subscription %s goes on in %.0f s: %s", self.name, FAULT_DELAY, error)
                     delay = FAULT_DELAY
                 except BaseException as error:
-                    # A handler may wrap the error of a lost connection in one of its own, or raise one that would end
-                    # a thread silently. The main thread is the program's to end.
+                    # A handler may wrap the error of a lost connection in its own error, or raise an error that would
+                    # end a thread silently. Only the program ends its main thread.
                     if not isinstance(error, Exception) and threading.current_thread() is threading.main_thread():
                         raise
                     logger.exception("subscription %s goes on in %.0f s", self.name, FAULT_DELAY)
