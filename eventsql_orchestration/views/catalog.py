@@ -35,12 +35,12 @@ from eventsql_orchestration.views.tables import (
 from eventsql_orchestration.views.timelines import TimelineView
 
 LOCK_SECONDS: Final = 1.0
-"""How long dropping a partition waits for transactions that use the view, and makes later ones wait."""
+"""How long dropping a partition waits for transactions that use the view, and makes later transactions wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Retained:
-    """The partitions of a view that `retain` dropped, and the ones in use, which it left for the next run."""
+    """The partitions of a view that `retain` dropped, and the partitions in use, which it left for the next run."""
 
     view: str
     dropped: int
@@ -59,7 +59,7 @@ class Views:
         self._database = database
         self._queries = Queries("views", database.schema)
 
-    # Using one
+    # Using a view
 
     def timeline(self, definition: Timeline) -> TimelineView:
         """The writer and reader of a declared timeline."""
@@ -138,12 +138,12 @@ class Views:
         """Compute a view anew from the events that its consumer has consumed, beside the live table, and switch.
 
         The consumer goes on meanwhile. Handlers and readers wait only for the switch, which applies the events since
-        the last batch. The new table has the rights of the live one, and new ids, all larger than those before. An
+        the last batch. The new table has the rights of the live table, and new ids, all larger than the ids before. An
         interrupted rebuild leaves the view as it is, and the next one begins anew. If another process begins a rebuild
         of the view, this one fails. The switch waits a second for transactions that use the view, and is tried `tries`
         times.
 
-        With `fill`, the events so far are written in bulk, and `feed.apply` gets only later ones, `batch` at a time.
+        With `fill`, the events so far are written in bulk, and `feed.apply` gets only later events, `batch` at a time.
         `on_progress` gets the number of events applied, without those of the fill. Gives that number.
 
         Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not be what the events say: see
@@ -188,7 +188,7 @@ class Views:
     def retain(self, *, now: datetime | None = None) -> list[Retained]:
         """Drop the partitions of each view whose entries are all older than its retention.
 
-        `now` replaces the server's time, and is at most 100 years from it. Where a transaction uses the view for longer
+        `now` replaces the server's time, and is at most 100 years from it. If a transaction uses the view for longer
         than a second, the rest stays for the next run. Also makes the partition after the current one, so that no
         handler has to.
         """

@@ -1,4 +1,4 @@
-"""Comparing the entries of a view with those of a rebuild."""
+"""Comparing the entries of a view with the entries of a rebuild."""
 
 from __future__ import annotations
 

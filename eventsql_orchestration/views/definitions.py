@@ -75,7 +75,8 @@ class _Definition:
 class Timeline(_Definition):
     """Entries of resources, read by resource in the order in which they were appended.
 
-    A lookup of a resource looks into each partition: long periods are fast to read, short ones are exact to drop.
+    A lookup of a resource looks into each partition, so it is fast with long periods. With short periods, entries are
+    dropped soon after their retention.
     """
 
     kind: ClassVar[str] = "timeline"
@@ -93,7 +94,7 @@ class Rollup(_Definition):
     """The number of entries, and sums, minima and maxima of their values, for each `grain` of time and each combination
     of dimensions.
 
-    `distinct` names texts of entries: a bucket counts the different ones. `quantiles` names some of the `values`: a
+    `distinct` names texts of entries: a bucket counts the different texts. `quantiles` names some of the `values`: a
     bucket keeps their quantiles. Both are estimates, and need the extra [sketches]; see `Distinct` and `Quantiles`.
 
     `dimensions`, `values` and `distinct` are names of columns: lower-case SQL identifiers.
@@ -114,7 +115,7 @@ class Rollup(_Definition):
         self._check()
         _check_minutes("grain", self.grain, MINUTE, self.period)
         if self.period % self.grain:
-            raise ValidationError(f"period {self.period} is no multiple of grain {self.grain}")
+            raise ValidationError(f"period {self.period} is not a multiple of grain {self.grain}")
         for what in ("dimensions", "values", "distinct", "quantiles"):
             object.__setattr__(self, what, _check_columns(what, getattr(self, what)))
         if unknown := set(self.quantiles) - set(self.values):
@@ -129,7 +130,7 @@ class Rollup(_Definition):
 
     @property
     def sketches(self) -> tuple[str, ...]:
-        """The names of the columns of sketches, those of `distinct` first."""
+        """The names of the columns of sketches, first the columns of `distinct`."""
         return (
             *(f"eql_distinct_{name}" for name in self.distinct),
             *(f"eql_quantiles_{name}" for name in self.quantiles),

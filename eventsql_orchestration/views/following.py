@@ -49,7 +49,7 @@ class LogFollower:
         self.poll()
 
     def poll(self) -> list[LogLine]:
-        """The lines that were committed since the last call, in the order of their ids; empty without any.
+        """The lines that were committed since the last call, in the order of their ids; empty if there are none.
 
         Raises database errors, `ViewNotFoundError` if the logs were dropped, and `ViewConflictError` if they were
         rebuilt.

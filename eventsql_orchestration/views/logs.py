@@ -104,7 +104,7 @@ class LogsView:
     ) -> LogFollower:  # fmt: skip
         """Follow the lines that transactions commit from now on: `poll` of the follower gives them, each once.
 
-        The arguments choose lines as those of `search` do. To show the last lines first, search after this call, and
+        The arguments choose lines as in `search`. To show the last lines first, search after this call, and
         leave out the lines that both give.
         """
         asked = self._asked(
@@ -122,7 +122,7 @@ class LogsView:
             raise ValidationError("text to search for is empty: leave it out to find every line")
         if words is not None and (self.definition.language is None or not check_text("words", words).strip()):
             raise ValidationError(
-                f"logs {self.definition.name!r} have no language: declare them with one to search for words"
+                f"logs {self.definition.name!r} have no language: declare them with a language to search for words"
                 if self.definition.language is None
                 else "words to search for are empty: leave them out to find every line"
             )
@@ -142,7 +142,7 @@ _ENCODERS: Final[Mapping[str, Callable[[str], bytes]]] = {"attributes": encode_j
 
 @lru_cache(maxsize=256)
 def _search(logs: Logs, schema: str, given: frozenset[str]) -> SingleStatement:
-    """The statement of a search. One without a resource is planned each time: its range of time decides on the plan."""
+    """The statement of a search. Without a resource, it is planned each time: its range of time decides on the plan."""
     prepared = "resource" in given and "words" not in given
     text = sql.SQL(_selection(logs, schema, given).decode())
     return SingleStatement("search", text, prepare=prepared, briefly=True)

@@ -19,7 +19,7 @@ from eventsql_orchestration.validation import check_name
 from eventsql_orchestration.views.definitions import Definition, start_of
 
 NO_TENANT: Final = ""
-"""The tenant of views that have none."""
+"""The tenant of views without tenants."""
 
 MAX_PERIODS: Final = 100
 """The most partitions that one call writes to: times that are wrong by years would make thousands of tables."""

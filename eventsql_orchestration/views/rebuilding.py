@@ -35,10 +35,11 @@ from eventsql_orchestration.views.timelines import TimelineView
 AnyView: TypeAlias = TimelineView | RollupView | LogsView
 
 LOCK_SECONDS: Final = 1.0
-"""How long one try of a switch waits for transactions that use the view, and makes later ones wait."""
+"""How long one try of a switch waits for transactions that use the view, and makes later transactions wait."""
 
 _AHEAD: Final = 2**40
-"""How far the ids of a new table begin behind the live ones: more than handlers draw during a rebuild."""
+"""The distance from the newest id of the live table to the first id of a new table. Handlers draw fewer ids during a
+rebuild."""
 
 _EXAMPLES: Final = 10
 """The most entries of each kind that a comparison shows."""
@@ -52,7 +53,7 @@ def drop_rebuilds(connection: Connection, schema: str, name: str) -> None:
     """Drop the tables of a view's rebuilds. The caller's transaction has locked the views, as their owner."""
     queries = Queries("views", schema)
     for (shadow,) in fetch_all(connection, queries("rebuilds"), {"name": name}):
-        # In the order in which parts of a fill take them.
+        # Drop the tables in the order in which parts of a fill lock them.
         for table in (_ledger_of(shadow), f"view_{shadow}"):
             connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, table)))
         connection.execute(queries("forget_view"), {"name": shadow})
@@ -134,7 +135,8 @@ class Rebuilding:
             return [key for key, *sketches in cursor if sketches_differ(view, sketches)]
 
     def _hold(self, connection: Connection, shadow: Shadow) -> None:
-        """Keep both tables as they are. Call it before the snapshot, or that misses a switch and dropped partitions.
+        """Keep both tables as they are. Call it before the snapshot: a later lock misses a switch and dropped
+        partitions.
 
         Raises `ViewConflictError` if one of them is gone.
         """
@@ -148,7 +150,7 @@ class Rebuilding:
 
     @contextmanager
     def _shadow(self, *, partial: bool) -> Iterator[Shadow]:
-        """A new table, which is dropped if it does not replace the live one."""
+        """A new table, which is dropped if it does not replace the live table."""
         shadow = self._begin(partial=partial)
         try:
             yield shadow
@@ -219,7 +221,7 @@ class Rebuilding:
             )  # fmt: skip
         with self._database.transaction() as connection:
             role_statements.act_as_owner(connection, self._schema)
-            # It waits for parts that are still written, and later ones fail.
+            # The DROP waits for parts that are being written. Later parts fail.
             try:
                 connection.execute(sql.SQL("DROP TABLE {}").format(self._table(shadow.ledger)))
             except psycopg.errors.UndefinedTable as error:
@@ -244,8 +246,8 @@ class Rebuilding:
 
     def _lost(self) -> ViewConflictError:
         return ViewConflictError(
-            f"another process has begun to rebuild view {self._name!r}, or has dropped it: nothing was switched by "
-            "this one"
+            f"another process has begun to rebuild view {self._name!r}, or has dropped it: this rebuild has switched "
+            "nothing"
         )
 
     # Events

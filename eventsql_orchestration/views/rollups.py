@@ -75,7 +75,7 @@ class RollupEntry:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A value's sum, minimum and maximum in a bucket; the latter two are None if the bucket is older than the value."""
+    """A value's sum, minimum and maximum in a bucket; both bounds are None if the bucket is older than the value."""
 
     sum: Decimal
     min: Decimal | None
@@ -129,8 +129,8 @@ class RollupView:
         """Count entries in the caller's transaction, with one statement. Gives the number counted.
 
         Entries older than the rollup's retention are left out. A bucket stays locked until the transaction ends, so
-        handlers that run side by side wait for each other if they share one. If each handler has its own `slot`, 0 to
-        32,767, it has its own part of the bucket, and reading adds the parts up. Give the events' partition.
+        handlers that run side by side wait for each other if they share a bucket. If each handler has its own `slot`, 0
+        to 32,767, it has its own part of the bucket, and reading adds the parts up. Give the events' partition.
 
         Transactions with one call each cannot deadlock; transactions with several calls can. Raises `ValidationError`,
         with nothing counted, for entries that cannot be stored, and `ViewNotFoundError` before the rollup is declared.

@@ -35,7 +35,7 @@ _DEVIATIONS: Final = 2
 _COMPARED_RANKS: Final = tuple(number / 20 for number in range(1, 20))
 
 _TOLERATED: Final = 3
-"""The ranks in two sketches of the same numbers may differ by so many times the error of a rank."""
+"""The ranks in two sketches of the same numbers may differ by up to this multiple of the error of a rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ def sketch_distinct(texts: Iterable[str]) -> bytes:
 
 
 def merge_distinct(sketches: Iterable[bytes]) -> bytes:
-    """One sketch of the texts of several."""
+    """One sketch of the texts of several sketches."""
     library = _library()
     union = library.theta_union(DISTINCT_SIZE)
     for each in sketches:
@@ -100,7 +100,7 @@ def sketch_quantiles(numbers: Iterable[float]) -> bytes:
 
 
 def merge_quantiles(sketches: Iterable[bytes]) -> bytes:
-    """One sketch of the numbers of several."""
+    """One sketch of the numbers of several sketches."""
     return bytes(_merged_quantiles(sketches).serialize())
 
 
@@ -158,7 +158,7 @@ def _read(kind: Any, stored: bytes) -> Any:
 
 
 def _check_quantiles(stored: bytes) -> None:
-    """Raise `DatabaseError` for bytes that are no KLL sketch of ours.
+    """Raise `DatabaseError` for bytes that are not a KLL sketch of this package.
 
     The library checks little: some damaged sketches end the process, others can never be merged.
     """
@@ -172,7 +172,7 @@ def _check_quantiles(stored: bytes) -> None:
 
 
 def _is_sound(ints: int, version: int, stored: bytes) -> bool:
-    """Whether the numbers of a KLL sketch are as many as its levels say, one at least, and are numbers."""
+    """Whether a KLL sketch has as many values as its levels say, at least one, and all of them are numbers."""
     if (ints, version, len(stored)) == (2, 2, 16):
         numbers: Sequence[float] = struct.unpack_from("<d", stored, 8)
         return stored[3] & (_EMPTY | _SINGLE) == _SINGLE and not math.isnan(numbers[0])

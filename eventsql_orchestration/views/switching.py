@@ -1,4 +1,4 @@
-"""Putting the new table of a rebuild in the place of a view's live one, with its rights and comments."""
+"""Putting the new table of a rebuild in the place of a view's live table, with its rights and comments."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Switch:
             )
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:
-        """Give the new relation the rights on the live one, and no others."""
+        """Give the new relation the rights on the live relation, and no others."""
         made = self._table(new)
         replaced_tables.revoke_all(connection, made, kind)
         replaced_tables.grant_as_on(connection, self._table(live), made, kind)

@@ -100,7 +100,7 @@ def adding_columns(table: sql.Identifier, view: Rollup) -> sql.Composed:
 
 
 def words_index(table: sql.Identifier, language: str) -> sql.Composed:
-    """The index of the words of each line: the expression is that of `LogsView.search`."""
+    """The index of the words of each line: its expression is the one in `LogsView.search`."""
     configuration = sql.Literal(f"pg_catalog.{language}")
     index = sql.SQL("CREATE INDEX ON {} USING gin (to_tsvector({}::regconfig, eql_line))")
     return index.format(table, configuration)
