@@ -4,8 +4,9 @@ Spark finds it by the name of the module `pyspark_eventsql`; nobody registers it
 pyspark nor pyarrow. docs/spark_reading.md and docs/spark_writing.md list all options
 and columns.
 
-Offsets have Kafka's meaning: `startingOffsets` is the first offset that is read, `endingOffsets` the first that is not.
-`range_options` gives these options for a range of the log, whose `after` is exclusive and `upto` inclusive.
+Offsets have Kafka's meaning: `startingOffsets` is the first offset that is read, and `endingOffsets` is the first
+offset behind the read. `range_options` gives these options for a range of the log, whose `after` is exclusive and
+`upto` inclusive.
 """
 
 from __future__ import annotations
@@ -102,7 +103,7 @@ def _properties(file: Path) -> dict[str, str]:
         found = re.fullmatch(r"(spark\.[\w.\-]+)(?:\s*=\s*|\s+)([^\s=].*)", text)
         if found is None:
             raise errors.ConfigurationError(
-                f"{SPARK_CONFIG_VARIABLE}: line {number} of {file} is no Spark setting: write a name and a value"
+                f"{SPARK_CONFIG_VARIABLE}: line {number} of {file} is not a Spark setting: write a name and a value"
             )
         properties[found[1]] = found[2]
     return properties

@@ -299,7 +299,7 @@ def _events(
 
 
 def report_loss(what: str, *, fail: bool, shard: ReadShard | None) -> None:
-    """Raise `DataLossError`, to which the caller adds the shard, or log a warning if loss is no failure."""
+    """Raise `DataLossError`, to which the caller adds the shard, or log a warning unless loss is to `fail`."""
     if fail:
         raise DataLossError(f"{what}: set failOnDataLoss to false to read the events that are left")
     where = "" if shard is None else f"shard {shard.name!r}: "
@@ -315,7 +315,7 @@ def _maps(texts: pa.Array) -> pa.Array:
 
 
 def _entries(metadata: str) -> list[tuple[str, str | None]] | None:
-    """The entries of metadata as texts. None if they are no JSON object: another program may have written them."""
+    """The entries of metadata as texts. None if they are not a JSON object: another program may have written them."""
     found = json_object(metadata)
     if found is None:
         return None

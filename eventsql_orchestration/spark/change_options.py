@@ -34,7 +34,8 @@ class ChangeOptions:
     """The options of a read of the event store.
 
     `types` and `kinds` are None for all. `after` and `upto` are checkpoints as text, None for the first and the newest
-    change. A task has `per_task` changes, but there are `tasks` or `least_tasks` if given.
+    change. There are `tasks` tasks if it is given. Otherwise, a task has `per_task` changes, and there are at least
+    `least_tasks` tasks.
     """
 
     source: Source
@@ -75,7 +76,7 @@ def _json_list(text: str) -> list[object]:
     except ValueError:
         names = None
     if not isinstance(names, list) or not names:
-        raise ValidationError('this is no JSON list of names: write one such as ["order", "ride"]')
+        raise ValidationError('this is not a JSON list of names: write one such as ["order", "ride"]')
     return names
 
 

@@ -25,8 +25,8 @@ _END: Final = 2**63 - 1
 def plan_changes(options: ChangeOptions, columns: Sequence[str]) -> list[ChangeRange]:
     """The ranges of the tasks, in the global order, each with about as many changes.
 
-    Raises `ValidationError` for a checkpoint beyond the horizon, `DatabaseError` for one of another era and for a
-    restored dump that is not adopted, and `SchemaOutdatedError`.
+    Raises `ValidationError` for a checkpoint beyond the horizon, `DatabaseError` for a checkpoint of another era and
+    for a restored dump that is not adopted, and `SchemaOutdatedError`.
     """
     (url,) = options.source.urls
     database = Database(url, schema=options.source.schema, migrate=False, application_name="eventsql-spark")
@@ -81,7 +81,8 @@ class _Planner:
         if not count:
             return [after]
         wanted = self._options.tasks or max(self._options.least_tasks, -(-count // self._options.per_task))
-        # An index has the places of all types and kinds, so these cut the tasks. Their number is about `wanted`.
+        # An index has the places of all types and kinds, so these places cut the tasks. The number of tasks is about
+        # `wanted`.
         if self._only != {"types": None, "kinds": None}:
             every = {**values, "types": None, "kinds": None}
             count = int(fetch_one(connection, self._queries("count_adopted" if adopted else "count_changes"), every)[0])

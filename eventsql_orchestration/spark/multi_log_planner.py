@@ -138,7 +138,7 @@ class AllLogs:
         """The first offset to read of each topic partition.
 
         Raises `ValidationError` for an offset that is out of range, and for a time after the events of all shards,
-        unless a stream shall begin at the log's end then.
+        unless a stream is to begin at the log's end then.
         """
         starts = {tp: self.of(tp).start(tp, extents[tp.log]) for tp in self.topic_partitions}
         if not self._options.start_late and not self._chosen:
@@ -209,7 +209,7 @@ def _members(databases: Collection[Database], shards: Collection[str] | None) ->
         raise ShardSetError(f"option dsn: {error}") from None
     if compared.incomplete:
         raise SchemaOutdatedError(
-            "option dsn: these databases are no set of shards yet: run `eventsql migrate` with the URLs of all of them"
+            "option dsn: these databases are not a set of shards yet: run `eventsql migrate` with the URLs of all"
         )
     if lost := sorted(compared.missing if shards is None else compared.missing & set(shards)):
         raise ShardUnavailableError(f"shard {', '.join(map(repr, lost))} is down: {down[0][1]}", shard=lost[0])

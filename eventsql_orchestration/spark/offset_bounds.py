@@ -172,7 +172,7 @@ def _time(option: str, value: object) -> Bound:
         if time.tzinfo is not None:
             return time.astimezone(UTC)
     raise ValidationError(
-        f"option {option}: {value!r} is no time: write milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
+        f"option {option}: {value!r} is not a time: write milliseconds since 1970, or 2026-01-31T12:00:00+00:00"
     )
 
 

@@ -40,7 +40,7 @@ def read_schema(*, headers: bool, shards: bool = False) -> StructType:
 def declared_schema(options: SchemaOptions) -> StructType | str:
     """The columns of a read without `.schema(…)`. As DDL if values are decoded, because only Spark parses DDL.
 
-    Raises `ValidationError` for a `valueSchema` that is no list of columns.
+    Raises `ValidationError` for a `valueSchema` that is not a list of columns.
     """
     schema = read_schema(headers=options.headers, shards=options.shards)
     if options.value is None:
@@ -51,7 +51,9 @@ def declared_schema(options: SchemaOptions) -> StructType | str:
         if depth < 0:
             break
     if depth or ddl.startswith("{"):
-        raise ValidationError("option valueSchema is no list of columns: write one such as 'id BIGINT, price DOUBLE'")
+        raise ValidationError(
+            "option valueSchema is not a list of columns: write one such as 'id BIGINT, price DOUBLE'"
+        )
     types = {field.name: field.dataType.simpleString() for field in schema.fields}
     # A session may take `timestamp` for a type without a zone.
     types |= {"value": f"STRUCT<{ddl}>", "timestamp": "timestamp_ltz"}

@@ -15,7 +15,7 @@ from eventsql_orchestration.spark import plain_kind
 from eventsql_orchestration.spark.options import Source
 
 ALONE: Final = "0"
-"""The name of a database that is no shard in a stream's checkpoint."""
+"""The name, in a stream's checkpoint, of a database that is not a shard."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,7 @@ class EventSQLDataSource(DataSource):
     def streamReader(self, schema: StructType) -> StreamReader:
         if reads_changes(self.options):
             raise ConfigurationError(
-                "option aggregates cannot be used here: the event store is no stream, a subscription follows it"
+                "option aggregates is only for batch reads: follow the event store with a subscription"
             )
         return StreamReader(ReadOptions.parse(self.options, streaming=True), schema)
 

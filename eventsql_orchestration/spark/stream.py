@@ -30,7 +30,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     """Reads topics as they grow. A stream's offset is the next offset to read, as in the option.
 
     The checkpoint has {topic: {shard: offset}}, or {topic: {shard: {partition: offset}}} if partitions have their own
-    offsets. A database that is no shard is called "0".
+    offsets. A database that is not a shard is called "0".
 
     `commit` and `latestOffset` both write a consumer's progress. Spark does not call `commit` after the last batch of
     AvailableNow or after a restart, but it calls `latestOffset` with a start up to which everything is processed.

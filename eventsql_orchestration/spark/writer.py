@@ -52,7 +52,7 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
         accepted = _COLUMNS.get(column.name)
         if accepted is None:
             raise ValidationError(
-                f"column {column.name!r} is no part of an event: write {', '.join(_COLUMNS)}, the rest within value"
+                f"column {column.name!r} is not a part of an event: write {', '.join(_COLUMNS)}, the rest within value"
             )
         if column.dataType.simpleString() not in accepted:
             raise ValidationError(

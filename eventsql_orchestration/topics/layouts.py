@@ -71,7 +71,7 @@ class Layouts:
             return layouts(connection, self._database.schema, topic)
 
     def most_partitions(self, topic: Topic) -> int:
-        """The most partitions of the events of a topic: they keep their partition if it has fewer partitions now."""
+        """The most partitions that a topic ever had. Events of a former partition keep their partition."""
         return max([topic.partitions, *(each.partitions for each in self.of(topic.name))])
 
     def unsettled(self, topic: str) -> dict[str, int]:

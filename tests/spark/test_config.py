@@ -55,5 +55,5 @@ def test_a_file_that_is_not_there_is_named(file: Path) -> None:
 @pytest.mark.parametrize("line", ["spark.master", "master spark://master:7077", "spark.master =", "[spark]"])
 def test_a_line_that_is_no_setting_is_named(file: Path, line: str) -> None:
     file.write_text(f"spark.cores.max 4\n{line}\n")
-    with pytest.raises(ConfigurationError, match=r"line 2 of .*spark\.conf is no Spark setting"):
+    with pytest.raises(ConfigurationError, match=r"line 2 of .*spark\.conf is not a Spark setting"):
         spark_config()

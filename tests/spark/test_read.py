@@ -246,12 +246,12 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
         ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
         ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
-        ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is no time"),
-        ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is no time"),
+        ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is not a time"),
+        ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is not a time"),
         (
             {"startingTimestamp": "0001-01-01T00:00:00+14:00"},
             ValidationError,
-            "option startingTimestamp: .* is no time",
+            "option startingTimestamp: .* is not a time",
         ),
         (
             {"startingTimestamp": "9999999999999"},

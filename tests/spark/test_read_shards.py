@@ -299,7 +299,7 @@ def test_the_databases_must_be_the_shards_of_one_set(platform: EventSQL, urls: l
     for wrong, error, message in [
         (f"{urls[0]} {urls[0]}", ShardSetError, "option dsn: .* are one database"),
         (f"{urls[0]} {blank}", ShardSetError, "option dsn: .* is none of the shards shard-1, shard-2"),
-        (" ".join(others), SchemaOutdatedError, "option dsn: these databases are no set of shards yet"),
+        (" ".join(others), SchemaOutdatedError, "option dsn: these databases are not a set of shards yet"),
         (f"{urls[0]} mysql://x", ConfigurationError, "option dsn: the database must be PostgreSQL"),
     ]:
         with pytest.raises(error, match=message):

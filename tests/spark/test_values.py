@@ -123,8 +123,8 @@ def test_decoded_fields_can_be_asked_for_by_schema(documents: str, read: Read) -
 @pytest.mark.parametrize(
     ("offset", "message"),
     [
-        (7, r"event 7 of topic 'documents' has another 'id': 1\.5 is no whole number"),
-        (11, "event 11 of topic 'documents' has another 'stops': .* is no array"),
+        (7, r"event 7 of topic 'documents' has another 'id': 1\.5 is not a whole number"),
+        (11, "event 11 of topic 'documents' has another 'stops': .* is not an array"),
         (len(DOCUMENTS) + 1, f"event {len(DOCUMENTS) + 1} of topic 'documents' is not JSON"),
         (len(DOCUMENTS) + 4, f"event {len(DOCUMENTS) + 4} of topic 'documents' is not a JSON object"),
     ],
@@ -227,7 +227,7 @@ def test_a_stream_decodes_values_too(spark: SparkSession, dsn: str, documents: s
 @pytest.mark.parametrize(
     ("schema", "error", "message"),
     [
-        ("id BIGINT> , x STRUCT<y: INT", ValidationError, "option valueSchema is no list of columns"),
+        ("id BIGINT> , x STRUCT<y: INT", ValidationError, "option valueSchema is not a list of columns"),
         (" ", ValidationError, "option valueSchema is empty"),
         ("data BINARY", ValidationError, "'value.data' cannot be decoded from JSON"),
         ("counts MAP<INT, INT>", ValidationError, "the keys of 'value.counts' must be strings"),

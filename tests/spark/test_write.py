@@ -500,7 +500,7 @@ def schema_of(text: str) -> StructType:
             r"must be map<string,string>, not map<string,int>",
         ),
         ("value binary, topic int", {"topic": None}, ValidationError, "column 'topic' must be string"),
-        ("value binary, fare int", {}, ValidationError, "column 'fare' is no part of an event"),
+        ("value binary, fare int", {}, ValidationError, "column 'fare' is not a part of an event"),
         (FARE, {"topic": None}, ConfigurationError, "neither an option nor a column 'topic'"),
         (FARE, {"topic": "nothing"}, TopicNotFoundError, "option topic: topic 'nothing' does not exist"),
         (FARE, {"topic": "No-Topic"}, InvalidNameError, "option topic: "),
