@@ -209,7 +209,8 @@ def _members(databases: Collection[Database], shards: Collection[str] | None) ->
         raise ShardSetError(f"option dsn: {error}") from None
     if compared.incomplete:
         raise SchemaOutdatedError(
-            "option dsn: these databases are not a set of shards yet: run `eventsql migrate` with the URLs of all"
+            "option dsn: these databases are not a set of shards yet: run `eventsql migrate` with the URLs of all of "
+            "them"
         )
     if lost := sorted(compared.missing if shards is None else compared.missing & set(shards)):
         raise ShardUnavailableError(f"shard {', '.join(map(repr, lost))} is down: {down[0][1]}", shard=lost[0])

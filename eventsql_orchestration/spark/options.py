@@ -117,7 +117,8 @@ class Given:
         for name in self._options:
             if name in names or (prefix is not None and name.startswith(prefix)):
                 continue
-            # Spark adds its own options, so an unknown option is refused only if it resembles one of ours.
+            # Spark adds its own options, so an unknown option is refused only if it resembles an option of this
+            # package.
             if near := difflib.get_close_matches(name, names, n=1, cutoff=0.8):
                 raise ConfigurationError(f"option {name} is not known: did you mean {names[near[0]]}?")
 

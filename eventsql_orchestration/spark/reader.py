@@ -68,7 +68,7 @@ def check_schema(schema: StructType, *, shards: bool = False) -> None:
 
 
 def check_columns(schema: StructType, known: StructType, *, decoded: str | None = None) -> None:
-    """Raise `ValidationError` for the first column that is none of `known`. The column `decoded` may be a struct."""
+    """Raise `ValidationError` for the first column that is not in `known`. The column `decoded` may be a struct."""
     columns = {field.name: field.dataType for field in known}
     if not schema.fields:
         raise ValidationError(f"schema: no column is named: name some of {', '.join(columns)}")

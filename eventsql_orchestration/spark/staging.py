@@ -76,7 +76,8 @@ class ClaimHold:
 
 @dataclass(frozen=True, slots=True)
 class StreamBatch:
-    """The identity of a stream's batch: a batch with the same number that was published before must have the same.
+    """The identity of a stream's batch: a batch that was published before with the same number must have the same
+    identity.
 
     `query` is the id of the streaming query, which lives as long as its checkpoint, or None if Spark does not name it.
     `checksum` is the sum of its tasks' checksums. Both are None if the writer is the query itself.
@@ -215,7 +216,7 @@ def _size(parts: Sequence[pa.RecordBatch]) -> int:
 def _one(parts: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     if len(parts) == 1:
         return parts[0]
-    # A part may lack a column that another has.
+    # A part may lack a column that another part has.
     tables = [pa.Table.from_batches([part]) for part in parts]
     (whole,) = pa.concat_tables(tables, promote_options="default").combine_chunks().to_batches()
     return whole

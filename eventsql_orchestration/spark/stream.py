@@ -207,7 +207,7 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
 
 
 def _called(marks: Sequence[str]) -> str:
-    return ", ".join("a database that was no shard" if mark == ALONE else f"shard {mark!r}" for mark in marks)
+    return ", ".join("a database that was not a shard" if mark == ALONE else f"shard {mark!r}" for mark in marks)
 
 
 def _within_layouts(

@@ -39,9 +39,9 @@ _WHOLE: Final = frozenset({"tinyint", "smallint", "int", "bigint"})
 _NAME: Final = rf"^(?!\s)\P{{Cntrl}}{{1,{MAX_NAME_LENGTH}}}(?<!\s)\z"
 """A name as `check_name` accepts it."""
 
-_NO_NAME: Final = f"{{}} of the frame is null or no name of 1 to {MAX_NAME_LENGTH} printable characters"
+_NO_NAME: Final = f"{{}} of the frame is null or not a name of 1 to {MAX_NAME_LENGTH} printable characters"
 
-_NO_OBJECT: Final = "{} of the frame is null or no JSON object"
+_NO_OBJECT: Final = "{} of the frame is null or not a JSON object"
 
 _DIMENSION: Final = f"dimension {{}} of the frame is null or has more than {MAX_DIMENSION_LENGTH} characters"
 
@@ -207,7 +207,7 @@ def _rollup_rules(rollup: Rollup) -> list[_Rule]:
 
 
 def _checked(rules: Sequence[_Rule]) -> dict[str, Column]:
-    """The columns of the rules. A row that breaks one fails the query."""
+    """The columns of the rules. A row that breaks a rule fails the query."""
     # A condition on a null is null, and not true.
     return {
         name: f.when(right, f.col(name)).otherwise(f.raise_error(f.lit(message.format(name))))

@@ -62,7 +62,7 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
     if "value" not in names:
         raise ValidationError("column 'value' is missing: write the event's bytes or text to it")
     if topic is None and "topic" not in names:
-        raise ConfigurationError("neither an option nor a column 'topic' is there: one of them must name the topic")
+        raise ConfigurationError("there is neither an option nor a column 'topic': name the topic with one of them")
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class BatchWriter(_Writing, DataSourceArrowWriter):
         except PublicationUnfinishedError as error:
             if self._options.writer is not None:
                 raise
-            # Repeating the write would publish everything twice, as another writer. A transfer finishes this one.
+            # Repeating the write would publish everything twice, as another writer. A transfer finishes this write.
             logger.warning("%s", error)
 
 
@@ -158,7 +158,7 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         elif stream is not None and stream.query is not None:
             self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
-            raise ConfigurationError("option writerId is missing: give it, for Spark does not tell the query's id here")
+            raise ConfigurationError("option writerId is missing: give it, Spark does not tell the query's id here")
 
 
 def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:

@@ -248,7 +248,7 @@ def test_a_checkpoint_of_all_shards_is_not_one_of_a_single_one(platform: EventSQ
     ):
         reader.latestOffset(offset, ReadAllAvailable())
     of_one = {"orders": {"0": 1}}
-    with streaming(dsn) as reader, pytest.raises(ValidationError, match="a database that was no shard"):
+    with streaming(dsn) as reader, pytest.raises(ValidationError, match="a database that was not a shard"):
         reader.latestOffset(of_one, ReadAllAvailable())
 
 

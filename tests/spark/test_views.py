@@ -196,11 +196,11 @@ def test_an_entry_that_the_view_would_refuse_fails_the_rebuild(
 @pytest.mark.parametrize(
     ("bulk", "wrong", "message"),
     [
-        (BulkSteps, {"resource": "repeat('a', 201)"}, "resource of the frame is null or no name"),
-        (BulkSteps, {"resource": r"concat('a', '\n')"}, "resource of the frame is null or no name"),
-        (BulkSteps, {"data": "'[1]'"}, "data of the frame is null or no JSON object"),
-        (BulkLines, {"level": "' info'"}, "level of the frame is null or no name"),
-        (BulkLines, {"attributes": "'1'"}, "attributes of the frame is null or no JSON object"),
+        (BulkSteps, {"resource": "repeat('a', 201)"}, "resource of the frame is null or not a name"),
+        (BulkSteps, {"resource": r"concat('a', '\n')"}, "resource of the frame is null or not a name"),
+        (BulkSteps, {"data": "'[1]'"}, "data of the frame is null or not a JSON object"),
+        (BulkLines, {"level": "' info'"}, "level of the frame is null or not a name"),
+        (BulkLines, {"attributes": "'1'"}, "attributes of the frame is null or not a JSON object"),
     ],
 )
 def test_a_line_or_a_step_that_the_view_would_refuse_fails_the_rebuild(
