@@ -79,7 +79,7 @@ class AirflowApi:
             )
         token = self._json(answer)
         if not isinstance(token, dict) or "access_token" not in token:
-            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3: correct its URL")
+            raise LocalAirflowError(f"the server at {self.url} is not an Airflow 3: correct its URL")
         return str(token["access_token"])
 
     def _request(self, method: str, path: str, **options: Any) -> requests.Response:
@@ -96,7 +96,7 @@ class AirflowApi:
         try:
             return answer.json()
         except ValueError:
-            raise LocalAirflowError(f"the server at {self.url} is no Airflow 3: correct its URL") from None
+            raise LocalAirflowError(f"the server at {self.url} is not an Airflow 3: correct its URL") from None
 
     def pages(self, path: str, field: str, **query: Any) -> Iterator[dict[str, Any]]:
         """All objects of a list: those in `field` of each page. Raises as `ask`."""

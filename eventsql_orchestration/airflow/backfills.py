@@ -65,7 +65,7 @@ class AirflowJob(BackfillJob):
 class AirflowRuns:
     """Launches runs of a DAG in a running Airflow. The runs go on after this object is closed.
 
-    `dag` is the DAG that consumes; by default the one that `claims_asset` of the consumer schedules.
+    `dag` is the DAG that consumes; by default the DAG that `claims_asset` of the consumer schedules.
     """
 
     orchestrator = "Airflow"

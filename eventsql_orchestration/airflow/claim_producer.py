@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 STORE_LEASE: Final = 60.0
-"""A claim ends after so many seconds if Airflow does not store its asset event. It takes Airflow a second or two."""
+"""Seconds until a claim ends if Airflow does not store its asset event. Airflow takes a second or two."""
 
 RUN_LEASE: Final = 60.0
-"""A claim ends after so many seconds if no task takes it over. Airflow does not make a run for each asset event."""
+"""Seconds until a claim ends if no task takes it over. Airflow does not make a run for each asset event."""
 
 ADVANCE_TIMEOUT: Final = 1.0
 """Seconds to wait until a claim is handed over; it is handed over later if its shard is slow."""
@@ -112,7 +112,7 @@ class Watched:
 
 
 class _Lane:
-    """The work on one shard, step by step in a thread of its own. A shard that is down delays no other one."""
+    """The work on one shard, step by step in a thread of its own. A shard that is down delays no other shard."""
 
     def __init__(self, shard: Shard) -> None:
         self.shard = shard
@@ -162,7 +162,7 @@ class ClaimProducer(SharedStreamProducer):
                         async for claim in claims:
                             yield asdict(ClaimEvent.of(claim)), claim
                 except EventSQLError as error:
-                    # Airflow would start a trigger that fails again at once, each second.
+                    # If the trigger failed, Airflow would start it again at once, each second.
                     logger.warning(
                         "claims of %s are tried again in %.0f s: %s", self._watched.topic, self._pause, error
                     )
@@ -231,7 +231,7 @@ class ClaimProducer(SharedStreamProducer):
 
     def _look(self, shard: Shard) -> list[Claim]:
         if len(self._lanes) > 1 and shard.name is None and self._hook is not None:
-            # This shard was down together with another one, so its name was not known.
+            # This shard was down together with another shard, so its name was not known.
             _shards_of(self._hook)
         made: list[Claim] = []
         try:

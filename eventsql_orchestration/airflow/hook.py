@@ -90,7 +90,7 @@ class EventSQLHook(BaseHook, PlatformAccess):
 def urls_of(connection: Connection) -> tuple[str, ...]:
     """The URLs of all databases of a connection, with passwords.
 
-    Raises `ConfigurationError` for a connection of another type, without a host, or whose fields are no text.
+    Raises `ConfigurationError` for a connection of another type, without a host, or with fields that are not text.
     """
     if connection.conn_type != EventSQLHook.conn_type:
         raise ConfigurationError(
@@ -107,7 +107,7 @@ def urls_of(connection: Connection) -> tuple[str, ...]:
         None if several else port, connection.schema or None,
     ).render_as_string(hide_password=False)  # fmt: skip
     parameters, shards = _text(connection, "parameters"), _text(connection, "shards")
-    # As they stand: SQLAlchemy would drop those without a value, which the platform refuses.
+    # Keep the parameters as they stand: SQLAlchemy would drop parameters without a value, which the platform refuses.
     query = "&".join(filter(None, (urlencode(several, quote_via=quote), parameters)))
     return (f"{first}?{query}" if query else first, *(split_urls(shards) if shards else ()))
 

@@ -137,7 +137,7 @@ class LocalAirflow:
         }
         self._environment = {
             **os.environ,
-            # Programs of this environment, also if it is not active.
+            # Programs of this environment, even if it is not active.
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             "AIRFLOW_HOME": str(self.home.resolve()),
             **{

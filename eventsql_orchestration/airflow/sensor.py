@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EventSQLSensor(BaseSensorOperator):
-    """Waits until so many `events` wait for a consumer, until its lag is at most `max_lag`, or for an `offset`.
+    """Waits until at least `events` events wait for a consumer, until its lag is at most `max_lag`, or for an `offset`.
 
     An `offset` is reached when the topic's log has it and, with a `consumer`, no event up to there waits for it. Over
     several shards, name the `shard` of the offset. The result is the number that the sensor waited for. A deferred

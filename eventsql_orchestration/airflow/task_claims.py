@@ -1,4 +1,4 @@
-"""The claims that a task consumes: those that triggered its run, those that no run comes for, and those it makes."""
+"""The claims that a task consumes: the claims that triggered its run, the claims that no run comes for, and its own."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ class TaskClaims:
             self._run(draining, found)
 
     def _consume(self, draining: Draining, partition: int, event: ClaimEvent | None = None) -> None:
-        """Take over the claim that triggered the run, or one that still waits for its run, or claim waiting events."""
+        """Take over the claim that triggered the run, or a claim that waits for its run, or claim waiting events."""
         found: Claim | NoClaim | None = None if event is None else self._requested_claim(draining, event)
         try:
             found = found or self._live_claim(draining, partition) or draining.claim(partition)
@@ -208,7 +208,7 @@ class TaskClaims:
         return claim.owner == AIRFLOW_TRIGGER or (self.retried and claim.owner == self.owner)
 
     def _take_over(self, draining: Draining, claim: Claim) -> Claim | None:
-        """Take over a claim; None if it is lost, which is no reason to tell people: somebody consumes its events."""
+        """Take over a claim; None if it is lost. Nobody needs to know that: another owner consumes its events."""
         note = self.drained.note
         taken = draining.take_over(claim.id, previous=claim.owner)
         self.drained.note = note

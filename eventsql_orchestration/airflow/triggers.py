@@ -32,10 +32,11 @@ class EventSQLTrigger(BaseEventTrigger):
     Use it in an `AssetWatcher`, or as `MessageQueueTrigger(scheme="eventsql", …)`. The payload is a `ClaimEvent`. A
     DAG that the asset schedules consumes its claims with `EventSQLConsumeOperator` or `@task.eventsql_consume`.
 
-    - `min_events`, `max_wait`: claim when so many events wait, or when the first has waited so many seconds.
+    - `min_events`, `max_wait`: claim when `min_events` events wait, or when the first has waited `max_wait` seconds.
     - `max_events`: the most events of a claim.
     - `start_timeout`: the most seconds that a claim waits for a task to start; then its events are claimed again. The
-      first claim of events waits for a minute, each further claim twice as long. A late task takes over the newest one.
+      first claim of events waits for a minute, each further claim twice as long. A late task takes over the newest
+      claim.
     - `poll_interval`: seconds between two looks without a notification of the database.
 
     Watchers with the same arguments share one claimer. Raises `ValidationError`.
