@@ -135,12 +135,12 @@ class ShardAddition:
             raise ShardSetError("two of the URLs lead to one database: name each once")
         if all(state.shards is None for state in states):
             if len(states) > 1:
-                raise ShardSetError("these databases are no set of shards yet: make the set with `eventsql migrate`")
+                raise ShardSetError("these databases are not a set of shards yet: make the set with `eventsql migrate`")
             return ()
         if any(state.set != states[0].set or not state.active for state in states):
             raise ShardSetError("the other databases are not all active shards of one set: see `eventsql shard list`")
         newest = max((state.generations for state in states), key=len)
-        # The newest generation is unfinished if it began on some shards only, or if the new shard is the one it adds.
+        # The newest generation is unfinished if it began on some shards only, or if it adds the new shard.
         unfinished = {state.generation for state in states} != {len(newest)} or (
             new.name in newest[-1] and new.generation == len(newest) and len(newest) > 1
         )
@@ -158,7 +158,7 @@ class ShardAddition:
         if self._name in names:
             raise ShardSetError(f"there is a shard {self._name!r} already: take another name")
         if self._name is not None and self._name.isdecimal():
-            # In the offsets of Spark, a number is a partition, and "0" stands for a database that is no shard.
+            # In the offsets of Spark, a number is a partition, and "0" stands for a database that is not a shard.
             raise InvalidNameError(f"shard name {self._name!r} is a number, as partitions are: take another name")
         free = (f"shard-{number}" for number in range(len(names) + 1, 2 * len(names) + 2))
         return self._name or next(name for name in free if name not in names)

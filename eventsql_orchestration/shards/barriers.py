@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 class HeldBack:
     """A consumer that gets no events from `shard` until it has consumed the shards `waits_for` up to their fences.
 
-    If `waits_for` is empty, the consumer waits for a process that may release it: this one may not write.
+    If `waits_for` is empty, the consumer waits for a process that may release it: this process may not write.
     """
 
     topic: str

@@ -1,4 +1,4 @@
-"""Check that databases are the shards of one set, and turn databases that are no shards into a set."""
+"""Check that databases are the shards of one set, and turn databases that are not shards into a set."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Cluster:
     # Opening
 
     def open(self) -> None:
-        """Connect, and check once that the databases are the shards of one set; if they are no shards, make the set.
+        """Connect, and check once that the databases are the shards of one set; if they are not shards, make the set.
 
         If they do not fit, nothing is written. Raises `ShardSetError`, and `DatabaseUnavailableError` if none can be
         reached.
@@ -107,7 +107,8 @@ class Cluster:
             if compared.incomplete:
                 if not self._migrate:
                     raise SchemaOutdatedError(
-                        "these databases are no set of shards yet: run `eventsql migrate` with the URLs of all of them"
+                        "these databases are not a set of shards yet: run `eventsql migrate` with the URLs of all of "
+                        "them"
                     )
                 bootstrap(self._shards)
                 states = self._look(self._shards)

@@ -15,8 +15,8 @@ from eventsql_orchestration.topics.registry import Registry
 def define(registry: Registry, new: Shard, *, active: bool) -> None:
     """Define on `new` all that is in `registry`, with its settings.
 
-    Until the shard is `active`, it has no events. So this also deletes what was deleted on the others since the shard
-    was prepared.
+    Until the shard is `active`, it has no events. So this also deletes the definitions that were deleted on the other
+    shards since the shard was prepared.
     """
     # Look at the new shard first: another process that registers or deletes something begins on the other shards.
     topics = {topic.name: topic for topic in new.registry.topics()}
@@ -51,7 +51,7 @@ def _is_partitioned(state: ConsumerState) -> bool:
 
 
 def _define_topic(new: Shard, topic: Topic, existing: Topic | None) -> None:
-    # The server of the new shard may be built without a compression that the others have.
+    # The server of the new shard may be built without a compression that the other shards have.
     compression = topic.compression if topic.compression in new.registry.compressions() else None
     if existing is None:
         retention = topic.retention or Retention()

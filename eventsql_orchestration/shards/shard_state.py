@@ -46,7 +46,7 @@ class ShardState:
     """The stored state of a database.
 
     `identity` is unique to the database. `generations` are the names of the shards in each generation, the oldest
-    first. `name` is None if the database is no shard of any set. `active` says whether it takes events.
+    first. `name` is None if the database is not a shard. `active` says whether it takes events.
     """
 
     identity: str
@@ -62,7 +62,7 @@ class ShardState:
 
     @property
     def first(self) -> str | None:
-        """The first shard by name in the first generation, whatever is added later; None if this is no shard.
+        """The first shard by name in the first generation, whatever is added later; None if this is not a shard.
 
         It stores the records that a set of shards keeps once.
         """
@@ -70,7 +70,7 @@ class ShardState:
 
     @property
     def shards(self) -> ShardSet | None:
-        """The newest generation; None if this is no shard."""
+        """The newest generation; None if this is not a shard."""
         if self.set is None or self.name is None:
             return None
         return ShardSet(self.set, self.name, self.generation, tuple(sorted(self.generations[-1])), self.active)
