@@ -46,8 +46,8 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 RUN_SECONDS: Final = 10.0
-"""Seconds after which one run of the housekeeping ends with the next merge of blocks or copy of a segment. The next one
-goes on."""
+"""Seconds after which one run of the housekeeping ends with the next merge of blocks or copy of a segment. The next
+run goes on."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds that a window waits for an erasure or for retention."""
@@ -123,7 +123,7 @@ class Compactor:
         topics = deque(topic for topic in self._registry.topics() if topic.storage == BLOCKS)
         while topics:
             with self._database.dedicated() as connection:
-                # An error may be the end of the session: the next topic has another one.
+                # An error may end the session: the next topic gets another session.
                 while topics and not connection.closed:
                     self._try(connection, topics.popleft(), compacted)
         return compacted
@@ -258,7 +258,7 @@ class _Log:
         return True
 
     def roll(self, connection: Connection, segment: Segment) -> bool:
-        """Close the newest segment if it is worth rewriting: new events get ids of the next one."""
+        """Close the newest segment if it is worth rewriting: new events get ids of the next segment."""
         if not self._is_spacious(connection, segment):
             return False
         with connection.transaction():
@@ -289,7 +289,7 @@ class _Log:
         try:
             return self._merge(connection, after, window.upto, window.partitions)
         except DAMAGED:
-            # One partition after the other: the others are merged.
+            # Merge one partition after the other, so that the sound partitions are merged.
             found = Merged(0, 0, 0, 0)
         for partition in window.partitions:
             try:
@@ -334,7 +334,8 @@ class _Log:
     def give_back(self, connection: Connection, segment: Segment) -> int | None:
         """Rewrite a closed segment if it takes much more space than it needs. Gives how many bytes the disk has again.
 
-        None where others are in the way: a later run tries again. A segment that cannot be copied stays as it is.
+        None if other transactions are in the way: a later run tries again. A segment that cannot be copied stays as it
+        is.
         """
         if not self._is_spacious(connection, segment) or not self._may_be_exchanged(connection, segment):
             return 0
@@ -353,7 +354,7 @@ class _Log:
         return segment.bytes - sum(each.bytes for each in present if each.table == segment.table)
 
     def _exchange(self, connection: Connection, segment: Segment) -> bool:
-        """Let a copy take the place of a closed segment. False where others are in the way."""
+        """Let a copy take the place of a closed segment. False if other transactions are in the way."""
         with self._database.dedicated() as source, self._undisturbed(connection):
             exchanging.begin(connection)
             present = segments.segments(connection, self._schema, self.topic) or ()
@@ -378,7 +379,7 @@ class _Log:
             return True
 
     def _may_be_exchanged(self, connection: Connection, segment: Segment) -> bool:
-        """Whether nothing of others depends on the table of a segment."""
+        """Whether no view or other object depends on the table of a segment, and no replication reads it."""
         found = segments.dependents(connection, self._schema, self.topic, segments.table(self._schema, segment))
         if found or self._compactor.exchange(segment).is_published(connection):
             logger.info("segment %r keeps its free space, because %s", segment.table, found or "it may be replicated")

@@ -57,7 +57,7 @@ RETRY_SECONDS: Final = 30.0
 """Seconds for which a step is tried again if other transactions are in its way."""
 
 MOST_ROUNDS: Final = 10
-"""How often an erasure looks for events that were copied meanwhile."""
+"""Maximum number of times that an erasure looks for events that were copied meanwhile."""
 
 KEPT_DAYS: Final = 3_650
 """How long the record of an erasure is kept."""
@@ -202,7 +202,7 @@ class _Run:
     def begin(self, connection: Connection, requested_by: str | None) -> None:
         values = {"topic": self.names[0], "digests": sorted(self._digests.values()), "requested_by": requested_by}
         began = connection.execute(self._records("begin"), values).rowcount
-        # An interrupted erasure changed rows that this one will not find.
+        # An interrupted erasure changed rows that this erasure will not find.
         self._resumed = began < len(self._digests)
 
     def _note(self, connection: Connection, column: str, counts: Mapping[str, int]) -> None:
@@ -346,7 +346,7 @@ class _Run:
 
         last = MAX_OFFSET if self._resumed else max((upto for _, upto in self._changed[name]), default=0)
         for consumer, partition, event in eraser.failures(connection):
-            # The failure of a range is noted at its first event, and may quote any of the others.
+            # The failure of a range is noted at its first event, and may quote any other event of it.
             if event <= last or any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
                 self._step(
                     connection,

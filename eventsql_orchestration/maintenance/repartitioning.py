@@ -60,7 +60,7 @@ class IdsChangedError(DatabaseBusyError):
 class Repartitioning:
     """A change: the topic has `before` partitions up to offset `after`, and `partitions` from there on.
 
-    `consumers` go on with the new partitions once all of their old ones have reached that offset.
+    `consumers` go on with the new partitions once all of their old partitions have reached that offset.
     """
 
     topic: str

@@ -68,7 +68,7 @@ class Dropped:
 class _Content:
     """A closed segment's content: number of events, newest offset, and the seconds since that event entered the log.
 
-    `seen` is the offset of the last event that is there, 0 without one.
+    `seen` is the offset of the last event that is there, 0 without events.
     """
 
     segment: Segment
@@ -281,7 +281,7 @@ class Retainer:
         return _Content(segment, last.events, last.offset, last.seconds, last.offset)
 
     def _held_by(self, connection: Connection, topic: Topic, content: _Content) -> str | None:
-        """The consumer partition that has not consumed all events of the segment; None without one."""
+        """A consumer partition that has not consumed all events of the segment; None if there is none."""
         unpassed = self._drops(topic).unpassed(connection, content.segment, newest=content.newest)
         if unpassed is None:
             return None
