@@ -68,7 +68,7 @@ class ClusterSeeker:
     ) -> list[Move]:  # fmt: skip
         """Move a consumer to `position`, in one partition or in all at once. Gives the moves.
 
-        `choose` gets the locked partitions and gives those to move. If it raises, nothing moves.
+        `choose` gets the locked partitions and gives the partitions to move. If it raises, nothing moves.
 
         Running and later consumptions go on from the new position. The failures of the failing event are forgotten, and
         an uncommitted claim is released. The counts of consumed events stay, because they count handlings.
@@ -121,7 +121,8 @@ class ClusterEraser:
 
         All shards must be up. Raises `TopicNotFoundError`, `ValidationError`, and `DatabaseBusyError` if other
         transactions are in the way for 30 seconds, or if the topic got a dead letter topic meanwhile: call it again.
-        Raises `ShardSetError` on a platform with the URL of one of several shards: a key's events may be on others.
+        Raises `ShardSetError` on a platform with the URL of one of several shards: a key's events may be on other
+        shards.
         """
         lone = self._cluster.lone
         shards = None if lone is None else lone.registry.topic(topic).shards
@@ -168,10 +169,10 @@ class ClusterCompactor:
         interrupted, call it again. Retention compacts all topics, too, some seconds at a time.
 
         A segment whose table is much larger than its blocks is written anew, so that the disk has the space again. If
-        it is the newest segment, new events get offsets of the next one. Others may wait for half a second, again and
-        again for 10 seconds. While a transaction reads the log for longer, the segment stays as it is.
+        it is the newest segment, new events get offsets of the next segment. Others may wait for half a second, again
+        and again for 10 seconds. While a transaction reads the log for longer, the segment stays as it is.
 
-        Blocks around a broken one are left as they are: `unmerged` of the result names them.
+        Blocks around a broken block are left as they are: `unmerged` of the result names them.
 
         All shards must be up. Raises `TopicNotFoundError`, `RegistryError` for a topic in rows, and `DatabaseBusyError`
         if an erasure or a retention is in the way for 30 seconds.
@@ -209,7 +210,7 @@ class ClusterRepartitioner:
         Publishers and consumers go on meanwhile. The change takes effect at one offset of the log: events up to there
         have partitions by the old number, later events by the new number. A publisher that knows the old number notices
         in its transaction and chooses again. A partitioned consumer consumes all old partitions up to that offset
-        before it goes on with the new ones, so each key's events stay in order.
+        before it goes on with the new partitions, so each key's events stay in order.
 
         Tries for up to `timeout` seconds while batches or publishers' transactions are under way, and makes other
         partitions wait for at most three seconds, other publishers for half a second. Then raises `DatabaseBusyError`,
@@ -264,7 +265,7 @@ class ClusterLag:
         self._barriers = barriers
 
     def read(self, topic: str | None) -> list[ConsumerLag]:
-        """By topic, consumer, shard and partition. Raises `TopicNotFoundError`, and if no shard is up."""
+        """The lag, by topic, consumer, shard and partition. Raises `TopicNotFoundError`, and if no shard is up."""
         if self._cluster.lone is not None:
             return self._cluster.lone.lag(topic)
         # Settle first: a consumer that is released now is not shown as held back.

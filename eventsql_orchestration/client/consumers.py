@@ -119,7 +119,7 @@ class ClusterConsumers:
         after_fork(self, ClusterConsumers._after_fork)
 
     def _after_fork(self) -> None:
-        """See `forks`. What runs is the parent's to stop."""
+        """See `forks`. Only the parent process stops the consumptions that it runs."""
         self._started = weakref.WeakSet()
 
     def join(self, shard: Shard) -> None:
@@ -177,8 +177,8 @@ class ClusterConsumers:
         once. `lease.lost` is set when the partition was taken over, and nothing can be committed any more.
 
         A handler that raises `ConsumptionError(event)` names the failed event, and the events before it are done.
-        After any other error, or one in `lease.transaction()`, the events are handed over again, one at a time. The
-        event that fails then is tried again with backoff, up to the consumer's `max_attempts`. Otherwise as
+        After any other error, or an error in `lease.transaction()`, the events are handed over again, one at a time.
+        The event that fails then is tried again with backoff, up to the consumer's `max_attempts`. Otherwise as
         `start_batch`.
         """
         return self._start(
@@ -192,7 +192,7 @@ class ClusterConsumers:
         self, topic: str, consumer: str, handler: QueueHandler, *, workers: int = QUEUE_WORKERS, by_key: bool = True,
         lease: Duration = 60.0, polling_delay: Duration = 1.0, max_unacknowledged: int = MOST_UNACKNOWLEDGED,
     ) -> ClusterConsumption:  # fmt: skip
-        """Hand each event to a handler and acknowledge it by itself, so that a slow or failing event holds up no other.
+        """Hand each event to a handler and acknowledge it by itself, so that a slow or failing event delays no other.
 
         `workers` threads handle events side by side, in any number of processes and whatever the number of partitions.
         With `by_key`, the events of a key are handled one after another, in their order; events without a key go at any

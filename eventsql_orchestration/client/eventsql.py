@@ -183,7 +183,7 @@ class EventSQL:
         return self.shards
 
     def members(self) -> list[Shard]:
-        """The shards of the set, up or down, the oldest first. A shard that is only prepared is none of them.
+        """The shards of the set, up or down, the oldest first. A shard that is only prepared is left out.
 
         Raises as `open`.
         """

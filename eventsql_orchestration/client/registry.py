@@ -52,7 +52,7 @@ class ClusterRegistry:
         """Create `topic` if it does not exist; returns the changes.
 
         Its number of partitions can change while it has neither events nor consumers; `RedefinitionError` otherwise.
-        Its retention can always change; a topic that names none keeps the retention that it has. Raises
+        Its retention can always change; without a declared retention, a topic keeps its present retention. Raises
         `InvalidNameError` for a name that a table of the platform has taken, `DatabaseBusyError` if publishers are in
         the way, and `RegistryError` if a server is built without the topic's compression.
         """
@@ -136,30 +136,30 @@ class ClusterRegistry:
         self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
 
     def set_storage(self, name: str, storage: Storage, *, timeout: float = RETRY_SECONDS) -> bool:
-        """Let new events of a topic be stored in `rows` or in `blocks`; False if they are already.
+        """Let new events of a topic be stored in `rows` or in `blocks`; False if nothing changes.
 
         Publishers and consumers go on. The present events stay in their form, until retention drops them: the change
-        takes effect at the border of a segment, and nothing is rewritten. Processes of versions before this one can
+        takes effect at the border of a segment, and nothing is rewritten. Processes of earlier versions can
         still read the topic, and fail when they write to its log. Programs that write to its table themselves, such as
         EventSQL's Java library, are refused.
 
         Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
         or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
-        `RegistryError` where an object depends on the log's table, such as a view, and `ValidationError`. With several
+        `RegistryError` if an object depends on the log's table, such as a view, and `ValidationError`. With several
         shards, the first may have changed when a later one fails: call this again.
         """
         done = self._cluster.fan_out(lambda shard: shard.registry.set_storage(name, storage, timeout=timeout))
         return any(done.values())
 
     def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
-        """Let new blocks of a topic be compressed by `pglz` or `lz4`, or not with `none`; False if they are already.
+        """Let new blocks of a topic be compressed by `pglz` or `lz4`, or not at all (`none`); False if nothing changes.
 
         Publishers and consumers go on. The present blocks stay as they are; compaction applies the compression to the
         blocks that it merges. For a topic in rows, the compression counts when its new events are in blocks.
 
         Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
         or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
-        `RegistryError` where a server is built without the compression, with nothing changed on any, and
+        `RegistryError` if a server is built without the compression, with nothing changed on any shard, and
         `ValidationError`. With several shards, the first may have changed when a later one fails: call this again.
         """
         self._check_compression(compression)
@@ -211,12 +211,11 @@ class ClusterRegistry:
 
         `max_attempts` (at least 1, and 5 for a new consumer) is how often an event is tried before it goes to the dead
         letter topic. `start` ("earliest" by default) says where a new consumer begins: at the earliest event, after the
-        latest, at the first event from an offset on, at the first that entered the log at a time or later, or with
-        `Back` within that time before now. A start outside of the log is moved to the nearest end of the log. With a
-        `filter`, the consumer's functions get the events that match; its offset moves past the others, which count as
-        lag until then.
-        A reader of a claim's range gets all of its events. A new consumer that is `held` gets no events until it is let
-        go (shards/shard_state.py).
+        latest, at the first event from an offset on, or at the first event that entered the log at a time or later.
+        `Back` names such a time as a duration before now. A start outside of the log is moved to the nearest end of the
+        log. With a `filter`, the consumer's functions get the events that match; its offset moves past the others,
+        which count as lag until then. A reader of a claim's range gets all of its events. A new consumer that is `held`
+        gets no events until it is let go (shards/shard_state.py).
 
         With several shards, `start` may not be an offset. A shard that joined holds a new consumer back until the
         consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard

@@ -233,7 +233,7 @@ def lock_log(connection: Connection, name: str) -> None:
 
 
 def lock_empty(connection: Connection, name: str) -> bool:
-    """As `lock_log`, if a topic has no events. False if it has some: then nothing is locked, and nobody waits."""
+    """As `lock_log`, if a topic has no events. False if it has events: then nothing is locked, and nobody waits."""
     looking = connection.begin_nested()
     found = has_events(connection, name)
     # This also releases the lock of the look.

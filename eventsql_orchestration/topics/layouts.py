@@ -138,7 +138,7 @@ def bounds_at(known: Sequence[Layout], offset: int) -> LayoutBounds:
 
 
 def bounded(known: Sequence[Layout], until: int | None) -> Layout:
-    """The layout of a consumer that may consume up to offset `until`; None for one without a bound."""
+    """The layout of a consumer that may consume up to offset `until`; None for a consumer without a bound."""
     return next((each for each in reversed(known) if until is None or each.after < until), known[0])
 
 

@@ -82,7 +82,7 @@ class _Look:
                 return Target(self._log.before_time(self._connection, self._topic, now - duration))
 
     def shifted(self, partition: int, offset: int, events: int) -> Target:
-        """The offset that lies so many events of a partition away; the end of the log if there are fewer."""
+        """The offset that lies `events` events of a partition away; the end of the log if there are fewer."""
         before, end = self.extent
         if events > 0:
             at = self._log.nth(self._connection, self._topic, events, partition=partition, after=offset)

@@ -45,7 +45,7 @@ class Reader:
     def stream(
         self, topic: str, *, after: int = 0, upto: int | None = None, partition: int | None = None, batch: int = 5_000
     ) -> Iterator[list[Event]]:
-        """The same events in lists of at most `batch`, each read when it is needed; ends at the log's end."""
+        """As `read`, in lists of at most `batch` events, each read when it is needed; ends at the log's end."""
         while events := self.read(topic, after=after, upto=upto, partition=partition, limit=batch):
             yield events
             after = events[-1].id

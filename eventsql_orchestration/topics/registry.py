@@ -77,8 +77,8 @@ CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
 
 LAYOUTS_OF_GENERATION: Final = 1_000_000
-"""The layouts of new topics begin so much higher for each shard that was added. So a publisher that knows fewer shards,
-and a former topic of the same name, does not take the topic's layout for the one that it knows."""
+"""The layouts of new topics begin higher by this number for each shard that was added. So a publisher that knows fewer
+shards, and a former topic of the same name, does not take the topic's layout for the one that it knows."""
 
 _t, _c = tables.topic.c, tables.consumer.c
 
@@ -347,7 +347,7 @@ def _check_stored(existing: Topic, wanted: Topic) -> None:
 
 
 def _insert_topic(connection: Connection, topic: Topic) -> None:
-    """Insert the row of a new topic. EventSQL's Java library registers topics too, and does not take our lock."""
+    """Insert the row of a new topic. EventSQL's Java library registers topics too, without the registry's lock."""
     compression = topic.compression or compressing.default(driver_connection(connection), schema_of(connection))
     generations = select(func.count()).select_from(tables.shard_layout).scalar_subquery()
     connection.execute(
