@@ -222,7 +222,7 @@ def _add_queue(families: _Families, lag: QueueLag) -> None:
     states = {"visible": lag.visible, "in_flight": lag.in_flight, "delayed": lag.delayed, "blocked": lag.blocked}
     for state, messages in states.items():
         families.gauge("queue_messages", "Messages in this state, at most 10,000.", messages, **own, state=state)
-    # Those of a queue of dead letters wait for a person.
+    # Messages in a queue of dead letters wait for a person.
     seconds = 0.0 if lag.for_dead_letters else lag.seconds
     families.gauge("queue_waiting_seconds", "Time for which a visible message has waited longest.", seconds, **own)
     families.gauge("queue_dead_letters", "Messages given up and not redriven, at most 10,000.", lag.dead, **own)

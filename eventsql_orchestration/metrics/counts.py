@@ -8,7 +8,7 @@ from collections.abc import Hashable
 class Highest:
     """The highest count of each thing that a reading has.
 
-    A count may be one batch too high for a moment: the only newest offset of an empty log is the last one given out.
+    A count may be one batch too high for a moment: an empty log only knows the last offset that was given out.
     """
 
     def __init__(self) -> None:

@@ -106,11 +106,11 @@ class FiguresReader:
         self._queues = QueueLagReader(database)
 
     def read(self) -> Figures:
-        """The figures of now. Raises database errors, also where a topic is deleted meanwhile.
+        """The figures of now. Raises database errors, also if a topic is deleted meanwhile.
 
         A role that may read some topics gets the figures of these.
         """
-        # One snapshot: an event is in the buffer or in the log, in neither twice.
+        # In one snapshot, an event is either in the buffer or in the log.
         with self._database.core(one_snapshot=True) as core:
             topics = {topic.name: topic for topic in all_topics(core)}
             states = [state for state in consumer_states(core, None) if backfill_of(state.name) is None]

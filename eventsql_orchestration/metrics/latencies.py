@@ -50,15 +50,15 @@ class Latencies:
         )  # fmt: skip
 
     def publisher(self, publisher: EventPublisher) -> MeasuredPublisher:
-        """A publisher that measures the calls of another one, such as `platform.publisher`."""
+        """A publisher that measures the calls of another publisher, such as `platform.publisher`."""
         return MeasuredPublisher(publisher, self._publish)
 
     def handler(
         self, topic: str, consumer: str, handler: Callable[[Events, Connection], object]
     ) -> Callable[[Events, Connection], object]:
-        """A handler of events, or of batches, that measures the calls of another one.
+        """A handler of events, or of batches, that measures the calls of another handler.
 
-        Raises `ValidationError` for a function that is no handler.
+        Raises `ValidationError` for a function that is not a handler.
         """
         check_handler(handler, "events", "connection")
 

@@ -16,7 +16,7 @@ from eventsql_orchestration.threads import start_thread
 logger = logging.getLogger(__name__)
 
 REST: Final = 9.0
-"""After a reading, the database rests for at least so many times the reading's duration: reading takes 10 % at most."""
+"""After a reading, the database rests for at least this multiple of the reading's time: reading takes 10 % at most."""
 
 MOST_REST: Final = 300.0
 """The longest rest in seconds. A reading that waited for a lock took the database no time, and its figures get old."""
@@ -58,7 +58,7 @@ class Readings:
         start_thread("metrics", self._run)
 
     def latest(self, seconds: float) -> Reading | None:
-        """The reading that is under way, or the latest; None if it takes longer than so many seconds."""
+        """The reading that is under way, or the latest; None if that takes longer than `seconds`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._reading, max(0.0, seconds))
             return None if self._reading else self._latest
