@@ -359,7 +359,7 @@ class Deliveries:
         self._note_failure(delivery, attempts=attempts, failure=failure, delay=delay, behind=behind)
         if spent:
             logger.error(
-                "%s keeps event %d back, which failed %s (%s); mend the handler and resume the consumer, or create "
+                "%s keeps event %d back, which failed %s (%s); correct the handler and resume the consumer, or create "
                 "topic %s_dlt to take such events",
                 where, delivery.event.id, how_often(attempts), failure, self._topic,
             )  # fmt: skip

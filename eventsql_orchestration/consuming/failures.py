@@ -87,7 +87,7 @@ def record_failure(
     else:
         failure = replace(failure, outcome=Failure.BLOCKED)
         logger.error(
-            "%s is blocked by event %d, which failed %s (%s); mend the handler and resume the consumer, "
+            "%s is blocked by event %d, which failed %s (%s); correct the handler and resume the consumer, "
             "or create topic %s_dlt to take such events",
             key, event.id, how_often(attempts), failure.error, key.topic,
         )  # fmt: skip
@@ -117,7 +117,7 @@ def _bury(
 
     if not buried:
         logger.error(
-            "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; mend the handler or "
+            "%s is blocked by event %d, which failed %s (%s) and was not made a dead letter; correct the handler or "
             "the dead letter factory and resume the consumer",
             key, event.id, times, failure.error,
         )  # fmt: skip

@@ -98,7 +98,7 @@ class CodeLocation:
             return f"{os.path.relpath(error.filename)}, line {error.lineno}: {kind}: {error.msg}"
         frames = [frame for frame in traceback.extract_tb(error.__traceback__) if self.has(Path(frame.filename))]
         place = f"{os.path.relpath(frames[-1].filename)}, line {frames[-1].lineno}: " if frames else ""
-        advice = "; install it, or mend the import" if isinstance(error, ModuleNotFoundError) else ""
+        advice = "; install it, or correct the import" if isinstance(error, ModuleNotFoundError) else ""
         return f"{place}{kind}: {error}{advice}"
 
     def has(self, file: Path) -> bool:
