@@ -113,7 +113,7 @@ class Application(click.Group):
         try:
             return super().invoke(ctx)
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
-            # A broken pipe is of a command's help: click ends as for the program's help. `write` raises its own error.
+            # The pipe of a command's help broke: click ends as for the program's help. `write` raises its own error.
             raise
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
@@ -224,7 +224,7 @@ _COMMANDS: Final = (
     _LoadedWhenCalled("init", "Make a small project with a topic, a consumer and a test."),
     _LoadedWhenCalled("dev", "Run the whole system on this machine."),
     _LoadedWhenCalled("migrate", "Create the platform's tables, or bring them up to date."),
-    _LoadedWhenCalled("doctor", "Tell what is wrong here, and what mends it."),
+    _LoadedWhenCalled("doctor", "Tell what is wrong here, and what fixes it."),
     _LoadedWhenCalled(
         "topic",
         "Create, list, describe, alter and delete topics, drop events by retention, and erase the events of a key.",

@@ -107,7 +107,7 @@ class _Options(TypedDict):
     execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
     orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]
     airflow_url: AirflowUrl
-    dag: Annotated[str | None, option("DAG to run; by default the one that CONSUMER's claims schedule.")]
+    dag: Annotated[str | None, option("DAG to run; by default the DAG that CONSUMER's claims schedule.")]
     dagster_url: Annotated[
         str | None, option("Webserver of the Dagster to run it in: http://127.0.0.1:3000.", metavar="URL")
     ]
@@ -115,7 +115,8 @@ class _Options(TypedDict):
         Path | None, option("Run it in processes, with the definitions of this file.", "-f", "--file", type=FILE)
     ]
     module: Annotated[
-        str | None, option("The same, with the definitions of this module.", "-m", "--module", metavar="NAME")
+        str | None,
+        option("Run it in processes, with definitions of this module.", "-m", "--module", metavar="NAME"),
     ]
 
 

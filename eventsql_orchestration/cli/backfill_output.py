@@ -35,11 +35,11 @@ from eventsql_orchestration.orchestration.errors import RunFailedError
 RUNS_SHOWN: Final = 50
 
 PROGRESS_SECONDS: Final = 10.0
-"""Seconds between two lines of progress, where there is no terminal for a bar."""
+"""Seconds between two lines of progress, if there is no terminal for a bar."""
 
 
 def drive(driver: BackfillDriver[Any], found: Backfill) -> Outcome:
-    """Drive a backfill to its end with a progress bar, or a line every 10 s where there is no terminal."""
+    """Drive a backfill to its end with a progress bar, or a line every 10 s if there is no terminal."""
     launcher = driver.launcher
     resume = f"`{resume_command(found.topic, found.consumer, found.id, launcher.resume_options)}`"
     say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
@@ -80,7 +80,7 @@ def show_finished(topic: str, consumer: str, backfill_id: str, *, as_json: bool)
 
 
 def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *, resume_options: str = "") -> None:
-    """Say that it is done. Raises `RunFailedError` where a run failed."""
+    """Say that it is done. Raises `RunFailedError` if a run failed."""
     letters = letters_command(found.topic, found.id)
     if outcome.done:
         given_up = f"; {outcome.given_up} were given up: `{letters}`" if outcome.given_up else ""
@@ -97,7 +97,7 @@ def conclude(found: Backfill, runs: tuple[PlannedRun, ...], outcome: Outcome, *,
         raise RunFailedError(
             f"backfill {found.id} stopped after too many failures (--max-failures): {outcome.given_up} events were "
             f"given up (`{letters}`) and {counted(len(outcome.failures), 'run')} failed{example}; "
-            f"mend the consumer's function, then {resume}"
+            f"correct the consumer's function, then {resume}"
         )
     raise RunFailedError(f"{len(outcome.failures)} of {counted(len(runs), 'run')} failed{example}; {resume}")
 

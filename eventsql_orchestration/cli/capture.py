@@ -55,8 +55,8 @@ def create(
     """Capture the changes of TABLE to TOPIC from now on, after the rows that TABLE has.
 
     A transaction that changes TABLE also publishes its changes. The rows that TABLE has now are published too, while
-    writers go on. If that ends early, run the command again: it goes on. TABLE is a name as in SQL, of the schema
-    public if it names none.
+    writers go on. If that ends early, run the command again: it goes on. TABLE is a name as in SQL; without a
+    schema, it is in the schema public.
     """
     with context.definitions() as platform, _progress() as update:
         made = platform.captures.create(

@@ -149,7 +149,7 @@ class CliContext:
             show_items(items, table)
 
     def definitions(self) -> EventSQL:
-        """The platform to define topics and consumers on: it makes the tables of a database that has none.
+        """The platform to define topics and consumers on: it makes the tables of a database that has no tables.
 
         Raises `ConfigurationError` if one shard was chosen, and database errors.
         """

@@ -74,7 +74,7 @@ class CsvForm:
     """The form of a CSV file: the delimiter of its fields, and the types of fields that are not text.
 
     Without a delimiter, it is the tab in a file that ends in .tsv, and the comma otherwise. A field of another type
-    than text may be surrounded by spaces; an empty one is null. Raises `ValidationError`.
+    than text may be surrounded by spaces; an empty field is null. Raises `ValidationError`.
     """
 
     delimiter: str | None = None
@@ -82,10 +82,10 @@ class CsvForm:
 
     def __post_init__(self) -> None:
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n\0'):
-            raise ValidationError(f"{self.delimiter!r} is no delimiter: take one character, or tab")
+            raise ValidationError(f"{self.delimiter!r} is not a delimiter: take one character, or tab")
         for name, kind in self.types.items():
             if kind not in _TYPES:
-                raise ValidationError(f"{kind!r} is no type for field {name!r}: take {', '.join(_TYPES)}")
+                raise ValidationError(f"{kind!r} is not a type for field {name!r}: take {', '.join(_TYPES)}")
 
 
 class CsvFile(File):

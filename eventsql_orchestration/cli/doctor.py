@@ -1,4 +1,4 @@
-"""`eventsql doctor`: the problems of this installation, and the command that mends each."""
+"""`eventsql doctor`: the problems of this installation, and the command that fixes each."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from eventsql_orchestration.views.catalog import Views
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")
 
 
-@command(short_help="Tell what is wrong here, and what mends it.")
+@command(short_help="Tell what is wrong here, and what fixes it.")
 def doctor(
     context: CliContext,
     stalled_after: Annotated[
@@ -59,7 +59,7 @@ def doctor(
     ],
     as_json: AsJson,
 ) -> None:
-    """Show the problems of this installation, and the command that mends each.
+    """Show the problems of this installation, and the command that fixes each.
 
     The exit code is 1 if there is a problem. A warning is not a problem.
     """
@@ -69,7 +69,7 @@ def doctor(
         write_json({"healthy": healthy, "findings": [picked(finding, _JSON) for finding in findings]})
     else:
         table: Columns = {**same("status", "check"), "found": "message"}
-        show_items(findings, {**table, "mend it with": lambda finding: finding.remedy or ""})
+        show_items(findings, {**table, "fix it with": lambda finding: finding.remedy or ""})
     if not healthy:
         click.get_current_context().exit(1)
 
@@ -276,13 +276,13 @@ def _store(shard: Shard, stalled_after: float) -> Iterator[Finding]:
                 "store",
                 f"subscription {each.name} has failed {counted(each.attempts, 'time')} at its next change: "
                 f"{each.failure}",
-                "mend its handler; the change is tried again by itself",
+                "correct its handler; the change is tried again by itself",
             )
         if each.dead_letters:
             yield warning(
                 "store",
                 f"subscription {each.name} has given up {counted(each.dead_letters, 'change')}",
-                "mend its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
+                "correct its handler, and call subscription.redrive(); store.dead_letters(name) shows them",
             )
 
 
@@ -299,7 +299,7 @@ def _queues(shard: Shard, stalled_after: float) -> Iterator[Finding]:
             yield warning(
                 "queues",
                 f"queue {each.queue} has {counted(each.dead, 'dead letter')}",
-                f"mend the handler, and then: eventsql queue redrive {each.queue}",
+                f"correct the handler, and then: eventsql queue redrive {each.queue}",
             )
 
 

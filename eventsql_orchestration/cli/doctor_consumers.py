@@ -1,4 +1,4 @@
-"""Findings of `eventsql doctor` about consumers: blocked and paused ones, dead letters, and rows of deleted ones."""
+"""Findings of `eventsql doctor` about consumers: blocked, paused or idle, with dead letters or leftover rows."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def dead_letter_findings(shard: Shard) -> Iterator[Finding]:
                 yield warning(
                     "dead letters",
                     f"{counted(number, 'event')}{most} of topic {source} failed each attempt",
-                    f"eventsql dlt list {source} says why; mend the handler, then: eventsql dlt redrive {source}",
+                    f"eventsql dlt list {source} says why; correct the handler, then: eventsql dlt redrive {source}",
                 )
 
 
@@ -116,13 +116,13 @@ def _consumer(state: ConsumerState, topics: set[str]) -> Finding | None:
             return problem(
                 "consumers",
                 f"{name} is blocked, and the event cannot become a dead letter: {failed}",
-                f"mend the handler and {resume}",
+                f"correct the handler and {resume}",
             )
         if state.spent and dead_letters not in topics:
             return problem(
                 "consumers",
                 f"{name} is blocked, {failed}",
-                f"eventsql topic create {dead_letters}, or mend the handler and {resume}",
+                f"eventsql topic create {dead_letters}, or correct the handler and {resume}",
             )
         return warning("consumers", f"{name} is retrying, {failed}")
     if state.paused:

@@ -114,7 +114,7 @@ class _Tail:
     left: float
 
     def print_next(self, shard: Shard, after: int, label: str | None) -> int | None:
-        """Print the next events of a shard; gives the offset of the last event that was read, None without one."""
+        """Print the next events of a shard; gives the offset of the last event that was read, None without events."""
         limit = int(min(_BATCH, self.left))
         if not limit:
             return None

@@ -17,7 +17,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: its name, its result, and the command that mends it."""
+    """One check: its name, its result, and the command that fixes it."""
 
     status: Status
     check: str

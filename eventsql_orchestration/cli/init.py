@@ -167,7 +167,7 @@ def test_each_order_counts_once(platform: EventSQL) -> None:
 def init(
     context: CliContext,  # noqa: ARG001 - every command takes it
     directory: Annotated[Path | None, argument(type=click.Path(path_type=Path, file_okay=False), metavar="[DIR]")],
-    name: Annotated[str | None, option("Name of the project; by default that of the directory.", metavar="NAME")],
+    name: Annotated[str | None, option("Name of the project; by default the name of the directory.", metavar="NAME")],
 ) -> None:
     """Make a small project in DIR, by default in this directory: a topic, a consumer as a Dagster asset, and a test.
 

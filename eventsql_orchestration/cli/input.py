@@ -126,7 +126,7 @@ class ParquetFile(Source):
             }
             value = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_as_json).encode()
         except (ValueError, KeyError, TypeError) as error:
-            return BadRecord(self._read, f"no JSON object: {error}")
+            return BadRecord(self._read, f"not a JSON object: {error}")
         return Record(self._read, value, parse(value))
 
 
@@ -154,7 +154,7 @@ _FORMATS: Final[dict[str, type[JsonLinesFile | CsvFile | ParquetFile]]] = {
 def open_source(path: Path | None, form: CsvForm) -> Iterator[Source]:
     """Open a file by the ending of its name, or standard input for None. `form` is for CSV alone.
 
-    Raises `ValidationError` for an unknown ending, or for a form of a file that is no CSV, `MissingExtraError`,
+    Raises `ValidationError` for an unknown ending, or for a form of a file that is not CSV, `MissingExtraError`,
     `InputError`.
     """
     ending = Path("" if path is None else path.name.lower().removesuffix(".gz")).suffix

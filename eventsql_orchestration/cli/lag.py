@@ -89,7 +89,7 @@ def lag(
     the events of the last refreshes; below 110 columns, it leaves out offset, end and buffered. With --json, --watch
     prints a line for each refresh. --json is short for --format json; --format csv prints a header and the columns of
     the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with messages in
-    another one; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
+    another table; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
     """
 
     def rows() -> list[Any]:

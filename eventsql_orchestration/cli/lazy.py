@@ -1,7 +1,7 @@
 """Names that the commands load at their first use, so that `--version`, `--help` and completion load none of them.
 
 A module of the command line writes `lazy.EventSQL` where a command runs, and imports the name for annotations only. A
-module that imports this one is not named here: that would be a circle.
+module that imports this module is not named here: that would be a circle.
 """
 
 from __future__ import annotations

@@ -46,12 +46,12 @@ _SECRETS: Final = (
 class OutputClosedError(BaseException):
     """The reader of standard output has closed it.
 
-    It is no `Exception`, so that a handler of events that raises it does not count as failed and is not retried.
+    It is not an `Exception`, so that a handler of events that raises it does not count as failed and is not retried.
     """
 
 
 class OutputFailedError(BaseException):
-    """Standard output takes no more, for example because its disk is full. No `Exception` for the same reason."""
+    """Standard output takes no more, for example because its disk is full. Not an `Exception`, for the same reason."""
 
 
 _urls: Final[list[str]] = []
@@ -111,7 +111,7 @@ def write(text: str) -> None:
 
 
 def write_bytes(data: bytes) -> None:
-    """As `write`, for data that may be no text."""
+    """As `write`, for data that may not be text."""
     if sys.stdout is None:
         raise OutputFailedError("standard output is closed")
     left = memoryview(data)
@@ -147,7 +147,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def harmless(text: str) -> str:
-    """A text with its control characters escaped, but line feeds and tabs: a terminal would obey those of a value."""
+    """A text with its control characters escaped, except line feeds and tabs: a terminal would obey them."""
     return _CONTROLS.sub(lambda found: found[0] if found[0] in "\n\t" else _escaped(found), text)
 
 
@@ -225,7 +225,7 @@ class EventWriter:
         self._begun = False
 
     def write(self, events: Sequence[Event], *, shard: str | None) -> None:
-        """Write events, and before the first ones of CSV the header."""
+        """Write events. CSV begins with the header."""
         if self._form == "json" or not events:
             write_events(events, shard=shard)
         elif self._form == "value":
@@ -254,7 +254,7 @@ def stdout_is_terminal() -> bool:
 
 
 def progress_bar(*columns: str | ProgressColumn, transient: bool = True) -> Progress:
-    """A progress bar on standard error. It is disabled with --quiet, and if that is no terminal."""
+    """A progress bar on standard error. It is disabled with --quiet, and if that is not a terminal."""
     shown = sys.stderr is not None and sys.stderr.isatty() and not is_quiet()
     return lazy.Progress(*columns, console=lazy.Console(stderr=True), transient=transient, disable=not shown)
 

@@ -228,7 +228,7 @@ class _Publishing:
 
 
 def _event(record: Record | BadRecord, template: Publication, key_field: str | None) -> Publication:
-    """The event of a record. Raises `InputError` or `InvalidPublicationError` if the record is no event."""
+    """The event of a record. Raises `InputError` or `InvalidPublicationError` if the record is not an event."""
     if isinstance(record, BadRecord):
         raise InputError(record.reason)
     key = None if key_field is None else _key(record.content, key_field)
@@ -238,7 +238,7 @@ def _event(record: Record | BadRecord, template: Publication, key_field: str | N
 def _key(content: object, field: str) -> str:
     """The key in an event's content. Raises `InputError` if there is none."""
     if not isinstance(content, Mapping):
-        raise InputError(f"no JSON object, so it has no field {field!r} for the key")
+        raise InputError(f"not a JSON object, so it has no field {field!r} for the key")
     if field not in content:
         raise InputError(f"field {field!r} for the key is missing")
     match content[field]:

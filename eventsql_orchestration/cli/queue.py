@@ -232,7 +232,7 @@ def _text(body: bytes) -> str:
 
 @command(queue)
 def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) -> None:
-    """Show the next messages of QUEUE without receiving them: hexadecimal digits for a body that is no UTF-8 text."""
+    """Show the next messages of QUEUE without receiving them: hexadecimal digits for a body that is not UTF-8 text."""
     with context.platform() as platform:
         _print(_existing(platform, name).peek(limit), as_json=as_json)
 
@@ -259,7 +259,7 @@ def delete(
     """Delete QUEUE. If it has messages, dead letters or an archive, this needs --force.
 
     Its dead letters stay in their own queue, and cannot be redriven any more. A queue that takes the dead letters of
-    another one is kept. Programs that use the queue get an error until they are restarted.
+    another queue is kept. Programs that use the queue get an error until they are restarted.
     """
     with context.platform() as platform:
         target = _existing(platform, name)

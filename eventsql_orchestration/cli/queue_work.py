@@ -121,8 +121,8 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
                     f"waiting for {counted(under_way, 'message')} under way; the next Ctrl-C kills "
                     f"{command[0]} and ends this at once"
                 )
-            # Not by a join of the threads: after a Ctrl-C in a join, Python 3.11 counts a running thread as ended, and
-            # the command would end before the thread has given its message back.
+            # Do not wait by a join of the threads: after a Ctrl-C in a join, Python 3.11 counts a running thread as
+            # ended, and the command would end before the thread has given its message back.
             while working.running:
                 time.sleep(_PAUSE_SECONDS)
         except BaseException:

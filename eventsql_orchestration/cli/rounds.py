@@ -47,7 +47,7 @@ WARM_UP: Final = "eventsql_orchestration.spark.warm_up"
 
 
 def find_java(home: Path) -> bool:
-    """Set the Java runtime for Spark, where Spark is installed. False if there is no Spark or no Java."""
+    """Set the Java runtime for Spark, if Spark is installed. False if there is no Spark or no Java."""
     if importlib.util.find_spec("pyspark") is None:
         return False
     try:
@@ -199,7 +199,8 @@ def consume_all(
         counts, behind = Counts.take(platform), _behind(platform)
         left = sum(lag.events for lag in behind) + sum(counts.buffered.values())
         progress.update(task, description=f"Consuming: {left} events to go")
-        # Two equal counts: one count is no snapshot, because events move between topics while they are counted.
+        # Ask for two equal counts: one count is not a snapshot, because events move between topics while they are
+        # counted.
         if not left and counts == settled and not busy():
             break
         settled = counts if not left else None

@@ -37,7 +37,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A line or row that is no event, and the reason."""
+    """A line or row that is not an event, and the reason."""
 
     number: int
     reason: str

@@ -139,7 +139,7 @@ def append(
     try:
         decoded = json.loads(data)
     except ValueError as error:
-        raise click.UsageError(f"DATA is no JSON: {error}") from None
+        raise click.UsageError(f"DATA is not JSON: {error}") from None
     version: Any = int(expected) if expected.isdecimal() else expected
     with context.platform() as platform:
         change = lazy.Change(kind, decoded, id=change_id, metadata=dict(metadata))

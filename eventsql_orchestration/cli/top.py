@@ -43,7 +43,7 @@ _STOPPED: Final = (LagCause.BLOCKED, LagCause.RETRYING, LagCause.PAUSED, LagCaus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopicRow:
-    """A topic on a shard. Rates are events per second since the refresh before, None at the first one."""
+    """A topic on a shard. Rates are events per second since the previous refresh, None at the first refresh."""
 
     topic: str
     shard: str | None
@@ -144,10 +144,10 @@ def top(
 
     Without TOPIC, it shows queues that have messages, too.
 
-    It refreshes until Ctrl-C. Rates are events per second since the refresh before. Column behind counts the partitions
-    with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and the
-    expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows it
-    leaves out, and one of less than 110 columns leaves trends out.
+    It refreshes until Ctrl-C. Rates are events per second since the previous refresh. Column behind counts the
+    partitions with events to consume, and column why counts them by cause. Column claims counts the claims of runs, and
+    the expired claims. The busiest topics and the consumers furthest behind come first. A low screen says how many rows
+    it leaves out, and a screen of less than 110 columns leaves trends out.
 
     It reads what `eventsql metrics` reads: counts of long backlogs are estimates, and a role that only reads is enough.
     Without a terminal, it writes one screen below the other, with --json a line for each.
@@ -226,7 +226,7 @@ class _Look:
         for each in figures.topics:
             if self._topic not in (None, each.topic):
                 continue
-            # A topic that was deleted and created again is another one.
+            # A topic that was deleted and created again is another topic.
             key = (shard, each.topic, each.identity)
             published = self._rate((*key, "published"), each.published)
             yield TopicRow(

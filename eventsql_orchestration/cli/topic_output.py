@@ -226,7 +226,7 @@ class Statistics:
 
     @property
     def events(self) -> int:
-        """The number of offsets in the log: at most as many events."""
+        """The number of offsets in the log, which has at most this number of events."""
         return 0 if self.first is None else self.end - self.first + 1
 
 

@@ -271,7 +271,7 @@ def test_a_blocked_partition_is_a_problem_until_it_has_dead_letters(
     assert finding["status"] == "problem"
     assert "mailer of topic account_created partition 0 is blocked, event 1 failed 1 of 1 times" in finding["message"]
     assert "ValueError: no such account" in finding["message"]
-    assert finding["remedy"].startswith("eventsql topic create account_created_dlt, or mend the handler and ")
+    assert finding["remedy"].startswith("eventsql topic create account_created_dlt, or correct the handler and ")
     assert run("topic", "create", f"{TOPIC}_dlt").exit_code == 0
     code, findings = diagnose(run)
     assert (code, findings["consumers"][0]["status"]) == (0, "warning")

@@ -232,7 +232,7 @@ def test_a_parquet_row_that_json_cannot_hold_is_named(run: Run, topic: str, stor
     path = parquet(directory / "e.parquet", {"x": [1.0, float("nan"), 2.0]})
     result = run("publish", topic, "--file", path)
     assert result.exit_code == 1
-    assert ", row 2: no JSON object" in one_line(result)
+    assert ", row 2: not a JSON object" in one_line(result)
     assert stored(topic) == 0
     result = run("publish", topic, "--file", path, "--on-bad-line", "skip")
     assert result.exit_code == 0
@@ -302,7 +302,7 @@ def test_a_malformed_line_of_a_file_is_named_and_nothing_is_published(
         ('{"name": "x"}', "field 'id' for the key is missing"),
         ('{"id": null}', "field 'id' for the key is null"),
         ('{"id": {}}', "field 'id' for the key is neither text nor a number"),
-        ("[1]", "no JSON object, so it has no field 'id' for the key"),
+        ("[1]", "not a JSON object, so it has no field 'id' for the key"),
         (r'{"id": "\u0000"}', "key holds a NUL character"),
         (r'{"id": "\ud800"}', "is not valid Unicode text"),
     ],
