@@ -40,7 +40,8 @@ LIMIT: Final = 180.0
 """Seconds that a step may take on a busy machine."""
 
 REST: Final = 3.0
-"""The next event comes 1 s and up to so many seconds after the end of a run: at a random moment of Airflow's loops."""
+"""The next event comes 1 s plus up to this number of seconds after the end of a run: at a random moment of Airflow's
+loops."""
 
 
 Start: TypeAlias = dict[str, float]

@@ -44,7 +44,7 @@ class Option:
 
 
 def option(default: Any, help: str = "", *, kind: type | None = None, **shown: Any) -> Any:  # noqa: A002 - click's name
-    """A field of a benchmark, shown as the fields of `Option` say. A field without `help` is no option."""
+    """A field of a benchmark, shown as the fields of `Option` say. A field without `help` is not an option."""
     return field(default=default, metadata={OPTION: Option(help, kind or type(default), **shown)})
 
 
@@ -59,7 +59,7 @@ connected = partial(option, most=30)
 
 
 def check_share(work: int, works: str, sharers: int, name: str) -> None:
-    """Raise `ValidationError` if not every one of several sharers gets some of the work."""
+    """Raise `ValidationError` unless each of the sharers gets some of the work."""
     if work < sharers:
         raise ValidationError(f"{work} {works} are too few for {sharers} {name}")
 

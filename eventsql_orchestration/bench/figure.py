@@ -33,7 +33,7 @@ def rate(name: str, events_per_second: float, **details: object) -> Figure:
 
 
 def ratio(name: str, ours: Sequence[float], theirs: Sequence[float], unit: str) -> Figure:
-    """The median ratio of values that were measured in turns: the machine's speed drifts, and is that of both."""
+    """The median ratio of values that were measured in turns: the machine's speed drifts for both alike."""
     ratios = [mine / other for mine, other in zip(ours, theirs, strict=True)]
     return Figure(name, median(ratios), unit, details=percentiles(ratios))
 

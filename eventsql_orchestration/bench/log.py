@@ -107,7 +107,7 @@ class Retention(OnTopic):
         return [Figure("retention_of_oldest_half", elapsed, "s", details={"events": self.events, "left": left})]
 
     def _retain(self, session: Session, topic: str, events: int) -> float:
-        """The seconds that a run of retention takes which leaves the newest `events` of a topic."""
+        """The seconds of a run of retention that leaves the newest `events` events of a topic."""
         set_to = session.queries("keep_newest")
         session.connection.execute(set_to, {"topic": topic, "events": events})
         started = time.monotonic()

@@ -70,7 +70,7 @@ class WorkerProcess:
         """Wait for the end until `deadline` (`time.monotonic`). Then kill the process and what it has started."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, deadline - time.monotonic()))
-        # Once the group is empty, its number may be another's. macOS refuses to signal an empty group.
+        # Once the group is empty, its number may be another group's. macOS refuses to signal an empty group.
         with suppress(ProcessLookupError, PermissionError):
             while time.monotonic() < deadline:
                 os.killpg(self.process.pid, 0)

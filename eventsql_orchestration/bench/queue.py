@@ -43,7 +43,7 @@ _HELD: Final = 600
 """The visibility timeout of a benchmark in seconds: longer than any step."""
 
 _WAITED: Final = 3.0
-"""A receiver beside senders ends after so many seconds without a message, which do not count."""
+"""Seconds without a message after which a receiver beside senders ends. These seconds do not count."""
 
 _FILLED: Final = 5_000
 """Messages of the backlog in one statement."""
@@ -302,7 +302,7 @@ def _pgmq(session: Session, text: str | None) -> Iterator[None]:
 # The two queues
 
 _Side: TypeAlias = tuple[Callable[[], int], Callable[[float], int]]
-"""Sends a batch, and receives and acknowledges one within some seconds. Both give the number of messages."""
+"""Sends a batch, and receives and acknowledges a batch within some seconds. Both give the number of messages."""
 
 
 def _own_side(platform: EventSQL, name: str, bodies: list[bytes], groups: list[list[str]]) -> _Side:

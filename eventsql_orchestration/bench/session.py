@@ -338,14 +338,14 @@ class Session:
         for connection in self.connections:
             drop_orphans(connection, self.schema, PREFIX)
             for kind, names in connection.execute(self.queries("leftovers"), named).fetchall():
-                # A database with sessions is that of a run on another database of the server, and stays.
+                # A database with sessions belongs to a run on another database of the server, and stays.
                 with suppress(psycopg.Error):
                     connection.execute(_drop(kind, *names))
         for (queue,) in self.connection.execute(self.queries("leftover_queues"), {"prefix": PREFIX}).fetchall():
             Queue(self.platform, queue).delete(force=True)
 
     def _delete(self, topic: str) -> None:
-        """Delete a topic, also if transactions that are about to end still keep it."""
+        """Delete a topic, even if transactions that are about to end still keep it."""
         for attempt in range(_DELETE_ATTEMPTS):
             try:
                 with suppress(TopicNotFoundError):

@@ -128,8 +128,8 @@ class Spark(OnTopic, BesideRawCopy):
 class _Sides:
     """The ways to read and to write. Each takes the part (0 to 1) of the events that it is to handle.
 
-    `source` is a topic with all events at the offsets from 1, and `rows` is one in rows, for JDBC. `target` is a topic
-    to write to, and `table` an empty table with the columns key, value, topic and partition.
+    `source` is a topic with all events at the offsets from 1, and `rows` is a topic in rows, for JDBC. `target` is a
+    topic to write to, and `table` an empty table with the columns key, value, topic and partition.
     """
 
     sizes: Spark

@@ -135,7 +135,7 @@ class Store(Benchmark):
         each = max(connections, self.appends if size == 1 else self.appends // 10) // connections
 
         def appending(side: _Side) -> float:
-            # It connects.
+            # Connect first.
             at_once(connections, lambda _: side.append(str(uuid.uuid4()), 0, size))
             return connections * each / at_once(connections, lambda _: _append(side, each, size))
 
@@ -205,7 +205,7 @@ def _append(side: _Side, appends: int, size: int) -> None:
 
 @contextmanager
 def _cleaned(session: Session) -> Iterator[None]:
-    """Delete what the benchmark, or a killed one before it, has stored."""
+    """Delete what the benchmark, or a killed benchmark before it, has stored."""
 
     def delete() -> None:
         for statement in ("delete_changes", "delete_snapshots", "delete_aggregates"):

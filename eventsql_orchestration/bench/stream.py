@@ -1,6 +1,6 @@
 """Publishing and consuming at once, in batches or one event per commit.
 
-A rate is that of events from the first publication to the last committed offset.
+A rate is the number of events by the time from the first publication to the last committed offset.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Stream(OnTopic, BesideRawCopy):
     rate: float | None = option(None, "Offer N events per second instead", kind=float)
     seconds: float = duration(60.0, "How long, with --rate", quick=2.0)
     handler_delay: float = option(
-        0.0, "The handler sleeps for up to so many milliseconds on each batch",
+        0.0, "The handler sleeps for up to N milliseconds on each batch",
         least=0, most=60_000, metavar="MS",
     )  # fmt: skip
     compression: str = option(UNCOMPRESSED, "How the blocks of the topic are compressed", choices=COMPRESSIONS)
@@ -215,7 +215,7 @@ class Stream(OnTopic, BesideRawCopy):
 
 @contextmanager
 def _servers(home: Path, number: int) -> Iterator[list[EmbeddedPostgres]]:
-    """Embedded servers in `home`, which are gone after the block. Those of a killed benchmark are gone before it."""
+    """Embedded servers in `home`, removed after the block. Servers of a killed benchmark are removed before it."""
     home.mkdir(parents=True, exist_ok=True)
     with lock_file(home / "lock") as lock:
         if not try_lock(lock):

@@ -46,10 +46,10 @@ _CHUNK: Final = 200_000
 class ViewsBenchmark(BesideRawCopy):
     """Fill a timeline, logs and a rollup; read them at random places; apply events to a rollup.
 
-    The timeline has so many events of each resource of each tenant, written in turns over a month. The logs have lines
-    of 100 resources of each tenant over the same month, in sorted partitions of a day. A lookup reads the events of one
-    resource. A search reads up to 1,000 lines of one resource, or the newest 100 of them. Totals are computed for each
-    hour of a day, from a rollup's minutes. Each is a call of the library, with its own round trip.
+    The timeline has the given number of events of each resource of each tenant, written in turns over a month. The logs
+    have lines of 100 resources of each tenant over the same month, in sorted partitions of a day. A lookup reads the
+    events of one resource. A search reads up to 1,000 lines of one resource, or the newest 100 of them. Totals are
+    computed for each hour of a day, from a rollup's minutes. Each is a call of the library, with its own round trip.
 
     Events are applied in transactions of a batch, from threads of this process: first with a bucket for each thread,
     then all to one bucket, with a slot for each thread.
@@ -114,7 +114,7 @@ class ViewsBenchmark(BesideRawCopy):
     def _fill_timeline(self, session: Session, views: Views, start: datetime) -> None:
         times = [start + _MONTH * number / self.events for number in range(self.events)]
         with session.platform.database.transaction() as connection:
-            # It makes the partitions.
+            # Make the partitions.
             views.timeline(_TIMELINE).append(connection, [("resource", {}, at) for at in times])
         resources = self.tenants * self.resources
         for at in times:
@@ -123,7 +123,7 @@ class ViewsBenchmark(BesideRawCopy):
     def _fill_logs(self, session: Session, views: Views, start: datetime) -> None:
         days = [start + number * _DAY for number in range(_MONTH // _DAY + 1)]
         with session.platform.database.transaction() as connection:
-            # It makes the partitions.
+            # Make the partitions.
             views.logs(_LOGS).write(connection, [LogEntry("resource", "", at) for at in days])
         self._fill(session, _LOGS, self.lines, resources=_LOG_RESOURCES, start=start, step=_MONTH / self.lines)
 
@@ -178,7 +178,7 @@ class ViewsBenchmark(BesideRawCopy):
                 with session.platform.database.transaction() as connection:
                     rollup.add(connection, entries, slot=slot, tenant="applied")
 
-        # It connects.
+        # Connect first.
         at_once(self.slots, partial(apply, transactions=1))
         return transactions * self.slots * self.batch / at_once(self.slots, partial(apply, transactions=transactions))
 
