@@ -164,7 +164,7 @@ def _refuse(given: object) -> NoReturn:
 
     if isinstance(given, Session | scoped_session):
         raise ValidationError(
-            "a SQLAlchemy session is no connection: pass `session.connection()`, which is in its transaction"
+            "a SQLAlchemy session is not a connection: pass `session.connection()`, which is in its transaction"
         )
     kind = type(given)
     raise ValidationError(

@@ -176,7 +176,7 @@ class Database:
         """A transaction for SQLAlchemy Core, in which the module `tables` describes the tables in this schema.
 
         With `one_snapshot`, all its statements see the database as it was at the first of them. SQLAlchemy does not
-        qualify functions and operators, so the transaction's search_path has the system's own alone.
+        qualify functions and operators, so the transaction's search_path has only the system's schemas.
         """
         self.ensure_schema()
         engine = self.engine.execution_options(
@@ -373,7 +373,7 @@ class Database:
         self._pool.open()
 
     def close(self) -> None:
-        """Close every pooled connection; one in use, when it is given back. Later uses raise `ClosedError`."""
+        """Close every pooled connection; a connection in use, when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
 
     def _after_fork(self) -> None:

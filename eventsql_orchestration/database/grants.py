@@ -27,7 +27,8 @@ TOPIC_KINDS: Final = ("publisher", "consumer", "reader")
 """The kinds that a role of one topic can have."""
 
 DEFAULT_PREFIX: Final = "eventsql"
-"""The names of roles begin with it. Roles belong to a server: installations that share one need several prefixes."""
+"""The names of roles begin with it. Roles belong to a server: installations that share a server need different
+prefixes."""
 
 MOST_NAME: Final = 63
 """The bytes of a PostgreSQL identifier."""
@@ -87,7 +88,7 @@ _CLAIMED: Final = (
     "eql_topic", "eql_consumer", "eql_partition", "eql_after", "eql_upto", "eql_events", "eql_epoch", "eql_owner",
 )  # fmt: skip
 """The columns of a claim that claiming writes. The id is not among them: claims of all topics share its sequence, so a
-role of one topic could take the next ids of others. The same holds for cursors and workers."""
+role of one topic could take the next ids of other topics. The same holds for cursors and workers."""
 
 _CURSOR_OF: Final = ("eql_topic", "eql_consumer", "eql_partition")
 _CURSOR: Final = ("eql_offset", "eql_claimed_upto", "eql_unacknowledged", "eql_by_key")
@@ -115,7 +116,7 @@ _CAPTURE: Final = (
     "eql_id", "eql_topic", "eql_relation", "eql_table", "eql_key_names", "eql_key_numbers", "eql_column_names",
     "eql_column_numbers", "eql_snapshot", "eql_snapshot_rows", "eql_created_at",
 )  # fmt: skip
-"""The columns that tell how a table is captured. The one that is left out has the key of a row."""
+"""The columns that tell how a table is captured. The column that is left out has the key of a row."""
 
 _BUFFERED: Final = (
     "SELECT (eql_id, eql_topic, eql_partition, eql_events, eql_block_partition, eql_created_at) ON {s}.event_buffer",
@@ -378,7 +379,8 @@ def _needed(kind: str, name: str | None, detail: str) -> Sequence[tuple[str, str
 def _kinds_for(name: str) -> Sequence[str]:
     """The kinds of role that have rights on a table, sequence or function.
 
-    Of kinds that share a right, only the least one counts. A right to read some columns does not count.
+    Of kinds that share a right, only the kind with the least rights counts. A right to read some columns does not
+    count.
     """
     found: dict[tuple[str, bool], str] = {}
     for table, of_all in ((_RIGHTS, False), (_RIGHTS_OF_ALL_TOPICS, True)):

@@ -13,7 +13,7 @@ _TOO_MUCH: Final = ("53000", "53100", "53200", "53400", "54", "57014")
 def too_much(error: BaseException) -> bool:
     """Whether a statement failed because of the amount of its work, so that a smaller batch may succeed.
 
-    `error` is the driver's error, an error of ours with it as the cause, or a lack of memory in this process.
+    `error` is the driver's error, an error of this package with it as the cause, or a lack of memory in this process.
     """
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
     state = cause.sqlstate if isinstance(cause, psycopg.Error) else None

@@ -28,7 +28,8 @@ NOTIFY_INTERVAL: Final = 0.005
 calls within this time become one notification at its end."""
 
 QUIET_INTERVAL: Final = 0.05
-"""The same in seconds after nobody listened. A notification that nobody listens to is a statement without a commit."""
+"""Seconds between two notifications after nobody listened. A notification that nobody listens to is a statement without
+a commit."""
 
 HEARD_INTERVAL: Final = 1.0
 """Seconds until a caller of `notify` looks again after somebody listened."""
@@ -99,7 +100,7 @@ class Notifier:
         return not heard
 
     def close(self) -> None:
-        """Send the remaining notifications, if the database is there, and end; the next one starts a new thread."""
+        """Send the remaining notifications, if the database is there, and end. The next `notify` begins anew."""
         with self._lock:
             thread, self._thread = self._thread, None
             self._stop.set()

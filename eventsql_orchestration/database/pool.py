@@ -32,13 +32,13 @@ class Loan:
     notes: dict[Any, Any]
     proxied: PoolProxiedConnection
     pool: sqlalchemy.Pool
-    """SQLAlchemy's pool that gave it. A forked process has another one."""
+    """SQLAlchemy's pool that gave it. A forked process has another pool."""
     closings: int
 
 
 LEAST_BESIDE_SPARE: Final = 4
 """A spare connection is kept only if the pool may have more connections than these: a user of the engine, who waits for
-a free connection, does not get the spare one."""
+a free connection, does not get the spare connection."""
 
 
 class Pool:

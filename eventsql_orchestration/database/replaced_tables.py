@@ -10,13 +10,13 @@ from eventsql_orchestration.database.rows import fetch_all
 
 
 def lost(connection: Connection, live: tuple[str, str], new: tuple[str, str]) -> list[str]:
-    """The objects of a live table that the new one lacks, such as triggers. Tables are a schema and a name."""
+    """The objects of a live table that the new table lacks, such as triggers. Tables are a schema and a name."""
     values = {"in_schema": live[0], "table": live[1], "shadow": new[0], "shadow_table": new[1]}
     return [what for (what,) in fetch_all(connection, Queries("replaced_tables", live[0])("lost"), values)]
 
 
 def grant_as_on(connection: Connection, live: sql.Identifier, new: sql.Identifier, kind: str = "TABLE") -> None:
-    """Grant the rights on a live relation, and on the columns that both have, on the new one too.
+    """Grant the rights on a live relation, and on the columns that both have, on the new relation too.
 
     `kind` is TABLE, also for a view, or SEQUENCE.
     """

@@ -45,7 +45,7 @@ class RoleState:
 def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
     """Become the admin role in the caller's transaction, so that it owns new tables; returns whether there are roles.
 
-    A role that is no member of the admin role stays the current role.
+    A role that is not a member of the admin role stays the current role.
     """
     found = rows_of(connection, schema, "ownership", buffer=f'"{schema}".event_buffer', trigger=grants.TRIGGER)
     owner, has_roles, becomes = found[0] if found else (None, False, False)

@@ -27,7 +27,8 @@ ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
 
 _OF_ANOTHER_LEVEL: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
-"""Connections to a pooler before a server whose transactions begin at another level: no setting of theirs can last."""
+"""Connections to a pooler before a server whose transactions begin at another level: no setting of such a connection
+can last."""
 
 ENCODING: Final = "UTF8"
 """The encoding that a database must have: it holds every text."""

@@ -35,7 +35,7 @@ _DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
 
 
 def driver_error(error: BaseException) -> BaseException | None:
-    """Psycopg's error, also where SQLAlchemy has wrapped it."""
+    """Psycopg's error, even if SQLAlchemy has wrapped it."""
     return error.orig if isinstance(error, sqlalchemy.exc.DBAPIError) else error
 
 

@@ -28,7 +28,7 @@ _DIRECT_FORM: Final = re.compile(
 )
 
 _SLASH: Final = re.compile("%2f", re.IGNORECASE)
-"""How libpq has the slashes of a socket's directory in a host written."""
+"""How libpq writes the slashes of a socket's directory in a host."""
 
 _NUMBERS: Final = frozenset(
     {"connect_timeout", "keepalives", "keepalives_idle", "keepalives_interval", "keepalives_count", "tcp_user_timeout"}

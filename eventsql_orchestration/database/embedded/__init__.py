@@ -6,7 +6,7 @@ settings and opens every parent directory to all under root, so it is not used. 
 | name | what it is |
 |---|---|
 | `data` | PostgreSQL's data directory, or a symlink to it (see `EmbeddedPostgres`) |
-| `data/eventsql.conf` | our settings, written anew at each start; `ALTER SYSTEM` overrides them and is kept |
+| `data/eventsql.conf` | the package's settings, written anew at each start; `ALTER SYSTEM` overrides them and is kept |
 | `password`, `port` | of the role `eventsql`, on 127.0.0.1; both are kept for the life of the data |
 | `postgres.log`, `postgres.log.1` | the server's log, and the one before it |
 | `lock` | held while a process starts or stops the server |

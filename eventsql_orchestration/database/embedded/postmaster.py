@@ -49,7 +49,7 @@ def _runs_postgres_on(pid: int, data: str) -> bool:
 
 
 def remove_misleading_files(data: Path) -> None:
-    """Remove files of a dead server that look like those of a live one to PostgreSQL.
+    """Remove files of a dead server that PostgreSQL would take for files of a live server.
 
     These are sockets, and a postmaster.pid whose number now belongs to another process. A postmaster.pid without a
     process stays: PostgreSQL replaces it after all sessions of the dead server have ended.

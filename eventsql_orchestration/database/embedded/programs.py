@@ -94,7 +94,7 @@ def package_directory() -> Path | None:
 
 
 def find_programs() -> Path:
-    """The directory of PostgreSQL's programs: the one that `EVENTSQL_POSTGRES` names, or the package's.
+    """The directory of PostgreSQL's programs: the directory that `EVENTSQL_POSTGRES` names, or the package's.
 
     Raises `ConfigurationError` if the directory lacks a program, and `MissingExtraError` without the package.
     """

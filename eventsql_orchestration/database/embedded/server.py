@@ -160,7 +160,7 @@ class EmbeddedPostgres:
 
     @property
     def _data(self) -> Path:
-        """The data directory without symlinks: the server's account may be unable to follow ours."""
+        """The data directory without symlinks: the server's account may be unable to follow them."""
         return Path(os.path.realpath(self.directory / "data"))
 
     @property
@@ -227,7 +227,7 @@ class EmbeddedPostgres:
         shutil.rmtree(moved, ignore_errors=True)
 
     def _initialise(self, programs: Path, account: Account | None, deadline: float) -> None:
-        """Run initdb beside the data directory and rename its result, so that a half-made one is never started."""
+        """Run initdb beside the data directory and rename its result, so that half-made data is never started."""
         version, home = version_of(programs), self._data.parent
         if not (self.directory / "password").exists():
             _write(self.directory / "password", secrets.token_urlsafe(24))
@@ -257,7 +257,7 @@ class EmbeddedPostgres:
             # The file is the account's, so a link in its place is not followed.
             with os.fdopen(os.open(new / "postgresql.conf", os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW), "a") as file:
                 file.write("\ninclude 'eventsql.conf'\n")
-            # This fails where the directory has files: without PG_VERSION they are not a database, and not ours.
+            # This fails if the directory has files: without PG_VERSION they are not a database.
             new.rename(self._data)
         finally:
             shutil.rmtree(work, ignore_errors=True)

@@ -55,7 +55,7 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
         # A limit of the role would end the same building of an index at each attempt. Its `lock_timeout` counts: an
         # operator sets it so that a migration gives way to the transactions of others.
         let_last(driver_connection(connection))
-        # The second one keeps changes of topics and of roles away: grants on one table at once fail.
+        # The second lock keeps changes of topics and of roles away: grants on one table at once fail.
         for lock in (_ADVISORY_LOCK, REGISTRY_LOCK):
             connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (lock,))
         _run(connection, schema, times_in, to)

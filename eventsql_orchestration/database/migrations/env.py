@@ -26,7 +26,7 @@ connection.exec_driver_sql("SET LOCAL timezone TO 'UTC'")
 connection.exec_driver_sql("SET LOCAL lock_timeout TO '10s'")
 context.configure(connection=connection, version_table=VERSION_TABLE, version_table_schema=schema)
 found = context.get_context().get_current_revision()
-# A newer package may have migrated while this one waited for it. Its schema is used as it is.
+# A newer package may have migrated while this process waited for it. Its schema is used as it is.
 if found is None or known(found):
     if found != context.get_revision_argument():
         hold_publishers(driver_connection(connection), schema)

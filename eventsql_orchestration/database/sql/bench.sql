@@ -33,7 +33,7 @@ CREATE TABLE {schema}.{table} (
     eql_metadata pg_catalog.json NOT NULL
 );
 
--- index_raw -- The other one of the buffer's two indexes.
+-- index_raw -- The second index of the buffer.
 CREATE INDEX ON {schema}.{table} (eql_topic, eql_id);
 
 -- copy_raw -- Encoded events into a table like the buffer.

@@ -75,7 +75,7 @@ WHERE eql_topic = %(topic)s ORDER BY eql_attempt, eql_position;
 SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
 FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s;
 
--- hold -- The same, held until the transaction ends.
+-- hold -- The content of a staged block, held until the transaction ends.
 SELECT eql_value, eql_partition, eql_keys, eql_values, eql_event_metadata::text[]
 FROM {schema}.spark_staged_event WHERE eql_attempt = %(attempt)s AND eql_position = %(position)s FOR UPDATE;
 

@@ -89,8 +89,8 @@ coalesce(
 -- page_types -- The types of the key when the last page of a first snapshot was read, if they are noted.
 SELECT eql_snapshot_after[cardinality(eql_key_names) + 1] FROM {schema}.capture WHERE eql_id = %(capture)s FOR UPDATE;
 
--- note_types -- Note the types of the key beside the place of a page that was read. If they are others than before the
--- page, the snapshot begins anew, and this gives true: the rows have another order now.
+-- note_types -- Note the types of the key beside the place of a page that was read. If they differ from the types
+-- before the page, the snapshot begins anew, and this gives true: the rows have another order now.
 UPDATE {schema}.capture c
 SET eql_snapshot = CASE WHEN now.others THEN 'running' ELSE c.eql_snapshot END,
     eql_snapshot_after = CASE WHEN NOT now.others THEN c.eql_snapshot_after || now.types END,

@@ -60,7 +60,7 @@ WHERE eql_topic = %(topic)s AND eql_partition >= 0 AND eql_until IS NULL;
 UPDATE {schema}.consumer SET eql_until = %(until)s
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_until = -1 IS NOT TRUE;
 
--- add_layout -- Note that a topic has so many partitions after an offset, since a time or from now on.
+-- add_layout -- Note that a topic has this number of partitions after an offset, since a time or from now on.
 INSERT INTO {schema}.topic_layout (eql_topic, eql_layout, eql_partitions, eql_after, eql_created_at)
 VALUES (%(topic)s, %(layout)s, %(partitions)s, %(after)s, coalesce(%(since)s, now()))
 ON CONFLICT DO NOTHING;

@@ -38,7 +38,7 @@ CROSS JOIN LATERAL (
 WHERE newest.eql_layout > t.eql_layout OR newest.eql_partitions <> t.eql_partitions
 ORDER BY t.eql_name;
 
--- delete -- Delete so many rows of a table that name a topic which does not exist.
+-- delete -- Delete at most `batch` rows of a table that name a topic which does not exist.
 DELETE FROM {schema}.{table}
 WHERE ctid = ANY (ARRAY(
     SELECT ctid FROM {schema}.{table}
@@ -47,7 +47,7 @@ WHERE ctid = ANY (ARRAY(
     FOR UPDATE SKIP LOCKED
 ));
 
--- delete_claims -- Delete so many claims of a consumer that does not exist.
+-- delete_claims -- Delete at most `batch` claims of a consumer that does not exist.
 DELETE FROM {schema}.consumer_claim
 WHERE eql_id = ANY (ARRAY(
     SELECT eql_id FROM {schema}.consumer_claim

@@ -5,7 +5,7 @@ SELECT eql_name, %(partition)s::smallint, %(key)s::text, %(value)s::bytea, %(met
 FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s;
 
--- publish_joined -- The same in a caller's transaction, whose snapshot may be older than the topic's definition. Then
+-- publish_joined -- As `publish`, in a caller's transaction, whose snapshot may be older than the topic's definition. Then
 -- locking the definition fails, as a write to a changed row does in such a transaction.
 WITH held AS MATERIALIZED (
     SELECT partitions, layout FROM {schema}.hold_topics(ARRAY[%(topic)s::text])
@@ -17,7 +17,7 @@ FROM {schema}.topic
 WHERE eql_name = %(topic)s AND eql_partitions = %(partitions)s AND eql_layout = %(layout)s
   AND NOT EXISTS (SELECT FROM held WHERE partitions <> %(partitions)s OR layout <> %(layout)s);
 
--- publish_statement -- The same for a driver that is not ours: the statement fails unless it inserts the event. Only a
+-- publish_statement -- As `publish`, for a caller's driver: the statement fails unless it inserts the event. Only a
 -- function can raise an error with a chosen text, so the statement casts such a text to a number.
 -- The metadata is text: a driver may have an encoder of its own for json.
 WITH held AS MATERIALIZED (
@@ -134,10 +134,10 @@ SELECT eql_topic, eql_name, eql_partition, coalesce(eql_last_event_id, 0), eql_c
 FROM {schema}.consumer
 WHERE eql_topic = %(topic)s AND eql_name = %(consumer)s AND eql_partition = %(partition)s
 
--- lock_consumer -- Lock a consumer partition for this transaction; no row if another one has it.
+-- lock_consumer -- Lock a consumer partition for this transaction; no row if another transaction has it.
 {consumer_state} FOR UPDATE SKIP LOCKED;
 
--- await_consumer -- Lock a consumer partition for this transaction; waits for another one that has it.
+-- await_consumer -- Lock a consumer partition for this transaction; waits for another transaction that has it.
 {consumer_state} FOR UPDATE;
 
 -- consumer_exists -- Whether a consumer has this partition, locked or not.

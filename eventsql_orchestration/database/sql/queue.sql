@@ -159,8 +159,8 @@ SELECT max(eql_id) FROM {schema}.queue_message WHERE eql_queue = %(queue)s;
 -- lock -- Waits for the transactions that have used queues, and keeps later ones waiting until this transaction ends.
 LOCK TABLE {schema}.queue IN ACCESS EXCLUSIVE MODE;
 
--- holdings -- Whether a queue has messages, archived ones that have not expired, and dead letters in other queues; and the
--- queues whose dead letters it takes.
+-- holdings -- Whether a queue has messages, archived messages that have not expired, and dead letters in other queues,
+-- and the queues whose dead letters it takes.
 SELECT
     EXISTS (SELECT FROM {schema}.queue_message m WHERE m.eql_queue = %(queue)s),
     EXISTS (SELECT FROM {schema}.queue_archive a WHERE a.eql_queue = %(queue)s AND a.eql_expires_at > now()),

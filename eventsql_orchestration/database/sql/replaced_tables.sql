@@ -1,5 +1,5 @@
--- grants -- The rights of roles that do not own a relation, on it and on its columns that another one has, too: role (NULL
--- for PUBLIC), privilege with its column, whether with the right to grant it.
+-- grants -- The rights of roles that do not own a relation, on it and on its columns that another relation has, too:
+-- role (NULL for PUBLIC), privilege with its column, whether with the right to grant it.
 SELECT CASE WHEN granted.grantee = '0'::oid THEN NULL ELSE pg_get_userbyid(granted.grantee)::text END,
        granted.privilege_type || held.of_column, granted.is_grantable
 FROM pg_class c

@@ -11,7 +11,7 @@ SELECT (SELECT ARRAY[eql_set::text, eql_name, eql_active::text] FROM {schema}.sh
 -- name -- The name of this shard.
 SELECT eql_name FROM {schema}.shard;
 
--- has_topics -- Whether there is a table of topics; EventSQL's Java library makes one without our migrations.
+-- has_topics -- Whether there is a table of topics; EventSQL's Java library makes one without this package.
 SELECT to_regclass(%(table)s);
 
 -- count_topics -- How many topics there are.
@@ -40,7 +40,7 @@ UPDATE {schema}.topic SET eql_layout = eql_layout + 1;
 -- it.
 SELECT pg_try_advisory_xact_lock(%(lock)s);
 
--- gate -- The same; waits for another transaction that has it.
+-- gate -- As `try_gate`; waits for another transaction that has the lock.
 SELECT pg_advisory_xact_lock(%(lock)s);
 
 -- held -- The consumers that get no events here yet.

@@ -155,7 +155,7 @@ WHERE adopted.eql_position > %(position)s::bigint
 ORDER BY adopted.eql_position
 LIMIT %(limit)s::bigint;
 
--- newest -- The place of the newest change below the horizon; else the last adopted one; else before the first.
+-- newest -- The place of the newest change below the horizon; else the last adopted change's; else before the first.
 SELECT place.eql_transaction::text, place.eql_position FROM (
     (SELECT eql_transaction, eql_position FROM {schema}.aggregate_change
      WHERE eql_transaction < pg_snapshot_xmin(pg_current_snapshot())
@@ -190,7 +190,7 @@ SELECT system_identifier::text FROM pg_control_system();
 -- may_ask_server -- Whether this role may ask for the identity of the server.
 SELECT has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE');
 
--- hold_home -- Adopt one at a time.
+-- hold_home -- Let one process at a time adopt the store.
 SELECT eql_era FROM {schema}.store_home FOR UPDATE;
 
 -- hold_changes -- Let no writer append, close or archive meanwhile. Whoever has locked an aggregate goes first.
@@ -273,7 +273,7 @@ SELECT count(*) FROM {schema}.aggregate WHERE eql_type = %(type)s;
 -- types -- The types of aggregates, and how many of each there are.
 SELECT eql_type, count(*) FROM {schema}.aggregate GROUP BY eql_type ORDER BY eql_type;
 
--- aggregates -- Aggregates of a type, by id, after one.
+-- aggregates -- Aggregates of a type, by id, after an id.
 SELECT eql_id, eql_version, eql_created_at, eql_closed_at, eql_archived_at
 FROM {schema}.aggregate
 WHERE eql_type = %(type)s AND eql_id > %(after)s

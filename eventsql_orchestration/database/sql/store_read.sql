@@ -1,4 +1,4 @@
--- ended -- Whether every transaction up to one has ended, so that no change can appear up to there.
+-- ended -- Whether every transaction up to the given one has ended, so that no change can appear up to there.
 SELECT %(transaction)s::xid8 < pg_snapshot_xmin(pg_current_snapshot());
 
 -- era -- The era of the places of changes.
@@ -51,7 +51,7 @@ WHERE (eql_transaction, eql_position) > (%(after_transaction)s::xid8, %(after_po
   AND (%(kinds)s::text[] IS NULL OR eql_kind = ANY (%(kinds)s::text[]))
 ORDER BY eql_transaction, eql_position;
 
--- adopted_changes -- As `changes`, among those that have no transaction.
+-- adopted_changes -- As `changes`, among changes that have no transaction.
 SELECT change.eql_type AS aggregate_type, change.eql_aggregate_id AS aggregate_id, change.eql_version AS version,
        change.eql_kind AS kind, change.eql_data::text AS data, change.eql_created_at AS created_at,
        change.eql_schema_version AS schema_version, change.eql_change_id::text AS id,

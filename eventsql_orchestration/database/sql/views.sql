@@ -1,7 +1,7 @@
 -- lock_views -- Let one transaction at a time declare or drop views.
 LOCK {schema}.view_definition IN SHARE ROW EXCLUSIVE MODE;
 
--- views -- The views without those of rebuilds, or the view of one name: name, kind, definition, retention, seconds of a
+-- views -- The views, except views of rebuilds, or the view of one name: name, kind, definition, retention, seconds of a
 -- period.
 SELECT eql_name, eql_kind, eql_definition, eql_retention_seconds, eql_period_seconds
 FROM {schema}.view_definition
@@ -37,7 +37,7 @@ JOIN pg_class partition ON partition.oid = inherits.inhrelid
 WHERE inherits.inhparent = to_regclass(%(table)s) AND partition.relname ~ '_p[0-9]{{12}}$'
 ORDER BY partition.relname;
 
--- unsorted_partitions -- The tables of a log's partitions that were not sorted, the oldest first. A sorted one has the mark
+-- unsorted_partitions -- The tables of a log's partitions that were not sorted, the oldest first. A sorted table has the mark
 -- of CLUSTER on an index.
 SELECT partition.relname
 FROM pg_inherits inherits
@@ -86,7 +86,7 @@ FROM unnest(
 ) WITH ORDINALITY AS written (resource, level, line, attributes, written_at, position)
 ORDER BY written.position;
 
--- newest_line -- The largest id of a log's lines, 0 without one, and the log's table.
+-- newest_line -- The largest id of a log's lines, 0 without lines, and the log's table.
 SELECT coalesce(max(eql_id), 0), %(relation)s::regclass::oid FROM {schema}.{table};
 
 -- log_writers -- The open transactions that may have written to a log.

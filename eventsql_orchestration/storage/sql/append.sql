@@ -111,7 +111,7 @@ SELECT eql_partition, eql_key, eql_value, eql_created_at, statement_timestamp(),
 FROM moved
 ORDER BY eql_id;
 
--- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
+-- move_into_layout -- As `move`, after a repartitioning: events of a partition that the topic no longer has go to their
 -- new partition.
 {moved}
 SELECT CASE

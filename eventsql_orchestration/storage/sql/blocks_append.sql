@@ -10,7 +10,7 @@ own AS MATERIALIZED (
     SELECT pg_get_serial_sequence('{schema}.{block_store}', 'eql_id')::regclass AS sequence
 )
 
--- draw -- Take so many ids of the log: the last one, and whether they are usable.
+-- draw -- Take ids of the log for `events` events: the last one, and whether they are usable.
 WITH wanted AS (SELECT %(events)s::bigint AS events, %(after)s::bigint AS after), {own}, {drawn}
 SELECT last, usable FROM ids;
 
@@ -52,7 +52,7 @@ RETURNING eql_events
 {buffered}
 ), placed AS (SELECT * FROM moved), {packed};
 
--- move_into_layout -- The same after a repartitioning: events of a partition that the topic no longer has go to their
+-- move_into_layout -- As `move`, after a repartitioning: events of a partition that the topic no longer has go to their
 -- new partition.
 {buffered}
 ), placed AS (

@@ -52,7 +52,7 @@ LEFT JOIN LATERAL (
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
   AND (waiting.some OR c.eql_until IS NOT NULL OR c.eql_partition < 0);
 
--- ready_topic -- The same of a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
+-- ready_topic -- As `ready`, for a consumer of the whole topic, which has no layout. Also the partitions of a partitioned
 -- consumer, with false.
 SELECT c.eql_partition, {due}, waiting.some IS NOT NULL
 FROM {schema}.consumer c
@@ -79,7 +79,7 @@ FROM {claimed_partitions}
 WHERE c.eql_topic = %(topic)s AND c.eql_name = %(consumer)s
 ORDER BY c.eql_partition;
 
--- standings_topic -- The same of a consumer of the whole topic.
+-- standings_topic -- As `standings`, for a consumer of the whole topic.
 SELECT {standing}
 FROM {claimed_partitions}
 LEFT JOIN LATERAL (

@@ -43,7 +43,7 @@ coalesce(run.entered, eql_entered[(greatest({after} - run.before, 0))::int + 1],
 coalesce(run.published, eql_times[(greatest({after} - run.before, 0))::int + 1], eql_buffered_at) AS published
 
 -- part next_runs of most -- The first runs of the range that have `most` events together, or all. The index finds the first
--- blocks with so many events. Blocks with gaps that end later may have events before the end of these blocks.
+-- blocks with this number of events. Blocks with gaps that end later may have events before the end of these blocks.
 WITH reach AS MATERIALIZED (
     SELECT max(eql_id) AS upto
     FROM (
@@ -69,6 +69,6 @@ FROM (
 {runs}
 WHERE run.last > {after} AND run.before < {upto} AND run.last <= (SELECT reach.upto FROM reach)
 
--- part numbered of most -- The same in order, with the number of the events before each run.
+-- part numbered of most -- The runs of `next_runs` in order, with the number of the events before each run.
 SELECT runs.*, (sum(held) OVER (ORDER BY start))::bigint - held AS before
 FROM ({next_runs of {most}}) runs

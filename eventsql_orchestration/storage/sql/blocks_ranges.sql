@@ -34,7 +34,7 @@ CROSS JOIN LATERAL (
 WHERE sampled.first IS NOT NULL
 ORDER BY sampled.first;
 
--- firsts -- The first offset within each of the given ranges, in their order, NULL for one that holds no event.
+-- firsts -- The first offset within each of the given ranges, in their order, NULL for a range without events.
 SELECT (SELECT min(start) + 1 FROM ({next_runs of 1}) runs)
 FROM unnest(%(after)s::bigint[], %(upto)s::bigint[]) WITH ORDINALITY AS wanted (after, upto, number)
 ORDER BY wanted.number;
@@ -47,7 +47,7 @@ WHERE EXISTS (
     SELECT FROM {schema}.{block_table} WHERE eql_partition = wanted.part AND {in_range} AND {held} > 0
 );
 
--- occupied_topic -- The same over all partitions.
+-- occupied_topic -- As `occupied`, over all partitions.
 SELECT wanted.number
 FROM unnest(%(numbers)s::int[], %(after)s::bigint[], %(upto)s::bigint[]) AS wanted (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{block_table} WHERE {in_range} AND {held} > 0);
@@ -109,7 +109,7 @@ FROM (
     LIMIT %(events)s
 ) found;
 
--- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
+-- publishers -- The publishers of a range: for each run, and for events without a run, the number, offsets and times.
 SELECT {run of metadata} AS run, {asset of metadata} AS asset, {run_partition of metadata} AS run_partition,
        count(*), min(id), max(id), min(published), max(published)
 FROM {one}
@@ -118,5 +118,5 @@ WHERE id > %(after)s AND id <= %(upto)s
 GROUP BY run, asset, run_partition
 ORDER BY min(id);
 
--- first -- The first event of a range of offsets, NULL where it has none.
+-- first -- The first event of a range of offsets, NULL if it has none.
 SELECT (SELECT min(start) + 1 FROM ({next_runs of 1}) runs) FROM {one};

@@ -37,9 +37,9 @@ WITH near AS (
 )
 {taken};
 
--- read_window -- The same of the blocks with ids in a window. The ends of the window are constants, so a generic plan reads
--- the segments of the window alone, and the server keeps the plan. The row comparison leaves only the index of partition
--- and id. `more` is the last id of the log; NULL where the current role may not know it.
+-- read_window -- As `read_partition`, for the blocks with ids in a window. The ends of the window are constants, so a
+-- generic plan reads the segments of the window alone, and the server keeps the plan. The row comparison leaves only
+-- the index of partition and id. `more` is the last id of the log; NULL where the current role may not know it.
 WITH near AS (
     SELECT *, {up_to of {after}} AS nth, {held} AS held, (
         SELECT CASE WHEN has_sequence_privilege(sequence, 'SELECT, USAGE') THEN pg_sequence_last_value(sequence) END
@@ -54,8 +54,8 @@ WITH near AS (
 )
 {taken};
 
--- read -- The same of all partitions. `more` says that there are blocks with gaps: then the events may be out of order. A
--- block whose gap spans the whole range is left out: there may be one in each partition.
+-- read -- As `read_partition`, for all partitions. `more` says that there are blocks with gaps: then the events may be
+-- out of order. A block whose gap spans the whole range is left out: there may be one in each partition.
 WITH own AS MATERIALIZED (
     SELECT *, {up_to of {after}} AS nth, {held} AS held
     FROM {schema}.{block_table}
@@ -71,7 +71,7 @@ WITH own AS MATERIALIZED (
 )
 {taken};
 
--- read_between -- The same if blocks with gaps lie between blocks of other partitions: all blocks of a range of ids,
+-- read_between -- As `read`, if blocks with gaps lie between blocks of other partitions: all blocks of a range of ids,
 -- which has at most `limit` events.
 WITH first AS MATERIALIZED (
     SELECT * FROM {schema}.{block_table}
@@ -169,7 +169,7 @@ SELECT greatest(low - 1, (
 FROM wholly;
 
 -- nth_before -- The offset of the n-th event from an offset backwards, if there are as many; `skip` is n - 1. The index
--- finds the last blocks with so many events. Blocks that end earlier may have events between those of a block with gaps.
+-- finds the last blocks with n events. Blocks that end earlier may have events between those of a block with gaps.
 WITH last AS MATERIALIZED (
     SELECT min(eql_id) AS first, bool_or(eql_span IS NOT NULL) AS gaps
     FROM (

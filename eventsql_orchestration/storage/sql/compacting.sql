@@ -16,10 +16,10 @@ WHERE each.border > %(after)s
 -- part stored_bytes -- The bytes of a block's arrays as they are stored.
 pg_column_size(eql_values) + coalesce(pg_column_size(eql_keys), 0) + coalesce(pg_column_size(eql_metadata), 0)
 
--- window -- The next blocks after an id: the id up to which they go, and the partitions that have many small ones. Of each
--- of these: the number of its blocks and events, their stored bytes, those of its largest block, and the id of this
--- block. They have at most `ids` ids and some 32 MiB, and end before `upto` and the next border. NULL where no block is
--- left. Blocks that begin before the window stay as they are.
+-- window -- The next blocks after an id: the id up to which they go, and the partitions that have many small blocks. For
+-- each partition: the number of its blocks and events, their stored bytes, the stored bytes of its largest block, and the
+-- id of this block. The blocks have at most `ids` ids and some 32 MiB, and end before `upto` and the next border. NULL if
+-- no block is left. Blocks that begin before the window stay as they are.
 WITH first AS MATERIALIZED (
     SELECT greatest(eql_id - %(ids)s, %(after)s::bigint) AS id FROM {schema}.{block_store}
     WHERE eql_id > %(after)s AND eql_id <= %(upto)s

@@ -28,10 +28,10 @@ WITH found AS (
 )
 {by_key};
 
--- ends -- The first id of a log's table after an id, and the last; NULL without one.
+-- ends -- The first id of a log's table after an id, and the last; NULL without events.
 SELECT min(eql_id), max(eql_id) FROM {schema}.{log_table} WHERE eql_id > %(after)s;
 
--- part buffered -- The same in the buffer. The row of a block has no key.
+-- part buffered -- The events to erase in a range of the buffer. The row of a block has no key.
 (eql_topic, eql_id) > (%(topic)s, %(after)s) AND (eql_topic, eql_id) <= (%(topic)s, %(upto)s) AND {wanted}
 
 -- count_buffered -- How many events of each key a range of the buffer has that are not erased.

@@ -32,7 +32,7 @@ SELECT EXISTS (SELECT FROM pg_publication_tables WHERE schemaname = %(schema)s)
 SELECT relallvisible >= relpages, pg_get_expr(relpartbound, oid)
 FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
 
--- partition -- The bounds of a partition, and the condition that its rows meet; no row for a table that is no partition.
+-- partition -- The bounds of a partition, and the condition that its rows meet; no row if it is not a partition.
 SELECT pg_get_expr(relpartbound, oid), pg_get_partition_constraintdef(oid)
 FROM pg_class WHERE oid = to_regclass('{schema}.{table}') AND relispartition;
 

@@ -42,7 +42,7 @@ SELECT {form};
 -- exists -- Whether there is a relation of this name.
 SELECT to_regclass(%(name)s) IS NOT NULL;
 
--- create_blocks -- The table of a log in blocks. A block has events of one partition; its id is that of its last event.
+-- create_blocks -- The table of a log in blocks. A block has events of one partition; its id is its last event's.
 -- The arrays have an element for each event: keys, values, metadata, times of publication, places, times when it entered
 -- the log. NULL stands for no keys, no metadata, one time for all, and consecutive ids. A place is how far an id is
 -- behind the id before the block's first event, and `eql_span` is the last place. A block with a wrong number or a cut

@@ -28,7 +28,7 @@ WHERE found.events > 0
 GROUP BY gone.partition
 ORDER BY gone.partition;
 
--- beyond -- The same for a topic without layouts: events in partitions that it does not have.
+-- beyond -- As `stranded`, for a topic without layouts: events in partitions that it does not have.
 SELECT e.eql_partition, count(*), min(e.eql_id), max(e.eql_id)
 FROM {schema}.{event_table} e
 WHERE e.eql_partition >= (SELECT eql_partitions FROM {schema}.topic WHERE eql_name = %(topic)s)

@@ -19,7 +19,7 @@ CROSS JOIN LATERAL (
 ) last
 ORDER BY sampled.first;
 
--- firsts -- The first offset within each of the given ranges, in their order, NULL for one that holds no event.
+-- firsts -- The first offset within each of the given ranges, in their order, NULL for a range without events.
 SELECT (
     SELECT eql_id FROM {schema}.{event_table}
     WHERE {in_partition} eql_id > wanted.after AND eql_id <= wanted.upto
@@ -38,7 +38,7 @@ WHERE EXISTS (
     WHERE e.eql_partition = r.part AND e.eql_id > r.after AND e.eql_id <= r.upto
 );
 
--- occupied_topic -- The same over all partitions.
+-- occupied_topic -- As `occupied`, over all partitions.
 SELECT r.number
 FROM unnest(%(numbers)s::int[], %(after)s::bigint[], %(upto)s::bigint[]) AS r (number, after, upto)
 WHERE EXISTS (SELECT FROM {schema}.{event_table} e WHERE e.eql_id > r.after AND e.eql_id <= r.upto);
@@ -93,7 +93,7 @@ FROM (
     LIMIT %(events)s
 ) found;
 
--- publishers -- The publishers of a range: for each run, and for events without one, the number, offsets and times.
+-- publishers -- The publishers of a range: for each run, and for events without a run, the number, offsets and times.
 SELECT {run of eql_metadata} AS run, {asset of eql_metadata} AS asset, {run_partition of eql_metadata} AS run_partition,
        count(*), min(eql_id), max(eql_id),
        min(eql_buffered_at)::timestamptz, max(eql_buffered_at)::timestamptz
@@ -102,5 +102,5 @@ WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s
 GROUP BY run, asset, run_partition
 ORDER BY min(eql_id);
 
--- first -- The first event of a range of offsets, NULL where it has none.
+-- first -- The first event of a range of offsets, NULL if it has none.
 SELECT min(eql_id) FROM {schema}.{event_table} WHERE eql_id > %(after)s AND eql_id <= %(upto)s;

@@ -3,7 +3,7 @@ CASE WHEN octet_length(eql_value) > 0 OR NOT starts_with(eql_metadata::text, '{{
 
 -- read -- Events of a range of offsets, in order. The statements for one partition are planned for their values: a
 -- generic plan would walk over the events of all other partitions, and reach no end if the partition gets no event. A
--- topic that EventSQL's Java library registered after our migrations has times without a time zone.
+-- topic that EventSQL's Java library registered after the migrations has times without a time zone.
 SELECT eql_id, eql_partition, eql_key, {value}, eql_buffered_at::timestamptz, eql_created_at::timestamptz, eql_metadata
 FROM {schema}.{event_table}
 WHERE {in_partition} eql_id > %(after)s AND eql_id <= %(upto)s

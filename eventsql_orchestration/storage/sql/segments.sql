@@ -94,14 +94,14 @@ LIMIT 1;
 -- make_segments -- Make the segments that a log lacks after its newest id, as its owner.
 SELECT {schema}.make_segments(%(topic)s, %(events)s, %(ahead)s);
 
--- ensure_segments -- The same as their owner, for another role that holds the topic.
+-- ensure_segments -- As `make_segments`, as their owner, for another role that holds the topic.
 SELECT {schema}.ensure_segments(%(topic)s, %(events)s, %(ahead)s);
 
 -- owner -- The owner of a table.
 SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = %(table)s::regclass;
 
 -- dependents -- Objects that depend on a table and would stay with it when another takes its place, by kind and name.
--- Our own views and triggers do not count.
+-- The package's own views and triggers do not count.
 SELECT 'view ' || rewrite.ev_class::regclass
 FROM pg_depend depend JOIN pg_rewrite rewrite ON rewrite.oid = depend.objid
 WHERE depend.classid = 'pg_catalog.pg_rewrite'::regclass AND depend.refobjid = %(table)s::regclass

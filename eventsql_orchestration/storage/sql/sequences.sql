@@ -22,8 +22,8 @@ SELECT has_column_privilege(to_regclass(%(table)s)::oid, 'eql_id', 'SELECT');
 -- highest -- The largest id in a table.
 SELECT max(eql_id) FROM {schema}.{table};
 
--- later_id -- A row if the table that new events enter has an id after this one, or if it lacks this one, and an offset is
--- after it: the events that had later ids were deleted.
+-- later_id -- A row if the table that new events enter has an id after this id, or if it lacks this id, and an offset
+-- is after it: the events that had later ids were deleted.
 SELECT true
 WHERE EXISTS (SELECT FROM {schema}.{written_table} WHERE eql_id > %(last)s)
    OR NOT EXISTS (SELECT FROM {schema}.{written_table} WHERE eql_id = %(last)s) AND EXISTS (
@@ -51,7 +51,7 @@ FROM (SELECT pg_get_serial_sequence(%(log)s, 'eql_id')::regclass) AS sequence (o
 -- advance -- Let a sequence go on after this value.
 SELECT setval(%(sequence)s::oid::regclass, %(value)s);
 
--- advance_buffer -- The same for the buffer's sequence.
+-- advance_buffer -- Let the buffer's sequence go on after this value.
 SELECT setval(tableoid::regclass, %(value)s) FROM {schema}.event_buffer_eql_id_seq;
 
 -- buffer_highest -- The largest id in the buffer, where it is larger than any that its sequence has given out.
