@@ -21,7 +21,7 @@ class Consumer:
     """A named reader of a topic with offsets of its own.
 
     A partitioned consumer has one offset for each partition of its topic, and as many active consumptions at most;
-    one that is not partitioned reads the whole topic in its order.
+    a consumer that is not partitioned reads the whole topic in its order.
     """
 
     topic: str
@@ -98,7 +98,7 @@ class EventFilter:
         if conditions is None:
             return None
         if not isinstance(conditions, dict) or not conditions.keys() <= {"keys", "key_prefix", "metadata"}:
-            raise ValidationError(f"a consumer's filter is not understood by this version: {conditions!r}")
+            raise ValidationError(f"a consumer's filter is not understood by this version, upgrade it: {conditions!r}")
         return cls(**conditions)
 
     def __str__(self) -> str:

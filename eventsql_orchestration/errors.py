@@ -77,7 +77,7 @@ class SchemaOutdatedError(DatabaseError):
 class SequenceError(DatabaseError):
     """A sequence does not give ids one by one and upwards, so events would be lost or stay behind.
 
-    `sequence` is its quoted name, `finding` says what is wrong with it, `remedy` is the SQL statement that mends it.
+    `sequence` is its quoted name, `finding` says what is wrong with it, `remedy` is the SQL statement that corrects it.
     """
 
     def __init__(self, finding: str | None = None, *, sequence: str = "", remedy: str = "") -> None:
@@ -100,7 +100,7 @@ class BrokenBlockError(DatabaseError):
         if message is None and topic:
             message = (
                 f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its number "
-                "of events is not that of its values. Restore it from a backup, or move the consumers past it "
+                "of events differs from its number of values. Restore it from a backup, or move the consumers past it "
                 "(`eventsql seek --help`)"
             )
         super().__init__(message)
@@ -336,7 +336,7 @@ class ProjectionError(EventSQLError):
 class MessageNotFoundError(EventSQLError):
     """The queue holds no such message under this receipt: it was acknowledged, or its visibility timeout ended.
 
-    `ids` are the ids of the messages that are not held, or that are no dead letters of the queue.
+    `ids` are the ids of the messages that are not held, or that are not dead letters of the queue.
     """
 
     def __init__(self, message: str | None = None, *, ids: Sequence[int] = ()) -> None:
@@ -375,7 +375,7 @@ class QueueInUseError(EventSQLError):
 
 
 class InputError(EventSQLError):
-    """A file or stream of events cannot be read, or one of its lines is no event."""
+    """A file or stream of events cannot be read, or one of its lines is not an event."""
 
 
 # Benchmarks

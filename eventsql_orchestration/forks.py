@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 
 OF_PARENTS: Final[list[object]] = []
-"""Connections of the processes that this one was forked from. They are kept: freeing one takes locks and memory that a
+"""Connections of the parent processes. They are kept: freeing one takes locks and memory that a
 thread of the parent can have been at work on."""
 
 _BEGIN_ANEW: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
@@ -23,7 +23,7 @@ def after_fork(owner: Owner, begin_anew: Callable[[Owner], None]) -> None:
     """Call `begin_anew(owner)` in each process that is forked from this one while the object exists.
 
     The object drops its connections there without closing them, because the parent goes on to use them. It drops its
-    threads, which do not exist there, and takes new locks: a thread of the parent can have held the old ones.
+    threads, which do not exist there, and takes new locks: a thread of the parent can have held the old locks.
     """
     _BEGIN_ANEW[owner] = begin_anew
 

@@ -263,7 +263,7 @@ class Event:
     `erased`: `eventsql topic erase` has removed its value and metadata. Its `value` is None then, and its metadata has
     the time of the erasure as `eventsql_erased`.
 
-    Values of metadata that another program has written may be any JSON. Metadata that are no JSON object, or that
+    Values of metadata that another program has written may be any JSON. Metadata that are not a JSON object, or that
     Python cannot read, are one text by the name `eventsql_unreadable`.
 
     The constructor takes times and metadata as the database sends them too, as microseconds since 2000 in UTC and as
@@ -340,7 +340,7 @@ class Event:
     def as_publication(self, topic: str | None = None, **metadata: str) -> Publication:
         """A publication of the same key, value and metadata for another topic, with further metadata.
 
-        Metadata values of other publishers that are no strings become their JSON text. The publication of an erased
+        Metadata values of other publishers that are not strings become their JSON text. The publication of an erased
         event is read as an erased event, too.
         """
         return Publication(
@@ -389,7 +389,7 @@ class OffsetRange:
         check_whole("partition", self.partition, least=NOT_PARTITIONED, most=MAX_PARTITIONS)
         after, upto = check_whole("after", self.after), check_whole("upto", self.upto)
         if not 0 <= after <= upto:
-            raise ValidationError(f"after {after} up to {upto} is no range of offsets: 0 <= after <= upto is needed")
+            raise ValidationError(f"after {after} up to {upto} is not a range of offsets: 0 <= after <= upto is needed")
 
     @property
     def empty(self) -> bool:

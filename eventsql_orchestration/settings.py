@@ -58,7 +58,7 @@ class Settings(BaseSettings):
 
     @property
     def dsns(self) -> tuple[str, ...]:
-        """The URL of each shard; of a platform on one database its only one, and none where no database is named."""
+        """The URL of each shard, or the URL of the only database; empty if no database is named."""
         return () if self.dsn is None else split_urls(self.dsn.get_secret_value())
 
     @field_validator("db_schema")
@@ -98,4 +98,4 @@ def _fault(error: ErrorDetails) -> str:
     if error["type"] != "extra_forbidden":
         return f"{name}: {error['msg']}"
     known = ", ".join(str(field.validation_alias or known) for known, field in Settings.model_fields.items())
-    return f"{SETTINGS_FILE} has {name}, which is no setting (settings are {known})"
+    return f"{SETTINGS_FILE} has {name}, which is not a setting (settings are {known})"

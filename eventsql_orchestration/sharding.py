@@ -64,7 +64,7 @@ class ShardSet:
 
     @classmethod
     def from_json(cls, stored: Any) -> ShardSet | None:
-        """Make the set from the JSON that the registry reads with a topic; None if the database is no shard."""
+        """Make the set from the JSON that the registry reads with a topic; None if the database is not a shard."""
         if stored is None:
             return None
         return cls(stored["set"], stored["name"], stored["generation"], tuple(stored["shards"]), stored["active"])

@@ -41,7 +41,7 @@ MOST_LINKS: Final = 128
 """The most publications that a span of a batch is linked to. OpenTelemetry's SDK keeps as many by default."""
 
 _W3C: Final = TraceContextTextMapPropagator()
-"""Only the context of traces: baggage may hold data that does not belong into a database."""
+"""Only the context of traces: baggage may hold data that does not belong in a database."""
 
 
 def current_context() -> dict[str, str]:
@@ -71,7 +71,7 @@ def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
 
 
 class Tracing:
-    """Traces the publishers and handlers that are given to it, and no others: these cost nothing.
+    """Traces the publishers and handlers that are given to it, and no others, which cost nothing.
 
     `provider` makes the tracer, by default OpenTelemetry's global provider. Without an SDK there are no spans, and the
     metadata of events stay as they are.
@@ -81,7 +81,7 @@ class Tracing:
         self._tracer = trace.get_tracer("eventsql_orchestration", tracer_provider=provider)
 
     def publisher(self, publisher: EventPublisher) -> TracedPublisher:
-        """A publisher with a span for each call of another one, such as `platform.publisher`."""
+        """A publisher with a span for each call of another publisher, such as `platform.publisher`."""
         return TracedPublisher(publisher, self._tracer)
 
     def handler(self, topic: str, consumer: str) -> Callable[[Callable[Given, Returned]], Callable[Given, Returned]]:

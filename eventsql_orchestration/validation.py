@@ -1,4 +1,4 @@
-"""Rules for values that can be stored. Each raises an error of ours before anything is written."""
+"""Rules for values that can be stored. Each raises an error of this package before anything is written."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
 """All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
 UNREADABLE: Final = "eventsql_unreadable"
-"""The name by which an event has its metadata as text if they are no JSON object."""
+"""The name by which an event has its metadata as text if they are not a JSON object."""
 
 MAX_SECONDS: Final = 31_536_000.0
 """A year: the longest delay, lease or timeout."""
@@ -171,7 +171,7 @@ def _full_name(kind: type) -> str:
 
 
 def check_several(what: str, values: object, kind: type = Iterable) -> None:
-    """Raise `ValidationError` unless `values` is iterable and no string. A `Collection` can be iterated again."""
+    """Raise `ValidationError` unless `values` is iterable and not a string. A `Collection` can be iterated again."""
     if isinstance(values, str | bytes) or not isinstance(values, kind):
         raise ValidationError(f"{what} must be several values, as in a list, not {type(values).__name__}")
 

@@ -608,7 +608,7 @@ def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
         (list[Event], {"metadata": {"reads": "all"}}, "metadata reads is topic or materialization, not 'all'"),
         (list[Event], {"metadata": {"after": "1"}}, "metadata after is a whole number, not '1'"),
         (list[Event], {"metadata": {"topic partition": 2}}, "partition 2 is out of range"),
-        (list[Event], {"metadata": {"after": 5, "upto": 4}}, "no range of offsets"),
+        (list[Event], {"metadata": {"after": 5, "upto": 4}}, "not a range of offsets"),
         (list[Event], {"metadata": {"reads": "materialization"}}, "topic/sums has not been materialized"),
         (list[Event], {"metadata": {"topic": "nowhere"}}, "nowhere"),
     ],
