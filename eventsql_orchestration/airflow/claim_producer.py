@@ -236,7 +236,7 @@ class ClaimProducer(SharedStreamProducer):
         made: list[Claim] = []
         try:
             for claim in self._watched.claims(shard):
-                made.append(claim)  # noqa: PERF402 - those before an error are made, too
+                made.append(claim)  # noqa: PERF402 - the claims before an error are made, too
         except EventSQLError:
             if not made:
                 raise

@@ -42,7 +42,7 @@ class LocationOptions:
       merged, each except the first needs a name.
     - `platform`: whether the definitions have the resource `eventsql`, the transfer, housekeeping, and the assets of
       topics outside of `topics`. If definitions are merged, only the first has the platform.
-    - `assets`: further assets, external ones too. An asset with the metadata `topic`, which the IO manager reads, has
+    - `assets`: further assets, external assets too. An asset with the metadata `topic`, which the IO manager reads, has
       an edge to this topic. An asset with the key of a topic or queue takes the place of the asset that would be made
       for it: an asset that publishes to the topic, or `topic_asset(…)` or `queue_asset(…)` with owners or `deps`.
     - `translator`: changes the assets of topics after all other options. Consumers have their own in `AssetOptions`.

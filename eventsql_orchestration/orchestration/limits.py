@@ -63,7 +63,7 @@ class WorkLimits:
     - `drain_seconds`: age at which a run receives no further batch.
     - `drain_messages`: number of received messages at which a run receives no further batch.
     - `drain_idle`: time without a message after which a run ends.
-    - `lease`: time without a sign of life after which a run counts as dead, and another one is requested. The messages
+    - `lease`: time without a sign of life after which a run counts as dead, and another run is requested. The messages
       of a dead run are received again after the queue's visibility timeout.
 
     Raises `ValidationError` for limits that exclude one another.

@@ -69,8 +69,9 @@ def account(before: Counts, after: Counts, runs: RunCounts, *, alone: bool = Tru
     """Compare two moments, topic by topic, with the publications that the runs between them report.
 
     Faults are a published event that is not in the log, an event in the log that no run published, and an event that a
-    consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are no fault: a run
-    can die between the commit of its publication and its report. Without `alone`, other programs may publish too.
+    consumer has not consumed, or has consumed twice. After a failed run, events that no run reports are not a fault:
+    the run may have died between the commit of its publication and its report. Without `alone`, other programs may
+    publish too.
     """
     rounds = []
     for topic in sorted(after.logged):

@@ -12,7 +12,7 @@ def check_url(url: str, server: str, example: str) -> str:
     """Return a URL of HTTP. `server` names what it must lead to. Raises `ValidationError`."""
     try:
         parts = urlsplit(url)
-        # It raises for a port that is no number.
+        # It raises for a port that is not a number.
         _ = parts.port
     except ValueError:
         # The error may repeat a part of a password.

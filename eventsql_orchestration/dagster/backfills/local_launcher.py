@@ -110,7 +110,7 @@ class LocalRuns:
         return ended
 
     def close(self) -> None:
-        """Interrupt the runs, and kill those that do not end within 15 s."""
+        """Interrupt the runs, and kill the runs that do not end within 15 s."""
         running = [process for process, _ in self._processes.values() if process.poll() is None]
         for process in running:
             process.send_signal(signal.SIGINT)

@@ -169,7 +169,7 @@ def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
     finally:
         # A topic that keeps its old segments must not keep all topics from their compaction.
         compacted = [
-            f"the log of topic {each.topic} has {each.into} blocks instead of {each.blocks} small ones"
+            f"the log of topic {each.topic} has {each.into} blocks instead of {each.blocks} small blocks"
             for each in shard.compactor.run_once()
             if each.blocks
         ]

@@ -219,7 +219,7 @@ def _grouped(spark: SparkSession, run_id: str) -> Iterator[SparkProgress]:
 def spark_progress(
     context: ExecutionContext, spark: SparkSession, *, every: float = EVERY_SECONDS
 ) -> Iterator[SparkProgress]:
-    """Log the progress of Spark's stages while the block runs: after `every` so many seconds, the stages that changed.
+    """Log the progress of Spark's stages while the block runs: every `every` seconds, the stages that changed.
 
     The Spark jobs that this thread starts in the block are one group. Spark's own UI shows it under the run's id. Give
     `metadata()` to the materialization. With Spark Connect, the figures come from the server's UI, and if the block

@@ -129,7 +129,7 @@ class Backfills:
             of = "" if consumer is None else f" of consumer {consumer!r}"
             raise RegistryError(
                 f"topic {topic!r} has no backfill {backfill_id!r}{of}: it is done, was deleted or never existed; "
-                f"`eventsql backfill list {topic}` shows those that are left"
+                f"`eventsql backfill list {topic}` shows the backfills that are left"
             )
         return backfill
 

@@ -90,7 +90,7 @@ class ReplayRange:
 class Window:
     """A part of a range: the offsets from `after` (exclusive) to `upto` (inclusive), of all partitions of one log.
 
-    `shard` is the shard of the log, None where there is one database.
+    `shard` is the shard of the log, None if there is one database.
     """
 
     after: int
