@@ -126,7 +126,7 @@ class Captures:
             if existing_topic(connection, topic).shards is not None:
                 raise ShardError(
                     f"table {table!r} cannot be captured: this database is a shard, and a row's key may belong to "
-                    "another one. Capture it to a platform on one database"
+                    "another shard. Capture it to a platform on one database"
                 )
             found = self._capturable(driver, table)
             driver.execute(

@@ -55,7 +55,7 @@ class ClaimPruning:
             logger.info("old claims of %s are kept for now: %s", key, error)
 
     def prune(self, key: ConsumerPartition) -> int:
-        """Check some claims of a partition and delete the old ones; returns their number.
+        """Check some claims of a partition and delete the old claims; returns their number.
 
         If there were none, the next call continues after the checked claims.
         """

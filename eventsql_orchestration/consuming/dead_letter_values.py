@@ -58,7 +58,7 @@ KEPT_WHEN_ERASED: Final = (
 not stay: it may quote the event."""
 
 MAX_CHAIN: Final = 100
-"""Maximum of letters in `redriven_before`, the last ones: an event may be redriven any number of times."""
+"""Maximum number of letters in `redriven_before`, the last letters: an event may be redriven any number of times."""
 
 MAX_MESSAGE_LENGTH: Final = 2_000
 
@@ -158,7 +158,7 @@ def _text(metadata: Mapping[str, Any], name: str) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LetterFilter:
-    """Selects dead letters that meet all given conditions. Without conditions, selects all but those of backfills.
+    """Selects dead letters that meet all given conditions. Without conditions, selects all but letters of backfills.
 
     The letters of a backfill are selected only if `backfill` is its id, or if `ids` names them: the live consumer has
     already consumed their events.

@@ -156,7 +156,7 @@ class QueueConsumption(Running):
         return None
 
     def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
-        """The partitions with events: first partitions that the last round left out, then its own, then new ones."""
+        """The partitions with events: in order: left out by the last round, already its own, new."""
         with self._fetching:
             now = time.monotonic()
             for partition in asked:

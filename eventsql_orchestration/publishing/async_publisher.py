@@ -85,7 +85,7 @@ class AsyncCollector:
         await asyncio.to_thread(self._lanes.flush)
 
     async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest gets an error
-        """Take no more events, and commit those that were given."""
+        """Take no more events, and commit the events that were given."""
         self._own_loop()
         self._closing = True
         left = time_left(timeout)

@@ -46,7 +46,7 @@ class Collector:
         self._lanes.flush(timeout)
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        """Take no more events, and commit those that were given."""
+        """Take no more events, and commit the events that were given."""
         self._lanes.close(timeout)
 
 

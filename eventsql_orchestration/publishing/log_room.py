@@ -78,7 +78,7 @@ class LogRoom:
         return self._log.count_after(connection, topic, began_after) == self.last_id(topic) - began_after
 
     def drew(self, topic: str, ids: int) -> None:
-        """Note that so many ids of the log were taken."""
+        """Note that this number of ids of the log was taken."""
         self._left[topic] -= ids
         self._ids.drew(topic, ids)
 

@@ -325,7 +325,7 @@ class MessageQueue:
         """Delete the queue; `force` also deletes its messages, those in flight too, and its archive.
 
         Its dead letters stay where they are, and cannot be redriven any more. Programs that go on using the queue get
-        `QueueNotFoundError`, and its workers end; a new `Queue` of this name makes another one. Over several shards,
+        `QueueNotFoundError`, and its workers end; a new `Queue` of this name makes another queue. Over several shards,
         all of them are needed; if this call stops in between, call it again to complete it.
 
         Raises `QueueNotFoundError`, and `QueueInUseError` if another queue moves its dead letters to it, or, without

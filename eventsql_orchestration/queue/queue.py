@@ -22,7 +22,7 @@ class Queue(MessageQueue):
 
     `source` is a platform (`EventSQL`), one of its shards, or a `Database`; receivers hear of new messages at once if
     the sender has a platform or a shard. A message goes to one receiver at a time. If a receiver dies or takes longer
-    than its visibility timeout, another one receives the message: delivery is at least once. `acknowledge(message,
+    than its visibility timeout, another receiver gets the message: delivery is at least once. `acknowledge(message,
     connection=…)` in the transaction of the message's effects makes the effects exactly once. Messages are received in
     the order of their priority, then roughly in the order in which they became visible. With `ordered`, messages with
     the same key are received one after another: the next only after the one before is acknowledged, or moved to the

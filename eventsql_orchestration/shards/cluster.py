@@ -254,7 +254,7 @@ class Cluster:
         return 0 if joined is None else joined[0]
 
     def members(self) -> list[Shard]:
-        """The known shards without those that are only prepared: these may lack topics and consumers."""
+        """The known shards except prepared shards, which may lack topics and consumers."""
         if self.lone is not None:
             return [self.lone]
         members: set[str | None] = {*self.current().names}

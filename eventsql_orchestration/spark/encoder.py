@@ -149,7 +149,7 @@ class Encoder:
         return pa.array(partitions, pa.int16())
 
     def _metadata(self, column: Any, rows: int) -> Any:
-        """The metadata of each row as JSON; None where no row has any."""
+        """The metadata of each row as JSON; None if no row has any."""
         if column is None:
             if not self.headers:
                 return None

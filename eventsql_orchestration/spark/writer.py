@@ -69,7 +69,7 @@ def check_schema(schema: StructType, *, topic: str | None) -> None:
 class Staged(WriterCommitMessage):
     """A task's message to the driver: its attempt, its streaming query, and a checksum of its rows if one is needed.
 
-    `query` is None outside of streams, and where Spark does not name the query.
+    `query` is None outside of streams, and if Spark does not name the query.
     """
 
     attempt: Attempt

@@ -29,7 +29,7 @@ EXCHANGE_SECONDS: Final = 10.0
 """Seconds for which an exchange is tried. Then the copy is dropped, and a later run tries again."""
 
 VACUUM_WAIT_SECONDS: Final = 5.0
-"""Seconds that a vacuum waits for another one of the table, or for ANALYZE or CREATE INDEX. It is longer than the
+"""Seconds that a vacuum waits for another vacuum of the table, or for ANALYZE or CREATE INDEX. It is longer than the
 server's `deadlock_timeout`, after which an autovacuum gives way."""
 
 

@@ -87,7 +87,7 @@ def _create_rows(connection: sqlalchemy.Connection, schema: str, topic: Topic) -
     has_columns = LogQueries("segments", schema)("has_columns")
     if fetch_one(driver, has_columns, {"log": name, "columns": log.columns.keys()}) != (True,):
         raise RegistryError(
-            f"there is a table {name} already, which is no log: rename it, or name the topic differently"
+            f"there is a table {name} already, which is not a log: rename it, or name the topic differently"
         )
     for index in log.indexes:
         # A table of EventSQL's Java library has no index for partitions. The topic's transfers wait while it is built.
@@ -106,7 +106,7 @@ def segment_name(topic: str, start: int) -> str:
 
 
 def segments(connection: Connection, schema: str, topic: str) -> list[Segment] | None:
-    """The segments of a topic's log by their ids; None where it is one plain table."""
+    """The segments of a topic's log by their ids; None if it is one plain table."""
     queries = LogQueries("segments", schema)
     row = fetch_first(connection, queries("is_segmented", topic=topic))
     if row is None or not row[0]:

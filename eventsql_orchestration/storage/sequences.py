@@ -137,7 +137,7 @@ class Ids:
         return self._last[topic]
 
     def drew(self, topic: str, ids: int) -> None:
-        """Note that so many ids of a log were taken."""
+        """Note that this number of ids of a log was taken."""
         self._last[topic] += ids
 
     def look(self, connection: Connection, topic: str) -> bool:
@@ -222,7 +222,7 @@ def settle(connection: Connection, schema: str, table: str) -> None:
 
 
 def _highest(connection: Connection, schema: str, table: str) -> int:
-    """The largest id in a table, as far as the current role may read it; 0 where there is none."""
+    """The largest id in a table, as far as the current role may read it; 0 if there is none."""
     queries, name = LogQueries("sequences", schema), sql.Identifier(schema, table).as_string(connection)
     if fetch_first(connection, queries("readable"), {"table": name}) != (True,):
         return 0

@@ -1,6 +1,6 @@
 """The archive: changes of closed aggregates in a table of their own, which everything reads as a part of the store.
 
-The table inherits from `aggregate_change`, so each statement that reads changes reads the archived ones too, in their
+The table inherits from `aggregate_change`, so each statement that reads changes reads archived changes too, in their
 places of the global order. Appends write to the parent alone.
 """
 

@@ -58,7 +58,7 @@ class Compared:
 
 
 def compare(store: Store, queries: Queries, compared: Compared, sample: int) -> Comparison:
-    """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live ones.
+    """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live rows.
 
     The comparison reads one snapshot, and leaves nothing behind. If the projection follows by a subscription, changes
     after the subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a

@@ -91,7 +91,7 @@ class CheckedProjection:
         self.schema = check_name(f"schema of {kind}", projection.schema)
         self.tables = [check_name(f"a table of {kind}", each) for each in getattr(projection, "tables", ())]
         if isinstance(projection.tables, str) or not self.tables:
-            raise ValidationError(f"{kind} has no tables: name those that `create` makes, as in tables = ('orders',)")
+            raise ValidationError(f"{kind} has no tables: name all that `create` makes, as in tables = ('orders',)")
         self.shadow = f"{installation}_shadow_{self.name}"
         """The schema of its rebuilds. Other installations in the database have other schemas."""
         if (more := len(self.shadow.encode()) - _MAX_IDENTIFIER) > 0:

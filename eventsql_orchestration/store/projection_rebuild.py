@@ -1,4 +1,4 @@
-"""The steps of a rebuild of a projection: new tables beside the live ones, and the swap."""
+"""The steps of a rebuild of a projection: new tables beside the live tables, and the swap."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ProjectionRebuild:
         return applied
 
     def _replace(self, connection: Connection, each: CheckedProjection, live: Sequence[str]) -> None:
-        """Put the rebuilt tables in the place of the live ones."""
+        """Put the rebuilt tables in the place of the live tables."""
         for table in live:
             self._keep_rights(connection, each, table)
         try:

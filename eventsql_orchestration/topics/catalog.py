@@ -32,7 +32,7 @@ LOCK_SECONDS: Final = 10
 """Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
 
 GIVE_WAY_SECONDS: Final = 4.0
-"""Seconds for which a redefinition gives way to transactions that hold one of its locks and wait for another one."""
+"""Seconds for which a redefinition gives way to transactions that hold one of its locks and wait for another lock."""
 
 _t, _c, _s, _g = tables.topic.c, tables.consumer.c, tables.shard.c, tables.shard_layout.c
 

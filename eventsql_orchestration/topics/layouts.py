@@ -66,7 +66,7 @@ class Layouts:
         self._on_log = LogQueries("consumers", database.schema)
 
     def of(self, topic: str) -> list[Layout]:
-        """The layouts of a topic, oldest first; empty where its partitions never changed while it had events."""
+        """The layouts of a topic, oldest first; empty if its partitions never changed while it had events."""
         with self._database.connection() as connection:
             return layouts(connection, self._database.schema, topic)
 

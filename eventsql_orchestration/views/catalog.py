@@ -144,7 +144,7 @@ class Views:
         times.
 
         With `fill`, the events so far are written in bulk, and `feed.apply` gets only later events, `batch` at a time.
-        `on_progress` gets the number of events applied, without those of the fill. Gives that number.
+        `on_progress` gets the number of events applied, without the events of the fill. Gives that number.
 
         Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not be what the events say: see
         docs/views.md. `partial` allows a topic with a retention: the entries of dropped events are lost then.
@@ -315,5 +315,5 @@ class Views:
         except psycopg.errors.UndefinedObject as error:
             language = getattr(view, "language", None)
             raise ValidationError(
-                f"this server has no text search configuration {language!r}: `\\dF` in psql lists those that it has"
+                f"this server has no text search configuration {language!r}: `\\dF` in psql lists its configurations"
             ) from error

@@ -40,7 +40,7 @@ _ORDER: Final = sql.SQL("eql_tenant, eql_resource, eql_written_at, eql_id")
 
 @dataclass(frozen=True, slots=True)
 class Sorted:
-    """The partitions of logs that `sort` sorted, and those that it left for the next run because they are in use."""
+    """The partitions of logs that `sort` sorted, and the partitions in use, which it left for the next run."""
 
     view: str
     partitions: int
