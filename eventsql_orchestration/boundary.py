@@ -198,7 +198,7 @@ def _class(name: str, of: Any) -> Rule:
 
 
 def _event(name: str) -> Rule:
-    # Events of multiprocessing are no subclass.
+    # Events of multiprocessing are not a subclass.
     methods = ("is_set", "set", "wait")
     return _only(name, lambda value: all(callable(getattr(value, each, None)) for each in methods), "a threading.Event")
 

@@ -1,4 +1,4 @@
-"""Every error that this package raises on purpose; those of Dagster's and Airflow's runs: `orchestration/errors.py`.
+"""Every error that this package raises on purpose. `orchestration/errors.py` has the errors of orchestrators' runs.
 
 Catch `EventSQLError` for all of them. The message of each says what happened and what to do next; the docstring
 of a class is the message that it carries when none is given.
@@ -115,7 +115,7 @@ class BrokenBlockError(DatabaseError):
 class StuckEventError(DatabaseError):
     """One event cannot be moved from the buffer to its log, so it and the later events of its topic wait there.
 
-    `topic` and `buffer_id` name the event, or the block of events; `size` is its size in bytes, None where it is not
+    `topic` and `buffer_id` name the event, or the block of events; `size` is its size in bytes, None if it is not
     known.
     """
 
@@ -355,7 +355,9 @@ class PartlySentError(ShardError):
     def __init__(self, ids: Sequence[int | None], failed: Mapping[str, Exception]) -> None:
         sent = len(ids) - list(ids).count(None)
         faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
-        super().__init__(f"sent {sent} of {len(ids)} messages: send those without an id in `ids` again ({faults})")
+        super().__init__(
+            f"sent {sent} of {len(ids)} messages: send the messages without an id in `ids` again ({faults})"
+        )
         self.ids = list(ids)
         self.failed = dict(failed)
 

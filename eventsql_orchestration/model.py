@@ -165,7 +165,7 @@ class Topic:
 
     `compression` is the compression of its blocks: "none", "pglz" or "lz4". Events that are published one at a time are
     in small blocks, which are compressed when they are merged. When a topic is registered, None keeps the compression
-    that it has; a new topic gets "lz4" where the server has it, else "none". A topic in rows has a compression too, for
+    that it has; a new topic gets "lz4" if the server has it, else "none". A topic in rows has a compression too, for
     the time when its new events are in blocks.
 
     Equality looks at `name` and `partitions` alone. In a topic from the registry, the retention None means that
@@ -211,7 +211,7 @@ class Topic:
 
     @property
     def dead_letter_topic(self) -> str:
-        """The name of the topic that takes its dead letters, where it is registered."""
+        """The name of the topic that takes its dead letters, if it is registered."""
         return self.name + DEAD_LETTER_SUFFIX
 
 

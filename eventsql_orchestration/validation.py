@@ -67,7 +67,7 @@ def advised(words: str, *names: str) -> str:
 
 
 def split_urls(text: str) -> tuple[str, ...]:
-    """The URLs of the databases that one text names: a single one, or those of all shards with white space between."""
+    """The URLs in a text: the URL of one database, or the URLs of all shards with white space between them."""
     return tuple(_BETWEEN_URLS.split(text.strip()))
 
 
@@ -237,7 +237,7 @@ def check_metadata(
         return NO_METADATA
     if not isinstance(metadata, Mapping):
         raise error(f"metadata{of} must be a mapping, not {type(metadata).__name__}")
-    # The copy is checked: a mapping of the caller's may be another one the next time.
+    # The copy is checked: a mapping of the caller's may have changed at the next look.
     copied = Metadata(metadata)
     try:
         texts = "".join([*copied, *copied.values()])

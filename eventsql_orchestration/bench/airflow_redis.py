@@ -61,7 +61,7 @@ def missing() -> list[str]:
 
 
 def start_redis(crew: Crew, directory: str) -> Redis | None:
-    """Start a server without files in use; None where it is `missing`. Raises `BenchmarkError`."""
+    """Start a server without files in use; None if it is `missing`. Raises `BenchmarkError`."""
     program = shutil.which("redis-server")
     if program is None or missing():
         return None

@@ -121,7 +121,7 @@ def _publish_while_draining(running: Daemon, events: int, every: float, step: st
     running.await_(lambda: len(running.handled()) > events, "every event")
     handled = running.handled()[1:]
     if [event.published for event in handled] != published:
-        raise BenchmarkError(f"the handled events are not the {events} published ones, or not in their order")
+        raise BenchmarkError(f"the handled events are not the {events} published events, or not in their order")
     return handled
 
 

@@ -24,9 +24,9 @@ class Transfer(OnTopic, BesideRawCopy):
     short: int = option(500_000, "Events in the short buffer", quick=5_000)
 
     def __post_init__(self) -> None:
-        """Raise `ValidationError` if the short buffer is not the shorter one."""
+        """Raise `ValidationError` unless the short buffer is shorter than the long buffer."""
         if self.short >= self.events:
-            raise ValidationError(f"a short buffer of {self.short} events is no shorter than the long one")
+            raise ValidationError(f"--short must be less than --events: {self.short} and {self.events}")
 
     def measure(self, session: Session) -> list[Figure]:
         short, long = self.beside_raw_copy(

@@ -65,7 +65,7 @@ class QueueBenchmark(OnTopic, BesideRawCopy):
     benchmark runs this file in a schema that it makes and drops, so the schema must not exist before. With a backlog,
     or with another open transaction, a figure is the ratio to the same steps without it. Messages are the same as in
     the other benchmarks: 150 bytes of JSON. The details of a rate have the processor time of a message in microseconds,
-    of the clients and of the server where it runs on this machine.
+    of the clients, and of the server if it runs on this machine.
 
     The form and the partitions are those of the topic of --topic. Raw COPY is measured with --topic and --end-to-end.
     """

@@ -114,7 +114,7 @@ class AirflowDevelopment:
 
 
 def _metadata_database(url: str) -> str:
-    """The URL of Airflow's own database beside that of the events: `<database>_airflow`. It is made if it is missing.
+    """The URL of Airflow's own database, `<database>_airflow`. Makes the database if it is missing.
 
     Raises `LocalAirflowError`.
     """

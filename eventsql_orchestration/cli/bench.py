@@ -99,7 +99,7 @@ def _measure(context: CliContext, benchmark: Benchmark, *, as_json: bool) -> Non
         gigabytes = benchmark.stored_events * _BYTES_PER_EVENT / 1e9
         say(f"this stores {benchmark.stored_events:,} events for a while: some {gigabytes:.0f} GB")
 
-    # The benchmark removes what it has made, as after Ctrl-C. The exit code is that of shells.
+    # The benchmark removes what it has made, as after Ctrl-C. The exit code is as in shells.
     ended = handling(lambda number, _frame: sys.exit(128 + number), signal.SIGTERM, signal.SIGHUP)
     with ended, _progress() as report:
         figures, environment = benchmark.run(context.platform, home=context.settings.home, report=report)

@@ -28,13 +28,13 @@ def _as_text(text: str) -> str:
 
 def _as_integer(text: str) -> str:
     if not _INTEGER.fullmatch(text):
-        raise ValueError("no integer")
+        raise ValueError("not an integer")
     return text
 
 
 def _as_number(text: str) -> str:
     if not _NUMBER.fullmatch(text):
-        raise ValueError("no number")
+        raise ValueError("not a number")
     return text
 
 
@@ -49,7 +49,7 @@ def _as_nested(text: str) -> str:
     try:
         parse(text.encode())
     except ValueError as error:
-        raise ValueError("no JSON") from error
+        raise ValueError("not JSON") from error
     return text
 
 

@@ -39,9 +39,7 @@ class _Filter(TypedDict):
     """The options that choose dead letters."""
 
     consumer: Annotated[str | None, option("Dead letters of this consumer.", type=CONSUMER, metavar="NAME")]
-    backfill: Annotated[
-        str | None, option("Dead letters of this backfill; by default, those of no backfill.", metavar="ID")
-    ]
+    backfill: Annotated[str | None, option("Dead letters of this backfill; by default, of no backfill.", metavar="ID")]
     exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
     key: Annotated[str | None, option("With this key.", metavar="KEY")]
     metadata: Annotated[tuple[tuple[str, str], ...], option("With this metadata; repeat it.")]

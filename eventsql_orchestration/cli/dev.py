@@ -57,9 +57,9 @@ def dev(
     runs once before. It fails if an event is lost or consumed twice, and if the lag is not 0 within --timeout.
 
     With --dags, it runs the DAGs of a directory in the Airflow of this environment, with the connection
-    eventsql_default; they can import the code of this directory. Airflow's own tables are in a database beside that of
-    the events. DAGs with the tag eventsql:setup run at the start, those with eventsql:simulation in each round, and
-    those with eventsql:verification after a round of --once.
+    eventsql_default; they can import the code of this directory. Airflow's own tables are in a further database of
+    the server. DAGs with the tag eventsql:setup run at the start, DAGs with eventsql:simulation in each round, and DAGs
+    with eventsql:verification after a round of --once.
     """
     if dags is not None:
         if file is not None or module is not None:

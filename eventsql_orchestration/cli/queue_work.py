@@ -44,7 +44,7 @@ class Programs:
         self._lock = threading.RLock()
 
     def __len__(self) -> int:
-        """The number of programs that run now, and of those that are just being started."""
+        """The number of programs that run or are being started."""
         with self._lock:
             return len(self._running)
 

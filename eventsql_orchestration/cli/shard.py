@@ -215,6 +215,6 @@ def _show(plan: Addition, database: Database) -> None:
     })  # fmt: skip
     if database.url.database in _MAINTENANCE:
         say(
-            f"note: {database.url.database!r} is the server's database for maintenance: create another one for the "
-            "shard"
+            f"note: {database.url.database!r} is the server's database for maintenance: create another database "
+            "for the shard"
         )

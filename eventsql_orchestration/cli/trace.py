@@ -68,8 +68,8 @@ def trace(
     An event that an asset or a task published names its run. The run's claims, and its metadata in Dagster, name the
     ranges that it had read. The events of these ranges name earlier runs, down to the events that services published.
     Status and times of runs of Dagster come from --dagster-url, from the instance of DAGSTER_HOME, or from the instance
-    of `eventsql dev`; those of Airflow from --airflow-url, or from `eventsql dev --dags`. Without any of these, the
-    facts of the database are shown.
+    of `eventsql dev`; status and times of runs of Airflow come from --airflow-url, or from `eventsql dev --dags`.
+    Without any of these, the facts of the database are shown.
     """
     given = {DAGSTER: dagster_url, AIRFLOW: airflow_url or local_airflow(context.settings.home)}
     urls = {name: url for name, url in given.items() if url is not None}

@@ -286,7 +286,7 @@ _LINE: Final[Columns] = {
 def _follow(
     opened: LogsView, asked: Mapping[str, Any], since: datetime | None, limit: int, *, as_json: bool
 ) -> NoReturn:
-    """Print the last lines and then new ones, until the program is interrupted."""
+    """Print the last lines and then new lines, until the program is interrupted."""
     # The follower begins before the search, so that no line falls between the two.
     follower = opened.follow(**asked)
     last = opened.search(**asked, since=since, limit=limit)[::-1]

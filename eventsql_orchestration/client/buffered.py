@@ -172,7 +172,7 @@ class BufferedPublisher:
             each.flush(timeout=left())
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> None:
-        """Take no more events, and commit those that were given.
+        """Take no more events, and commit the events that were given.
 
         An event that is not committed after `timeout` seconds gets a `PublisherClosedError`, which says whether its
         outcome is known.
@@ -257,7 +257,7 @@ class AsyncPublisher:
             await each.flush()
 
     async def aclose(self, timeout: float | None = CLOSE_TIMEOUT) -> None:  # noqa: ASYNC109 - the rest is reported
-        """Take no more events, and commit those that were given. See `BufferedPublisher.close`."""
+        """Take no more events, and commit the events that were given. See `BufferedPublisher.close`."""
         left = time_left(timeout)
         for each in self._collectors.close():
             await each.aclose(left())

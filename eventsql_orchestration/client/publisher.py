@@ -44,7 +44,7 @@ class ClusterPublisher:
         self._partitioner: Partitioner = default_partition
 
     def close(self) -> None:
-        """Close the connections; the next publication opens new ones."""
+        """Close the connections; the next publication opens new connections."""
         for shard in self._cluster.shards:
             shard.publisher.close()
 

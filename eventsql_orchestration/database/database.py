@@ -352,8 +352,8 @@ class Database:
             except sqlalchemy.exc.DBAPIError as error:
                 if isinstance(error.orig, psycopg.errors.InvalidParameterValue):
                     raise ConfigurationError(
-                        f"the server does not know the time zone {times_in!r}: the view pg_timezone_names lists those "
-                        "that it knows"
+                        f"the server does not know the time zone {times_in!r}: the view pg_timezone_names lists "
+                        "the zones that it knows"
                     ) from None
                 if isinstance(error.orig, psycopg.errors.InsufficientPrivilege):
                     role, prefix = self._role_names()

@@ -18,7 +18,7 @@ schema: two transactions that grant rights on one table get in each other's way.
 
 @dataclass(frozen=True, kw_only=True)
 class CurrentRole:
-    """A role of the server. `prefix` begins the names of the installation's roles; None where it has no roles.
+    """A role of the server. `prefix` begins the names of the installation's roles; None if it has no roles.
 
     `kinds` are the kinds of those roles for all topics whose rights it has.
     """

@@ -77,7 +77,7 @@ def open_session(connection: Connection) -> None:
     if encoding != ENCODING:
         raise ConfigurationError(
             f"database {connection.info.dbname!r} has the encoding {encoding}, which cannot hold every text: make "
-            "another one by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
+            "another database by CREATE DATABASE … ENCODING 'UTF8' TEMPLATE template0"
         )
     if answering != own:
         connection.prepare_threshold = None

@@ -98,7 +98,7 @@ def _unreachable(detail: str) -> str:
         question = next((question for word, question in _QUESTIONS.items() if word in refused), None)
         return f"refused the connection ({refused})" + (f": {question}" if question else "")
     if detail == "the connection is closed":
-        return "cannot be reached, because the connection was closed before: open another one, and try again"
+        return "cannot be reached, because the connection was closed before: open another connection, and try again"
     return f"cannot be reached ({detail}): is the server running, is the URL right?"
 
 

@@ -172,7 +172,7 @@ def split_direct(url: URL) -> tuple[URL, URL]:
     if found is None or int(found["port"] or 5432) not in range(1, _MOST_PORT + 1):
         raise ConfigurationError(
             f"the option {DIRECT} of the database URL names the server behind a pooler as host:port or "
-            "host:port/database; user and password are those of the URL"
+            "host:port/database; user and password come from the URL"
         )
     past = pooled.difference_update_query(["host", "hostaddr", "port"])
     return pooled, past.set(

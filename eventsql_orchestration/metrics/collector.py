@@ -171,7 +171,7 @@ def _add_topics(families: _Families, source: _Source, figures: Figures) -> None:
 
     for each in figures.topics:
         own, key = {"topic": each.topic}, keys[each.topic]
-        families.counter("events_published", "Events published, buffered ones included.", published[key], **own)
+        families.counter("events_published", "Events published, buffered events included.", published[key], **own)
         families.counter("events_transferred", "Events in the log: the newest offset.", transferred[key], **own)
         families.gauge("buffer_events", "Events that wait for the transfer.", each.buffered, **own)
         families.gauge("buffer_seconds", "Age of the oldest event in the buffer.", each.buffered_seconds, **own)

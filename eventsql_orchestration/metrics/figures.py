@@ -146,7 +146,7 @@ class FiguresReader:
         )  # fmt: skip
 
     def _subscription_lags(self, connection: Connection) -> list[SubscriptionLag]:
-        """The lag of the event store's subscriptions; none where the role may not read them."""
+        """The lag of the event store's subscriptions; none if the role may not read them."""
         if not self._subscriptions.is_allowed(connection):
             return []
         try:

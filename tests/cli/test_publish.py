@@ -155,13 +155,13 @@ def test_fields_are_separated_by_tabs(run: Run, platform: EventSQL, topic: str, 
 @pytest.mark.parametrize(
     "case",
     [
-        ("integer", "1.0", "no integer: '1.0'"),
-        ("integer", "007", "no integer: '007'"),
-        ("integer", "\u0661", "no integer: '\u0661'"),
-        ("number", "NaN", "no number: 'NaN'"),
-        ("number", "1_000", "no number: '1_000'"),
+        ("integer", "1.0", "not an integer: '1.0'"),
+        ("integer", "007", "not an integer: '007'"),
+        ("integer", "\u0661", "not an integer: '\u0661'"),
+        ("number", "NaN", "not a number: 'NaN'"),
+        ("number", "1_000", "not a number: '1_000'"),
         ("boolean", "yes", "neither true nor false: 'yes'"),
-        ("json", "1}, {", "no JSON: '1}, {'"),
+        ("json", "1}, {", "not JSON: '1}, {'"),
     ],
 )
 def test_a_field_of_another_type_is_a_bad_line(
