@@ -44,7 +44,7 @@ class EventSQLConsumeOperator(BaseOperator):
     """Consumes events of a topic with a function.
 
     With `gets="events"`, `python_callable(events, connection)` gets at most `batch` events a time. Its writes through
-    `connection` commit together with the offset: exactly once, also when Airflow tries the task again. An event that
+    `connection` commit together with the offset: exactly once, even when Airflow tries the task again. An event that
     fails is tried again with backoff, and then becomes a dead letter if topic `<topic>_dlt` exists.
 
     With `gets="claim"`, `python_callable(claim)` gets a whole range and commits the claim itself with its effects, for

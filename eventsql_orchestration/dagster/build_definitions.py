@@ -78,7 +78,7 @@ def common_definitions(
     queue_names = queues_of(options.workers)
     suffix = "" if options.name is None else f"_{options.name}"
     known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
-    # Several merged definitions may consume the same topic, but only one of them can have the topic's asset.
+    # Several merged definitions may consume the same topic, but the topic has one asset.
     external = _external(
         [*(each.asset for each in consumers), *(each.asset for each in options.workers), *options.assets],
         known if options.platform else options.topics,
@@ -257,7 +257,7 @@ def build_register_job(
 
     @dg.job(
         name=name,
-        description="Creates topics, consumers and queues, or gives existing ones their declared settings.",
+        description="Creates topics, consumers and queues, and gives them their declared settings.",
         executor_def=dg.in_process_executor,
         tags={DEV_TAG: DEV_SETUP},
     )

@@ -28,7 +28,7 @@ class RunLimits:
     - `min_events`: number of waiting events that requests a run.
     - `max_wait`: time after which fewer waiting events request a run.
     - `max_events`: maximum number of events in a range.
-    - `drain_seconds`: age at which a run stops claiming further ranges after its first one.
+    - `drain_seconds`: age at which a run stops claiming further ranges after its first range.
     - `drain_events`: number of consumed events at which a run stops claiming.
     - `drain_idle`: time without an event after which a run stops claiming.
     - `lease`: time from the death of a run's process until its partition is consumed again. The

@@ -598,7 +598,7 @@ def test_a_side_consumer_is_left_at_the_end_of_the_range(bench: Workbench, backf
     replay_all(bench, location.ledger_backfill, plan, backfill)
     states = bench.platform.registry.consumer("orders", "ledger_2")
     assert [(state.partition, state.last_event_id) for state in states] == [(0, ids[14]), (1, ids[14])]
-    with pytest.raises(RegistryError, match="name a new one"):
+    with pytest.raises(RegistryError, match="name a new consumer"):
         backfills.register(everything(backfills), "two", into="ledger_2")
 
 

@@ -124,7 +124,7 @@ def test_a_tick_claims_or_requests_a_successor(state: dict[str, Any], expected: 
         ({"claim": claim(), "run": run(unchanged=119.0), "late": 1}, "run r of claim 1 is started", True),
         (
             {"claim": ADOPTED, "run": run(STATUS.FAILURE), "failures": 3, "since_failure": 5.0},
-            "3 runs failed from offset 10, the last one is run r; the next is requested in 15 s",
+            "3 runs failed from offset 10, the last run is r; the next is requested in 15 s",
             False,
         ),
         ({"drains": "r", "run": run(age=5.0)}, "run r drains the partition, for 15 s more", False),

@@ -272,7 +272,7 @@ def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_
     bench.instance.report_run_failed(run)
 
     reason = bench.tick(eager.sensors[0])
-    assert reason.startswith(f"2 runs failed from offset 0, the last one is run {run.run_id}; the next is requested")
+    assert reason.startswith(f"2 runs failed from offset 0, the last run is {run.run_id}; the next is requested")
 
 
 def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(bench: Workbench) -> None:

@@ -123,7 +123,7 @@ def decide(state: PartitionState, limits: RunLimits, options: TickOptions) -> De
         left = backoff(state.failures, options) - state.since_failure
         if left > 0:
             return Wait(
-                f"{state.failures} runs failed from offset {claim.range.after}, the last one is run {run.run_id}; "
+                f"{state.failures} runs failed from offset {claim.range.after}, the last run is {run.run_id}; "
                 f"the next is requested in {left:.0f} s"
             )
         return TryClaim(release=True)

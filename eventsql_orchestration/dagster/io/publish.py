@@ -28,7 +28,7 @@ def publish_events(
     optionally `key`, `partition` and `headers`, or an iterable of publications or of mappings. The metadata of each
     event names the run, the asset and its partition. `claim` is committed in the same transaction, so its events are
     consumed and the output is published exactly once. Without a claim, each step publishes once per run, partition,
-    topic and `batch`, also when it is retried or its run is re-executed. So a second call in a step for the same topic
+    topic and `batch`, even if it is retried or its run is re-executed. So a second call in a step for the same topic
     needs another `batch`.
 
     The events are transferred at once, so that the metadata can name their offsets. Raises `ClaimLostError`,

@@ -48,7 +48,7 @@ class CodeLocation:
 
     @property
     def _directories(self) -> list[Path]:
-        """The directories from which its processes import, the first one first."""
+        """The directories from which its processes import, in the order of the search."""
         return list(dict.fromkeys([Path(self._directory), self.directory]))
 
     def load(self) -> tuple[str, dg.Definitions]:

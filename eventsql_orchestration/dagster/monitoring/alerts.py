@@ -91,7 +91,7 @@ def build_alert_sensor(
 def _changes(
     instance: dg.DagsterInstance, keys: Iterable[dg.AssetCheckKey], known: Mapping[str, str]
 ) -> Iterator[CheckAlert]:
-    """The checks whose newest result has another state than the known one."""
+    """The checks whose newest result has another state than the known state."""
     for key in keys:
         if (found := latest_evaluation(instance, key)) is not None:
             evaluation, at = found

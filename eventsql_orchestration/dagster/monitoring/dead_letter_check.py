@@ -142,7 +142,7 @@ def _open_letters(
 ) -> tuple[list[DeadLetter], Mapping[str, Any]]:
     """The oldest open dead letters, one more than the check shows, and the memory: up to its offset, none is open.
 
-    A redriven letter is never open again, so the search starts at the first one that was open. Searching 300,000
+    A redriven letter is never open again, so the search starts at the first letter that was open. Searching 300,000
     letters for the letters of one consumer would take hundreds of milliseconds at each tick.
     """
     source = shard.dead_letters.topic_of(topic)

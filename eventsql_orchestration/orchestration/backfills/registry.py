@@ -222,7 +222,7 @@ class _LogBackfills:
             lock_registry(connection)
             driver = driver_connection(connection)
             if into is not None and consumer_states(connection, plan.topic, into):
-                raise RegistryError(f"topic {plan.topic!r} has a consumer {into!r} already: name a new one")
+                raise RegistryError(f"topic {plan.topic!r} has a consumer {into!r} already: name a new consumer")
             if self._registered(driver, plan.topic, plan.consumer, backfill_id):
                 raise _taken(plan, backfill_id)
             topic = find_topic(connection, plan.topic)
