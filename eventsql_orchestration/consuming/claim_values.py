@@ -78,7 +78,7 @@ class LastClaim:
 
 @dataclass(frozen=True, slots=True)
 class PartitionClaims:
-    """State of a partition: whether events wait, whether it is leased, its live claim, and its latest one."""
+    """State of a partition: whether events wait, whether it is leased, its live claim, and its latest claim."""
 
     partition: int
     waiting: bool

@@ -70,7 +70,7 @@ class CommitRetry:
     def try_again(self, event: int | None) -> bool:
         """Count a transient rejection. Returns whether to try the same events again later.
 
-        `event` is the id of the event if the batch had only one. Each single event gets the full time when it is
+        `event` is the id of the event if the batch had only one event. Each single event gets the full time when it is
         rejected first, because it did not cause the earlier rejections.
         """
         if self._limits is None:

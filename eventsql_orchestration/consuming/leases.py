@@ -183,7 +183,7 @@ class LeasedPolls:
         if isinstance(error, DatabaseUnavailableError | DatabaseFullError):
             raise error
         if isinstance(error, ClaimLostError):
-            # Of this claim, or of another one that the handler works with.
+            # This claim is lost, or another claim that the handler works with.
             with self.database.transaction() as connection:
                 self.claims.check(connection, claim)
 

@@ -351,7 +351,7 @@ class QueueConsumption(Running):
                 self._working.notify_all()
 
     def _lost(self, worker: int) -> None:
-        """Forget the events of a lease that has ended, and begin a new one. Call with `_exchange`."""
+        """Forget the events of a lease that has ended, and begin a new lease. Call with `_exchange`."""
         with self._working:
             if self._worker != worker or self._stop.is_set():
                 return

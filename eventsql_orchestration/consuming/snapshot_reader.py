@@ -153,7 +153,7 @@ class SnapshotReader:
             after = rows[-1].checkpoint
 
     def horizon(self, connection: CallersConnection | None = None) -> int:
-        """The oldest transaction that may still write. Its rows and later ones are not read yet."""
+        """The oldest transaction that may still write. Its rows and later rows are not read yet."""
         with self._on(connection) as joined:
             return int(fetch_one(joined, self._compose("horizon"))[0])
 

@@ -237,7 +237,7 @@ class Consumption(Running):
                 woken, self._woken = self._woken, False
                 idle = self._idle.values()
                 if now - self._looked_at >= max(IDLE_POLLING, self._polling_delay):
-                    # Even if all known partitions are busy: there may be new ones.
+                    # Look even if all known partitions are busy: there may be new partitions.
                     return [slot for slot in idle if not slot.deaf], woken
                 if any(slot.due <= now or (woken and not slot.deaf) for slot in idle):
                     # One statement looks at all of them, so the slots that are not due yet cost nothing.

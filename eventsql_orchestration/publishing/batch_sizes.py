@@ -8,7 +8,7 @@ FIRST_BATCH: Final = 1_000
 LEAST_BATCH: Final = 100
 MOST_BATCH: Final = 20_000
 """Events moved in one transaction. Measured: batches of 3,000 to 30,000 move at the same rate. Only a failed batch
-makes the next ones smaller than `LEAST_BATCH`."""
+makes the next batches smaller than `LEAST_BATCH`."""
 
 MOST_BYTES: Final = 16 * 1024 * 1024
 """The most bytes of buffered events that a transaction moves, unless a single event is larger. The time of the last

@@ -3,7 +3,7 @@
 A row of the buffer is an event, or a block of events, or stands for a staged block. Events are moved by one statement,
 and blocks by another, so a buffer with both is moved in runs of one kind. Each statement moves the first run that it
 sees itself, up to the first row of another kind: rows may have been committed since the last look, and a row must not
-pass an earlier one of the same publisher.
+pass an earlier row of the same publisher.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Background commits for the publishers that collect events: one commit for the events of many callers.
 
 Events wait in lanes. Events of one key always take the same lane, and a lane has at most one flush under way. So they
-are committed in the order in which they were given, also if the topic is repartitioned meanwhile. Lanes flush side by
+are committed in the order in which they were given, even if the topic is repartitioned meanwhile. Lanes flush side by
 side: keys of one partition may take different lanes and have no order among each other.
 """
 

@@ -143,7 +143,7 @@ class MessageQueue:
 
         grouped: dict[int, tuple[QueueTable, list[int]]] = {}
         for place, message in enumerate(given):
-            # A message with the same deduplication id has to go to the shard of the first one.
+            # A message with the same deduplication id has to go to the shard of the first message.
             key = message.deduplication_id if message.key is None else message.key
             table = self._shards.for_key(key, tables)
             grouped.setdefault(id(table), (table, []))[1].append(place)

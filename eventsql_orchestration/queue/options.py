@@ -35,7 +35,7 @@ class QueueOptions:
                 object.__setattr__(self, name, check_seconds(name, duration, zero=False))
 
     def differ(self, found: QueueDefinition) -> bool:
-        """Whether the database has an option that differs from a given one."""
+        """Whether an option in the database differs from a given option."""
         return any(
             (given := getattr(self, name)) is not None and given != getattr(found, name) for name in self.__slots__
         )

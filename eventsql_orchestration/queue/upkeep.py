@@ -104,7 +104,7 @@ class QueueUpkeep:
         def attempt() -> None:
             with self._database.transaction() as connection:
                 connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
-                # After this lock, each message that a sender has committed can be seen, and no later one is sent.
+                # After this lock, each message that a sender has committed can be seen, and no further message is sent.
                 connection.execute(self._queries("lock"), prepare=False)
                 self._check_deletable(connection, force=force)
                 for statement in ("delete_messages", "clear_archive", "delete_deduplication", "delete_queue"):

@@ -61,7 +61,7 @@ def after_failure(pause: float, dead_letters: str | None) -> str:
     """What happens to a message that failed, for the log. `dead_letters`: its queue if it is a dead letter now."""
     if dead_letters is None:
         return f"again in {pause:.1f} s"
-    return f"the last one, and goes to the dead letters in queue {dead_letters!r}"
+    return f"the last receive, and goes to the dead letters in queue {dead_letters!r}"
 
 
 def _note_held(message: Message, failure: EventSQLError) -> None:

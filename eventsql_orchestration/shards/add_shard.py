@@ -10,7 +10,7 @@
 4. *Held back*: each consumer gets the new shard's events after it has consumed the events before the fences.
 
 Every step finds out what is done already. If the command dies, run it again. Run it again also after an older shard was
-restored from a backup that does not know of the new one: it is fenced anew.
+restored from a backup that does not know of the new shard: the older shard is fenced anew.
 """
 
 from __future__ import annotations

@@ -262,7 +262,7 @@ def _read_piece(
     connection.execute("SET LOCAL TIME ZONE 'UTC'")
     first = copy_out.event_query(source.schema, piece.table, piece.first)
     if not sum(batch.num_rows for batch in connection.batches(first)):
-        # From here on, this transaction keeps its segment and all later ones from being dropped.
+        # From here on, this transaction keeps its segment and all later segments from being dropped.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "
             f"{piece.offsets} was planned",

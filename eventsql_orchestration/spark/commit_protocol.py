@@ -149,9 +149,9 @@ class Publications:
     ) -> bool:
         """Publish the events of `attempts`, in that order, unless `writer` has published `batch` before.
 
-        Without a `writer`, a new one publishes. Gives whether this published them. With `claim`, the same transaction
-        commits its range. With `stream`, a batch that was published before must be the same: `ConfigurationError` if it
-        has other events, which would be lost.
+        Without a `writer`, a new writer publishes. Gives whether this call published them. With `claim`, the same
+        transaction commits its range. With `stream`, a batch that was published before must be the same:
+        `ConfigurationError` if it has other events, which would be lost.
 
         Raises `ClaimLostError`, `TopicNotFoundError`, `RedefinitionError` or `DatabaseError`; nothing was published
         then. Over several shards also `PublicationUnfinishedError`: the batch is published, but some of its events

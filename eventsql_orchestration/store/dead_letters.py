@@ -13,7 +13,7 @@ from eventsql_orchestration.store.change import RecordedChange
 
 @dataclass(frozen=True, slots=True)
 class StoreDeadLetter:
-    """A change that a subscription has given up after `attempts` attempts; `failure` is the last one's."""
+    """A change that a subscription has given up after `attempts` attempts; `failure` is the last failure."""
 
     id: int
     subscription: str

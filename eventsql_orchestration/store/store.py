@@ -208,7 +208,7 @@ class Store:
 
         `types` and `kinds` name the types of aggregates and the kinds of changes to read; None is all. Go on with the
         `checkpoint` of the last change. Reading on misses no change: a change is read only when every transaction
-        that could write an earlier one has ended. So a long transaction anywhere on the server delays reading. The
+        that could write an earlier change has ended. So a long transaction anywhere on the server delays reading. The
         changes of one aggregate are in the order of their versions.
 
         With `connection`, the caller's transaction reads. Raises `ValidationError` for a limit below 1, and

@@ -34,7 +34,7 @@ def change_settings(connection: Connection, states: list[ConsumerState], setting
 def insert_consumer(
     connection: Connection, consumer: Consumer, topic: Topic, start: Position, settings: dict[str, Any], *, held: bool
 ) -> None:
-    """Insert the rows of a new consumer, for the partitions of the layout where it begins and of all later ones."""
+    """Insert the rows of a new consumer, for the partitions of the layout where it begins and of all later layouts."""
     driver, schema = driver_connection(connection), schema_of(connection)
     offset = None
     if not isinstance(start, Earliest):

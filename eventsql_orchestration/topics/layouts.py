@@ -5,8 +5,8 @@ events lie in one partition up to an offset and in another after it. To keep a k
 offset (`consumer.eql_until`) until all of its partitions have consumed the events before it. Then it goes on with the
 partitions of the next layout.
 
-A consumer has a row for every partition of its layout and of all later ones: events that wait there count as lag, and
-retention keeps them.
+A consumer has a row for every partition of its layout and of all later layouts: events that wait there count as lag,
+and retention keeps them.
 """
 
 from __future__ import annotations

@@ -139,9 +139,9 @@ class Views:
 
         The consumer goes on meanwhile. Handlers and readers wait only for the switch, which applies the events since
         the last batch. The new table has the rights of the live table, and new ids, all larger than the ids before. An
-        interrupted rebuild leaves the view as it is, and the next one begins anew. If another process begins a rebuild
-        of the view, this one fails. The switch waits a second for transactions that use the view, and is tried `tries`
-        times.
+        interrupted rebuild leaves the view as it is, and the next rebuild begins anew. If another process begins a
+        rebuild of the view, this one fails. The switch waits a second for transactions that use the view, and is tried
+        `tries` times.
 
         With `fill`, the events so far are written in bulk, and `feed.apply` gets only later events, `batch` at a time.
         `on_progress` gets the number of events applied, without the events of the fill. Gives that number.

@@ -327,7 +327,7 @@ class Rebuilding:
         return sum(self._apply(shadow, upto, events, connection) for events in self._between(done, upto, connection))
 
     def _switch(self, shadow: Shadow, done: Consumed) -> int | None:
-        """Put the new table in the place of the live one.
+        """Put the new table in the place of the live table.
 
         Gives the number of events that were applied, or None if the view is in use.
         """

@@ -194,7 +194,7 @@ def _is_sound(ints: int, version: int, stored: bytes) -> bool:
 
 
 def _room(depth: int) -> int:
-    """Maximum number of values in the level of a KLL sketch that is `depth` levels below the last one."""
+    """Maximum number of values in the level of a KLL sketch that is `depth` levels below the last level."""
     thirds: int = 3**depth
     return ((QUANTILE_SIZE << depth + 1) // thirds + 1) >> 1
 
