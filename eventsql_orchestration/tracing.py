@@ -153,7 +153,7 @@ class TracedPublisher:
             return self._publisher.publish(_with(publication, current_context()), connection=connection)
 
     def publish_all(self, publications: Iterable[Publication], *, connection: CallersConnection | None = None) -> int:
-        """See `ClusterPublisher.publish_all`. One span is for all events; it has the name of the first one's topic."""
+        """See `ClusterPublisher.publish_all`. One span is for all events, with the name of the first event's topic."""
         check_many(publications)
         events = iter(publications)
         first = tuple(islice(events, 1))

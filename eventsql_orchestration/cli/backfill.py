@@ -126,7 +126,7 @@ def run(
 ) -> None:
     """Replay a range of TOPIC through CONSUMER: a plan and, with --execute, runs of Dagster or Airflow.
 
-    Effects through the consumer's connection happen once for each window, also after kills and double starts. The
+    Effects through the consumer's connection happen once for each window, even after kills and double starts. The
     consumer's own offset stays. After Ctrl-C, --resume ID --execute runs the rest.
 
     It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
@@ -225,7 +225,7 @@ def _given_up(platform: EventSQL, found: Backfill) -> int:
 
 
 def _platform(context: CliContext) -> EventSQL:
-    """The platform with all shards, also with --shard: runs find their shard by its name."""
+    """The platform with all shards, even with --shard: runs find their shard by its name."""
     return open_platform(context.settings)
 
 

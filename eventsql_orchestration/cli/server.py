@@ -13,7 +13,7 @@ from eventsql_orchestration.cli.parameters import AsJson, command
 def server() -> None:
     """Look at the embedded server of this directory, print its URL, stop it.
 
-    It is the server of --home, also if a database is named elsewhere. It runs on after the command that started it,
+    It is the server of --home, even if a database is named elsewhere. It runs on after the command that started it,
     until it is stopped. Its data, port and password stay.
     """
 

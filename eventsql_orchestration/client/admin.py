@@ -142,7 +142,7 @@ class ClusterEraser:
         return first
 
     def records(self, topic: str | None = None, *, key: str | None = None, limit: int = 100) -> list_of[ErasureRecord]:
-        """The newest records of erasures, of a topic or a key or of all. They stay for ten years, also if the topic is
+        """The newest records of erasures, of a topic or a key or of all. They stay for ten years, even if the topic is
         deleted.
         """
         found: list_of[ErasureRecord] = []

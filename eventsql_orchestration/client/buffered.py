@@ -99,7 +99,7 @@ class _PerShard(Generic[AnyCollector]):
         return [self.lone] if self.lone is not None else list(self._of.values())
 
     def close(self) -> list[AnyCollector]:
-        """Make no more collectors; gives the existing ones."""
+        """Make no more collectors; gives the existing collectors."""
         with self._lock:
             self.closed = True
         return self.all()

@@ -154,7 +154,7 @@ class Notifier:
                 connection.close()
 
     def _send(self, connection: Connection | None, payloads: list[str]) -> tuple[Connection, bool]:
-        """Send on a connection, or on a new one if it is lost. Gives the connection, and whether somebody listens."""
+        """Send, on a new connection if the given one is lost. Gives the connection, and whether anybody listens."""
         parameters = {"channel": self._channel, "payloads": payloads}
         if connection is not None:
             with suppress(psycopg.Error):

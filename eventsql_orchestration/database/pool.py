@@ -44,9 +44,9 @@ a free connection, does not get the spare connection."""
 class Pool:
     """Connections in autocommit mode to one database. Its methods raise the errors of SQLAlchemy and of the driver.
 
-    A connection that is given back while no other one is in use is kept as a spare, past SQLAlchemy's pool, for the
-    next `take`. Measured for a message that is sent, whose wait for the disk empties the processor's caches: the way
-    through SQLAlchemy's pool took 117 µs of 275.
+    A connection that is given back while no other connection is in use is kept as a spare, past SQLAlchemy's pool, for
+    the next `take`. Measured for a message that is sent, whose wait for the disk empties the processor's caches: the
+    way through SQLAlchemy's pool took 117 µs of 275.
 
     `size` bounds the connections that are kept, `overflow` the further connections under load. `note` is called with
     each new connection.

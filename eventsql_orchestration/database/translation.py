@@ -123,7 +123,7 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
     match error:
         case psycopg.errors.InFailedSqlTransaction():
             return DatabaseError(
-                f"{where}: an earlier error has aborted the transaction: roll it back, begin a new one"
+                f"{where}: an earlier error has aborted the transaction: roll it back, and begin a new transaction"
             )
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith("40"):
             return DatabaseBusyError(f"{where} refused a transaction that conflicts with another ({detail}): try again")

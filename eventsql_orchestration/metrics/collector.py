@@ -136,7 +136,7 @@ class PlatformCollector(Collector):
         return source
 
     def _name(self, shard: Shard) -> str:
-        """The label of a database: none if it is the only one."""
+        """The label of a database: none if it is the only database."""
         return shard.label if len(self._platform.shards) > 1 else ""
 
     def _add(self, families: _Families, source: _Source, reading: Reading | None) -> None:

@@ -50,7 +50,7 @@ class Readings:
         self._failure: str | None = None
 
     def begin(self) -> None:
-        """Begin a reading, if none is under way and the latest one is too old."""
+        """Begin a reading, if none is under way and the latest reading is too old."""
         with self._changed:
             if self._reading or self._is_fresh():
                 return
