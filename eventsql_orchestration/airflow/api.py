@@ -66,7 +66,7 @@ class AirflowApi:
         return self._request(method, f"/api/v2{path}", json=body or None, auth=self._authorize)
 
     def _authorize(self, request: requests.PreparedRequest) -> requests.PreparedRequest:
-        # As `auth`: a header alone would give way to a password in ~/.netrc.
+        # Set the header by `auth`: a header alone would give way to a password in ~/.netrc.
         request.headers["Authorization"] = f"Bearer {self._token}"
         return request
 

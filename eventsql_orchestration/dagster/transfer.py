@@ -31,7 +31,7 @@ TICK_SECONDS: Final = 2.0
 """Seconds for which a tick moves events of a shard itself."""
 
 ALL_SHARDS_SECONDS: Final = 20.0
-"""The same for all shards together. Dagster gives a tick 60 s."""
+"""Seconds for which a tick moves events of all shards together. Dagster gives a tick 60 s."""
 
 JOB_SECONDS: Final = 60.0
 """Seconds for which a run of the job moves events, by default: until the next tick of the schedule."""

@@ -19,7 +19,7 @@ class PlatformAccess:
     """Methods that resources and hooks share. A subclass has the platform, and the schema of its tables."""
 
     if TYPE_CHECKING:
-        # Not at run time: a subclass may be a pydantic model with a field of that name.
+        # Do not declare it at run time: a subclass may be a pydantic model with a field of that name.
         @property
         def platform(self) -> EventSQL: ...
 

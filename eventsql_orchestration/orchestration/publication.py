@@ -137,7 +137,7 @@ class _Write:
 
     def stage_and_publish(self, value: object) -> bool:
         """Do in this process the work of a Spark write's tasks and driver. False if it had been published before."""
-        # These load Arrow's drivers.
+        # These imports load Arrow's drivers.
         from eventsql_orchestration.orchestration.frames import event_batches  # noqa: PLC0415
         from eventsql_orchestration.spark.commit_protocol import Publications  # noqa: PLC0415
         from eventsql_orchestration.spark.staging import stage  # noqa: PLC0415

@@ -153,7 +153,7 @@ def delete_reports(
     common = {"before": before.astimezone(UTC).replace(tzinfo=None), "run": NO_RUN, "batch": batch}
     own = {**common, "tag": HOUSEKEEPING_TAG, "former": FORMER_HOUSEKEEPING_TAG, "own": HOUSEKEEPING_INTERNAL}
     deleted = 0
-    # In autocommit mode: each batch is a transaction.
+    # The connection is in autocommit mode: each batch is a transaction.
     with storage.index_connection() as connection:
         for asset in connection.execute(_ASSETS).scalars().all():
             for kind, entry in _TAGS.items():

@@ -32,8 +32,8 @@ GREEN_INTERVAL: Final = 3_600.0
 """Seconds between reports of a green check that has not changed."""
 
 RENEWAL_INTERVAL: Final = 60.0
-"""The same for a green check after its asset was materialized, because Dagster's UI then hides older results. A red
-check is reported again at once."""
+"""Seconds between reports of a green check after its asset was materialized, because Dagster's UI then hides older
+results. A red check is reported again at once."""
 
 Memory: TypeAlias = Mapping[str, Any]
 """State of a check that is kept from one evaluation to the next, as JSON."""
