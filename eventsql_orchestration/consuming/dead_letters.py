@@ -127,7 +127,7 @@ class DeadLetters:
             raise ValidationError(f"a dead letter factory gives a Publication or None, not {type(letter).__name__}")
         if (backfill := backfill_of(cause.consumer)) is not None:
             letter = replace(letter, metadata={**letter.metadata, BACKFILL: backfill})
-        # On the shard of the event, even if its key belongs to another shard now.
+        # Publish it on the shard of the event, even if its key belongs to another shard now.
         self._publisher.publish(letter, connection=connection, placed=ANYWHERE)
         return True
 

@@ -138,7 +138,7 @@ class Eraser:
                 run.erase(connection)
                 if self._names(topic) != run.names:
                     raise DatabaseBusyError(f"topic {topic!r} got a dead letter topic meanwhile: run the erasure again")
-                # Before the record is finished: if it is interrupted here, the next run vacuums.
+                # Vacuum before the record is finished: if the erasure is interrupted here, the next run vacuums.
                 vacuumed = run.vacuum(connection)
                 # Raises if the session that keeps others away was ended: a compaction may have moved events meanwhile.
                 holder.execute("SELECT")
@@ -196,7 +196,7 @@ class _Run:
                 raise DatabaseBusyError(
                     f"an erasure or a compaction of topic {self.names[0]!r} is under way: try again when it has ended"
                 )
-        # Without parameters: this closes the earlier statement, whose snapshot would hold VACUUM back.
+        # The statement has no parameters, so it closes the earlier statement, whose snapshot would hold VACUUM back.
         let_last(holder)
 
     def begin(self, connection: Connection, requested_by: str | None) -> None:

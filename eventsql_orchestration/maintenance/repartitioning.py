@@ -146,7 +146,7 @@ class Repartitioner:
             for statement in ("add_layout", "lay_out", "hold_all"):
                 driver.execute(self._layouts(statement), changed)
             if guarded:
-                # After the events with old partitions.
+                # Guard the log only after the events with old partitions have entered it.
                 legacy_writer_trigger.guard(driver, schema, topic, partitions)
             consumers = tuple(sorted({state.name for state in states}))
             for consumer in consumers:

@@ -93,7 +93,7 @@ class Retainer:
         self, topics: Iterable[str] | None = None, *, force: bool = False, execute: bool = True
     ) -> list[Dropped]:
         """See `ClusterRetainer.run_once`."""
-        # Before the topics, so that a segment which no topic has is of a deleted topic.
+        # Look before reading the topics, so that a segment without a topic belongs to a deleted topic.
         begun = self._leftovers.begun_drops() if execute else []
         wanted = self._registry.topics() if topics is None else [self._registry.topic(name) for name in topics]
         dropped: list[Dropped] = []
@@ -176,7 +176,7 @@ class Retainer:
         with self._database.errors(), dedicated() as connection, dedicated() as holder, holder.transaction():
             if not try_retain(holder, schema, topic.name):
                 return None
-            # Without parameters: this closes the earlier statement, whose snapshot DETACH would wait for.
+            # The statement has no parameters, so it closes the earlier statement, whose snapshot DETACH would wait for.
             let_last(holder)
             if execute and topic.retention is not None:
                 segments.adopt(connection, schema, topic.name)

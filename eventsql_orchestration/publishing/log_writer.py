@@ -326,7 +326,7 @@ class LogWriter:
         if connection.execute(self._queries("await_topic"), {"topic": topic.name}).fetchone() is None:
             return None
 
-        # After the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
+        # Read after the lock: this statement sees the last holder's work, and nobody can redefine the topic any more.
         most = self._sizes.at_most(topic.name, MOST_BUFFERED)
         mark = self._low_water.marks.get(topic.name, 0)
         wanted = events if topic.storage == BLOCKS and self._room.left(topic.name) else 0

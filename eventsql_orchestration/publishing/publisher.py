@@ -133,7 +133,7 @@ class Publisher:
         if connection is not None:
             return self._publish_buffered(batches.parts_of(publications), connection, placed)
         if placed is not None and placed.names and isinstance(publications, list):
-            # One shard's part of a batch that is in memory already.
+            # These are one shard's part of a batch that is in memory already.
             return self._publish_known(publications, placed)
         with refusing_rollback():
             first, rest = read_ahead(publications)

@@ -267,7 +267,8 @@ class QueueTable:
             try:
                 row = cursor.execute(self._queries("acknowledge"), {"queue": self.id(), **values}).fetchone()
             except psycopg.errors.SerializationFailure:
-                # Under REPEATABLE READ: somebody has received or settled a message since the transaction began.
+                # This happens under REPEATABLE READ: somebody has received or settled a message since the transaction
+                # began.
                 return ids
         return None if row is None else row[0]
 

@@ -9,8 +9,8 @@
 3. *Active*, when all shards are fenced: one row in the new database decides. The keys that moved go on there.
 4. *Held back*: each consumer gets the new shard's events after it has consumed the events before the fences.
 
-Every step finds out what is done already. If the command dies, run it again. Run it again also after an older shard was
-restored from a backup that does not know of the new shard: the older shard is fenced anew.
+Every step finds out what is done already. If the command dies, run it again. Run it again, too, after an older shard
+was restored from a backup that does not know of the new shard: the older shard is fenced anew.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ def define(registry: Registry, new: Shard, *, active: bool) -> None:
                     new.registry.unregister_topic(name, force=True)
         for key, state in consumers.items():
             if key not in wanted_consumers or _is_partitioned(wanted_consumers[key]) != _is_partitioned(state):
-                # With its topic, it may be gone already.
+                # The consumer may be gone already, with its topic.
                 with suppress(TopicNotFoundError, ConsumerNotFoundError):
                     new.registry.unregister_consumer(*key)
         topics = {topic.name: topic for topic in new.registry.topics()}

@@ -148,7 +148,7 @@ class Ids:
         log = written(connection, self._schema, topic).as_string(connection)
         query = self._queries.on(connection, "log_state", topic)
         zoned, sequence, last, highest = fetch_one(connection, query, {"topic": topic, "log": log}, prepare=False)
-        # After the statement above, which finds out whether the topic was deleted.
+        # Check after the statement above, which finds out whether the topic was deleted.
         check_log(connection, self._schema, topic)
         after = _end_of_other_form(connection, self._schema, topic)
         least = max(highest, after)

@@ -132,7 +132,7 @@ class ProjectionRebuild:
             self._keep_rights(connection, each, table)
         try:
             if live:
-                # In one statement, because foreign keys may lead from one to another.
+                # Drop them in one statement, because foreign keys may lead from table to table.
                 names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in live)
                 connection.execute(sql.SQL("DROP TABLE {}").format(names))
         except psycopg.errors.DependentObjectsStillExist as error:
