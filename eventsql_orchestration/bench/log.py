@@ -95,7 +95,7 @@ class Retention(OnTopic):
         half = self.events // 2
         with self.topic(session) as topic:
             session.fill_log(topic, events=half)
-            # It closes the segment, and has nothing to remove yet.
+            # This run closes the segment, and has nothing to remove yet.
             self._retain(session, topic, half)
             session.fill_log(topic, events=self.events - half)
             session.settle()

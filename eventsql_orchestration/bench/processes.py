@@ -111,7 +111,7 @@ class Crew:
     ) -> WorkerProcess:
         """Start a process that plays `role`, a function or method. It gets ready and waits for `go`."""
         worker = self.run(WORKER, label)
-        # On standard input: everybody on the machine may read a command, and the URL holds a password.
+        # Send it on standard input: everybody on the machine may read a command, and the URL holds a password.
         worker.tell((role, arguments, options, *self._database))
         return worker
 

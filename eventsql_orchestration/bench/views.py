@@ -80,10 +80,10 @@ class ViewsBenchmark(BesideRawCopy):
             self._fill_timeline(session, views, end - _MONTH)
             self._fill_logs(session, views, end - _MONTH)
             self._fill_rollup(session, views, end - _DAY)
-            # As the housekeeping does within an hour.
+            # The housekeeping sorts within an hour.
             views.sort()
             for view in _VIEWS:
-                # As autovacuum does soon: index-only scans and estimates need it.
+                # Autovacuum soon does the same: index-only scans and estimates need it.
                 session.connection.execute(session.queries("vacuum_view", table=view.table))
             timeline, logs, rollup = views.timeline(_TIMELINE), views.logs(_LOGS), views.rollup(_ROLLUP)
 

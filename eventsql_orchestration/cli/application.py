@@ -103,7 +103,7 @@ class Application(click.Group):
         except click.Abort:
             code = INTERRUPTED
         except OSError as error:
-            # Of the help or the version: they stand before any command.
+            # The output of the help or the version failed. No command has run.
             discard_output()
             complain(f"standard output cannot be written: {error.strerror or error}")
             code = FAILED

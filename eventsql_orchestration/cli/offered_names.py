@@ -52,7 +52,7 @@ def _names(context: click.Context, statement: str, values: Mapping[str, object])
             closing(lazy.connect(dsn, connect_timeout=_SECONDS, autocommit=True)) as connection,
             connection.transaction(),
         ):
-            # For this transaction alone: behind a pooler, the session serves other programs afterwards.
+            # Set it for this transaction alone: behind a pooler, the session serves other programs afterwards.
             connection.execute("SET LOCAL statement_timeout = '2s'")
             found = connection.execute(query, values)
             return [CompletionItem(name) for (name,) in found if _PLAIN.fullmatch(name)]

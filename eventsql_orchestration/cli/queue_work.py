@@ -55,7 +55,7 @@ class Programs:
             # Until it has a group of its own, Ctrl-Z would stop the new process, and this thread, which waits for it.
             before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTSTP])
             try:
-                # In a group of its own: Ctrl-C in a terminal would end it in the middle of its message.
+                # Start it in a group of its own: Ctrl-C in a terminal would end it in the middle of its message.
                 program = subprocess.Popen(self._command, stdin=subprocess.PIPE, process_group=0)
             finally:
                 signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -229,7 +229,7 @@ class ClusterRepartitioner:
             finish()
             self._finish()
 
-        # Before the first shard changes, and only if all shards are up.
+        # Wait before the first shard changes, and only if all shards are up.
         await_finished = cache(lambda: self._await_finished(topic, timeout))
 
         def change(shard: Shard) -> Repartitioning | None:

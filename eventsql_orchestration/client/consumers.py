@@ -80,7 +80,7 @@ class ClusterConsumption(Running):
 
     def stop_soon(self) -> None:
         self._cluster.background.remove(self._take_missing)
-        # Without the lock: a shard that does not answer can keep it for long.
+        # Do not take the lock: a shard that does not answer can keep it for long.
         self._ending.set()
         for each in list(self._on.values()):
             each.stop_soon()
@@ -337,7 +337,8 @@ class ClusterTransfer:
         while not stop.is_set():
             for shard in self._cluster.known():
                 if shard not in running or not running[shard].is_alive():
-                    # Also after an error, such as one of `on_moved`: otherwise the shard's events would wait for ever.
+                    # Start again even after an error, such as an error of `on_moved`: the shard's events would wait for
+                    # ever.
                     name = f"transfer-{shard.label}"
                     running[shard] = start_thread(
                         name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report

@@ -88,7 +88,7 @@ def publish_stream(cluster: Cluster, router: Router, publications: Iterator[Publ
     try:
         _feed(cluster, router, publications, feeds)
     except BaseException as error:
-        # Also after Ctrl-C: a feed without an end would hold its topics for ever.
+        # End the feeds even after Ctrl-C: a feed without an end would hold its topics for ever.
         for feed in feeds.values():
             feed.abort()
         if isinstance(error, Exception):

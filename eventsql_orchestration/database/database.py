@@ -212,7 +212,7 @@ class Database:
             finally:
                 self._pool.give_back(loan)
         except (psycopg.Error, sqlalchemy.exc.SQLAlchemyError):
-            # Only after an error: the context manager would add 5 µs to each message that is sent.
+            # Enter it only after an error: the context manager would add 5 µs to each message that is sent.
             with self.errors(connection):
                 raise
 

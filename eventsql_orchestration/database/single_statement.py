@@ -140,7 +140,7 @@ class SingleStatement:
         send = connection.pgconn.send_query
         _checked(_exchange(connection, send, b"BEGIN ISOLATION LEVEL READ COMMITTED"), ExecStatus.COMMAND_OK)
         result = self._run_once(connection, row)
-        # Of a statement that failed, this is a rollback.
+        # After a statement that failed, COMMIT rolls back.
         _checked(_exchange(connection, send, b"COMMIT"), ExecStatus.COMMAND_OK)
         return result
 
