@@ -69,9 +69,9 @@ def open_platform(
 ) -> EventSQL:
     """The platform on the databases of the settings, or on the database of `shard` alone. The caller closes it.
 
-    It keeps the tables of the embedded server up to date. In a database that the user named, the commands that define
-    topics and consumers create missing tables, and `eventsql migrate` alone upgrades them: other commands change
-    nothing in a database of another version, or in a mistyped one. `migrate` overrides both rules.
+    It keeps the tables of the embedded server up to date. In a database that the user named, only the commands that
+    define topics and consumers create missing tables, and only `eventsql migrate` upgrades tables. So other commands
+    change nothing in a database of another version, or in a mistyped database. `migrate` overrides both rules.
     """
     if migrate is None:
         migrate = settings.dsn is None

@@ -84,12 +84,12 @@ def lag(
     """Show how far the consumers of TOPIC, or of all topics, are behind.
 
     Columns: events counts the events that are not consumed yet; buffered counts the part of them that is not
-    transferred yet; seconds is the age of the oldest; offset is the last consumed event, end the newest event, and why
-    the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal, trend shows
-    the events of the last refreshes; below 110 columns, it leaves out offset, end and buffered. With --json, --watch
-    prints a line for each refresh. --json is short for --format json; --format csv prints a header and the columns of
-    the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with messages in
-    another table; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
+    transferred yet; seconds is the age of the oldest event; offset is the last consumed event, end is the newest event,
+    and why is the cause. With --totals, partitions counts the partitions that are behind. With --watch on a terminal,
+    trend shows the events of the last refreshes; below 110 columns, it leaves out offset, end and buffered. With
+    --json, --watch prints a line for each refresh. --json is short for --format json; --format csv prints a header and
+    the columns of the JSON. Subscriptions of the event store that are behind stand in a table below, and queues with
+    messages in another table; `eventsql store subscriptions --json` and `eventsql queue list --json` have them as JSON.
     """
 
     def rows() -> list[Any]:

@@ -141,9 +141,9 @@ def alter(
 ) -> None:
     """Change the partitions, the form, the compression or the retention of TOPIC.
 
-    The number of partitions of a partitioned topic can change while publishers and consumers go on: every consumer
-    finishes the old partitions before it begins with the new partitions, so that keys stay in their order (`eventsql
-    topic describe` shows consumers that have not finished). With another form, its present events stay as they are, and
+    The number of partitions of a partitioned topic can change while publishers and consumers go on. Every consumer
+    finishes the old partitions before it begins with the new partitions, so that keys stay in their order. `eventsql
+    topic describe` shows consumers that have not finished. With another form, its present events stay as they are, and
     publishers and consumers go on; programs that write to its table themselves are refused. Retention drops whole old
     segments of the log, and keeps segments that a consumer has not passed.
     """

@@ -10,9 +10,9 @@ Writers never wait. Readers wait for the oldest transaction that has written, in
 transaction that only reads has no id and delays nobody. The rows of a transaction lie together. Transactions are in the
 order of their first writes, which may differ from the order of their commits.
 
-The table needs a column of type `xid8` with the default `pg_current_xact_id()`, which is the same in savepoints and
-does not wrap around, a `bigint` column that grows within a transaction, and a unique index on both columns, after the
-columns that `only` names.
+The table needs a column of type `xid8` with the default `pg_current_xact_id()`, a `bigint` column that grows within a
+transaction, and a unique index on both columns, after the columns that `only` names. The id of a transaction is the
+same in savepoints and does not wrap around.
 """
 
 from __future__ import annotations
