@@ -104,7 +104,9 @@ class EventSQLPublishOperator(BaseOperator):
         events = self.events if self.function is None else self.function(context)
         if events is None:
             # The task would count as done: if it is cleared after a correction, it publishes nothing.
-            raise ValidationError("events is None, as of an XCom that does not exist: give an empty list for none")
+            raise ValidationError(
+                "events is None, as from an XCom that does not exist: give an empty list for no events"
+            )
         if is_pandas_frame(type(events)):
             # Its items are the names of its columns.
             raise ValidationError("events is a frame of pandas: publish it with publish_output in a task of its own")

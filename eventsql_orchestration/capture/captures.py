@@ -173,7 +173,7 @@ class Captures:
         if found.of_system or of_platform:
             reason = "it is a table of the system or of the platform"
         elif found.kind == "p" or found.inherits:
-            reason = "it has partitions or is a partition, and a change of a partition may not run its triggers"
+            reason = "it has partitions or is a partition, and changes of a partition can bypass its triggers"
         elif found.kind != "r":
             reason = "it is not a table"
         elif found.persistence != "p":

@@ -303,7 +303,7 @@ class Claims:
                 locked = lock(connection, self._queries, claim.key, wait=True)
             assert locked is not None, "locked above"
 
-            # Read the events before it, too, which the filter skips: a retry must begin at the event itself.
+            # Read the skipped events before it, too: a retry must begin at the event itself.
             events = read_range(connection, self._log, replace(claim.remaining, upto=max(event.id, claim.position)))
             result = self._runner.fail(connection, Batch(locked, events, event.id), error)
             if result is None:

@@ -279,7 +279,7 @@ class Consumers:
     def _poll_each(
         self, keys: Sequence[ConsumerPartition], handler: BatchHandler, options: PollOptions
     ) -> tuple[int, bool]:
-        """Poll each partition once; returns the number of events, and whether a partition is through its layout."""
+        """Poll each partition once; returns the number of events, and whether a partition is at its layout's end."""
         consumed, last = 0, False
         for key in keys:
             while True:

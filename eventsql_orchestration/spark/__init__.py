@@ -5,7 +5,7 @@ pyspark nor pyarrow. docs/spark_reading.md and docs/spark_writing.md list all op
 and columns.
 
 Offsets have Kafka's meaning: `startingOffsets` is the first offset that is read, and `endingOffsets` is the first
-offset behind the read. `range_options` gives these options for a range of the log, whose `after` is exclusive and
+offset after the read. `range_options` gives these options for a range of the log, whose `after` is exclusive and
 `upto` inclusive.
 """
 

@@ -165,7 +165,7 @@ class CommitLog:
         if same_query:
             raise ConfigurationError(
                 f"{batch} was published before with {events} events, and has {batch.events} now. Give the query a new "
-                "checkpoint, and a new writerId if it has one. If this checkpoint was set back, begin behind the "
+                "checkpoint, and a new writerId if it has one. If this checkpoint was set back, begin after the "
                 "published events. If the query gives other rows when it is repeated, begin where the batch ends: its "
                 "file in the checkpoint's directory offsets says where"
             )

@@ -158,7 +158,9 @@ class StreamWriter(_Writing, DataSourceStreamArrowWriter):
         elif stream is not None and stream.query is not None:
             self._publish(stream.query, batchId, staged, StreamBatch())
         elif any(message.attempt.events for message in staged):
-            raise ConfigurationError("option writerId is missing: give it, Spark does not tell the query's id here")
+            raise ConfigurationError(
+                "option writerId is missing: give it, because Spark does not tell the query's id here"
+            )
 
 
 def _summed(batches: Iterable[pa.RecordBatch], checksums: list[int]) -> Iterator[pa.RecordBatch]:

@@ -355,7 +355,7 @@ class Store:
         return read_snapshot(rows[0]) if rows else None
 
     def types(self) -> dict[str, int]:
-        """The types of aggregates, with the number of aggregates of each. The time grows with all aggregates."""
+        """The types of aggregates, with the number of aggregates of each. The time grows with their number."""
         return dict(query_all(self.database, self._queries("types"), prepare=False))
 
     def aggregates(self, aggregate_type: str, *, after_id: str = "", limit: int = 1_000) -> list[AggregateInfo]:
