@@ -1,4 +1,4 @@
-# Every habit of this repository. `make` alone lists them.
+# Every task of this repository. `make` alone lists them.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -17,7 +17,7 @@ PROCESSES ?= 3
 # Without bytecode, each process that a test starts compiles all that it imports: twice the time for one with Dagster.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Of the PostgreSQL that the tests run on: the directory of its programs.
+# The directory with the programs of the PostgreSQL that the tests run on.
 PG ?=
 ifneq ($(PG),)
 export EVENTSQL_POSTGRES := $(abspath $(PG))
@@ -99,7 +99,7 @@ java: ## Fetch EventSQL's Java library for the tests that share a database with 
 		echo "EventSQL's Java library could not be fetched: the tests with it will say that they did not run."; \
 	fi
 
-test: setup browser jdbc pgbouncer tls promtool java ## Run all tests (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
+test: setup browser jdbc pgbouncer tls promtool java ## Run the tests but the nightly ones and those of Airflow (ARGS=tests/…: some; PG=/usr/lib/postgresql/15/bin: on that PostgreSQL, from 14 on)
 	$(BIN)/python -m pytest --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool java ## Run every test, the exhaustive ones too (ARGS=tests/…: some)
@@ -108,14 +108,14 @@ nightly: setup $(VENV_AIRFLOW)/.installed browser jdbc pgbouncer tls promtool ja
 		--override-ini faulthandler_timeout=1830 -m "nightly or not nightly" $(ARGS)
 	$(if $(ARGS),,$(VENV_AIRFLOW)/bin/python -m pytest -m "nightly or not nightly" tests/airflow)
 
-rows: setup ## Run the tests of logs with every topic in rows (ARGS=tests/…: some)
+rows: setup ## Run the tests with every topic in rows instead of blocks (ARGS=tests/…: some)
 	$(BIN)/python -m pytest --storage rows --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder $(or $(ARGS), \
 		$(addprefix tests/,log publishing consuming topics maintenance queue views capture store shards spark dagster storage database \
 			metrics roles client languages assets cli))
 
 THROUGH := $(BIN)/python -m pytest --through-pooler --numprocesses $(PROCESSES) --dist loadfile --no-loadscope-reorder
 
-pooler: setup pgbouncer ## Run the ordinary tests through PgBouncer, by transactions (ARGS=tests/…: some)
+pooler: setup pgbouncer ## Run the tests of the log and its rooms through PgBouncer, in transaction mode (ARGS=tests/…: some)
 	$(THROUGH) $(or $(ARGS),tests/log tests/topics tests/publishing tests/consuming tests/maintenance tests/queue tests/store tests/views $(wildcard tests/cli/test_[eoprs]*.py) \
 		tests/spark/test_write.py::test_a_topic_is_copied_by_reading_and_writing_it)
 
@@ -139,7 +139,7 @@ $(VENV_AIRFLOW)/.installed: pyproject.toml uv.lock | uv
 		--no-default-groups --group airflow --python "$$(command -v $(PYTHON))"
 	@touch $@
 
-demo-airflow: $(VENV_AIRFLOW)/.installed ## The same with Airflow: one round of its DAGs, then end (SERVE=1: until Ctrl-C)
+demo-airflow: $(VENV_AIRFLOW)/.installed ## Run the whole system here with Airflow: one round of its DAGs, then end (SERVE=1: until Ctrl-C)
 	$(VENV_AIRFLOW)/bin/eventsql --home .eventsql/airflow dev --dags deploy/airflow/dags $(if $(SERVE),,--once)
 
 airflow: $(VENV_AIRFLOW)/.installed ## Check the types of what needs Airflow, and run its tests (ARGS=tests/airflow/…: some)
@@ -155,7 +155,7 @@ kafka: setup ## Measure Kafka beside the package on this machine, where Maven is
 faults: setup ## Kill processes and the server under load, then look for lost and repeated events (ARGS=--events N --seed N)
 	$(BIN)/python -m tests.log.faults $(ARGS)
 
-shardfaults: setup ## The same over two servers with a shard each, while further ones are added (ARGS=--events N --seed N)
+shardfaults: setup ## Run the faults over two servers with a shard each, while further shards are added (ARGS=--events N --seed N)
 	$(BIN)/python -m tests.log.faults --shards 2 $(ARGS)
 
 lint: setup ## Look for mistakes and unformatted code
