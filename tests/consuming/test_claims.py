@@ -1,4 +1,4 @@
-"""A claim is an exact range for one owner; whoever lost it commits nothing, and whoever dies gives it back."""
+"""A claim is an exact range for one owner. An owner that lost it commits nothing; a dead one holds nothing up."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def test_a_consumer_that_does_not_exist_is_an_error(platform: EventSQL) -> None:
     [{"min_events": 0}, {"min_events": 3, "max_events": 2}, {"lease": 0.0}, {"timeout": 0.0}, {"max_wait": -1.0}],
     ids=str,
 )
-def test_a_claim_that_cannot_be_is_refused(platform: EventSQL, options: dict[str, Any]) -> None:
+def test_an_impossible_claim_is_refused(platform: EventSQL, options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         platform.claims.claim("orders", "whole", owner="me", **options)
 
@@ -234,7 +234,7 @@ def test_claiming_does_not_wait_longer_than_its_timeout(platform: EventSQL, sess
     assert claim(platform).events == 2
 
 
-def test_of_many_who_claim_at_once_one_gets_the_partition(platform: EventSQL) -> None:
+def test_if_many_claim_at_once_one_gets_the_partition(platform: EventSQL) -> None:
     fill(platform, 10)
     gate = threading.Barrier(6)
 
@@ -277,7 +277,7 @@ def test_a_partition_is_processed_up_to_the_end_of_its_range_whatever_the_batch(
     assert offset(platform, "fares", 0) == claimed.range.upto == ids[-1]
 
 
-def test_a_batch_of_nothing_is_a_mistake(platform: EventSQL) -> None:
+def test_a_batch_of_zero_events_is_refused(platform: EventSQL) -> None:
     fill(platform, 2)
     with pytest.raises(ValidationError):
         platform.claims.process(claim(platform), write, batch=0)
@@ -533,7 +533,7 @@ def test_a_claim_of_an_unknown_number_is_not_found(platform: EventSQL) -> None:
         platform.claims.adopt(4711, owner="me")
 
 
-def test_of_two_who_adopt_a_claim_at_once_the_last_has_it(platform: EventSQL) -> None:
+def test_if_two_adopt_a_claim_at_once_the_last_has_it(platform: EventSQL) -> None:
     fill(platform, 4)
     claimed = claim(platform)
     gate = threading.Barrier(2)
@@ -583,7 +583,7 @@ def test_effects_of_a_claim_that_is_overtaken_while_it_is_worked_on_are_rolled_b
     assert offset(platform) == ids[1]
 
 
-def test_of_two_who_take_a_claim_from_its_owner_at_once_one_gets_it(platform: EventSQL) -> None:
+def test_if_two_take_a_claim_from_its_owner_at_once_one_gets_it(platform: EventSQL) -> None:
     fill(platform, 4)
     claimed = claim(platform)
     gate = threading.Barrier(2)

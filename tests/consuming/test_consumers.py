@@ -86,7 +86,7 @@ def offsets(platform: EventSQL, topic: str = "orders", consumer: str = "mailer")
 # One pass
 
 
-def test_a_pass_hands_over_what_is_there_and_commits_its_offset(platform: EventSQL) -> None:
+def test_a_pass_hands_over_the_waiting_events_and_commits_their_offset(platform: EventSQL) -> None:
     ids = fill(platform, 5, "payments")
     seen = Seen()
     assert platform.shards[0].consumers.consume_once("payments", "mailer", seen) == 5
@@ -133,7 +133,7 @@ def test_the_state_of_a_consumer_says_what_it_has_consumed(platform: EventSQL) -
     assert row == (ids[0],)
 
 
-def test_what_is_not_there_is_named(platform: EventSQL) -> None:
+def test_a_missing_topic_consumer_or_partition_is_named(platform: EventSQL) -> None:
     with pytest.raises(TopicNotFoundError):
         platform.shards[0].consumers.consume_once("nowhere", "mailer", Seen())
     with pytest.raises(ConsumerNotFoundError):
@@ -871,7 +871,7 @@ def test_an_idle_consumer_of_many_partitions_says_nothing_until_it_is_due_or_wok
         assert polls == []
 
 
-def test_what_a_look_finds_says_when_a_partition_may_be_consumed(platform: EventSQL) -> None:
+def test_a_look_says_when_each_partition_may_be_consumed(platform: EventSQL) -> None:
     fill(platform, 9)
     ready = platform.shards[0].consumers._ready
     with platform.database.connection() as connection:

@@ -137,7 +137,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize(("wanted", "expected"), FILTERS)
-def test_what_a_filter_means_is_what_is_listed_planned_and_redriven(
+def test_listing_planning_and_redriving_choose_the_same_letters_by_a_filter(
     platform: EventSQL, letters: list[DeadLetter], wanted: LetterFilter, expected: list[int]
 ) -> None:
     assert ids_of(platform.dead_letters.list("orders", wanted)) == expected
@@ -310,7 +310,7 @@ def test_large_letters_go_in_small_batches(
     assert sizes == [4, 1, 1, 1]
 
 
-def test_what_was_committed_before_a_failure_is_not_redriven_again(
+def test_letters_committed_before_a_failure_are_not_redriven_again(
     platform: EventSQL, letters: list[DeadLetter], terminate: Terminate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "BATCH", 3)
@@ -390,9 +390,7 @@ def test_a_limit_redrives_the_oldest_and_the_next_call_goes_on(platform: EventSQ
     assert redriven_from(platform) == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_what_was_redriven_is_redriven_again_when_that_is_asked_for(
-    platform: EventSQL, letters: list[DeadLetter]
-) -> None:
+def test_a_redriven_letter_is_redriven_again_on_request(platform: EventSQL, letters: list[DeadLetter]) -> None:
     platform.dead_letters.redrive("orders", LetterFilter(ids=[2]))
     first = platform.dead_letters.show("orders", 2).redriven_at
     wanted = LetterFilter(upto=3)

@@ -198,7 +198,7 @@ def test_delays_and_leases_are_seconds_or_timedeltas(platform: EventSQL) -> None
         ({"max_polling_delay": "1"}, "max_polling_delay must be a number of seconds"),
     ],
 )
-def test_delays_that_are_none_are_refused(platform: EventSQL, delays: dict[str, Any], said: str) -> None:
+def test_invalid_delays_are_refused(platform: EventSQL, delays: dict[str, Any], said: str) -> None:
     for start in (platform.consumers.start_batch, platform.consumers.start_leased):
         with pytest.raises(ValidationError, match=said):
             start("orders", "mailer", lambda _events, _connection: None, **delays)

@@ -318,7 +318,7 @@ def test_some_orders_of_more_steps(log: Log, parties: str, orders: int) -> None:
 # That this would be seen
 
 
-def test_a_writer_that_does_not_hold_the_topic_is_found_out(log: Log, says: Callable[[str, str], None]) -> None:
+def test_these_tests_fail_for_a_writer_that_does_not_hold_the_topic(log: Log, says: Callable[[str, str], None]) -> None:
     says("await_topic", "SELECT 'orders' FROM (SELECT %(topic)s::text) asked")
     log.straight("a")
     log.straight("b")
@@ -326,7 +326,9 @@ def test_a_writer_that_does_not_hold_the_topic_is_found_out(log: Log, says: Call
         every_order(log.run)
 
 
-def test_a_mark_that_passes_what_is_still_open_is_found_out(log: Log, says: Callable[[str, str], None]) -> None:
+def test_these_tests_fail_for_a_mark_that_passes_an_open_transaction(
+    log: Log, says: Callable[[str, str], None]
+) -> None:
     says("buffer_writers", "SELECT '' FROM (SELECT %(relation)s::text) asked WHERE false")
     log.outbox("a")
     log.transfer()
@@ -334,7 +336,9 @@ def test_a_mark_that_passes_what_is_still_open_is_found_out(log: Log, says: Call
         every_order(lambda choose: log.run(choose, before=Log.before))
 
 
-def test_an_offset_that_goes_its_own_way_is_found_out(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_these_tests_fail_for_an_offset_that_does_not_move_with_its_effects(
+    log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(BatchRunner, "_advance", lambda *_, **__: None)
     log.consumer("one")
     log.transfer()

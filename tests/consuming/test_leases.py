@@ -256,7 +256,7 @@ def test_a_filter_that_changes_while_an_event_is_handled_blames_no_other(platfor
     assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[1]}"]
 
 
-def test_fewer_than_the_least_number_wait_for_more(platform: EventSQL, until: Until) -> None:
+def test_fewer_events_than_min_events_wait_for_more(platform: EventSQL, until: Until) -> None:
     seen = Seen()
     with platform.consumers.start_leased(
         "payments", "mailer", seen, min_events=3, max_events=4, polling_delay=POLLING, max_polling_delay=1e6
@@ -279,7 +279,7 @@ def test_fewer_than_the_least_number_are_handed_over_when_they_have_waited_long_
 
 
 @pytest.mark.parametrize("lease", [0.0, float("nan")])
-def test_a_lease_that_is_no_time_is_refused(platform: EventSQL, lease: float) -> None:
+def test_an_invalid_lease_is_refused(platform: EventSQL, lease: float) -> None:
     with pytest.raises(ValidationError):
         platform.consumers.start_leased("payments", "mailer", Seen(), lease=lease)
 

@@ -69,7 +69,7 @@ def test_a_transaction_that_commits_late_is_not_passed_over(reader: SnapshotRead
     assert reader.held_back() == 0
 
 
-def test_what_was_committed_before_the_oldest_writer_began_is_read(reader: SnapshotReader, sessions: Sessions) -> None:
+def test_rows_committed_before_the_oldest_writer_began_are_read(reader: SnapshotReader, sessions: Sessions) -> None:
     before, open_, after = sessions(), sessions(), sessions()
     write(before, "before")
     before.commit()
@@ -436,12 +436,12 @@ def test_checkpoints_compare_as_rows_are_ordered() -> None:
 @pytest.mark.parametrize(
     "text", ["", "1", "1:", ":1", "a:1", "1:2:3", "-1:0", f"{MAX_TRANSACTION + 1}:0", f"1:{2**63}"]
 )
-def test_what_is_no_checkpoint_is_refused(text: str) -> None:
+def test_a_text_that_is_no_checkpoint_is_refused(text: str) -> None:
     with pytest.raises(ValidationError):
         Checkpoint.parse(text)
 
 
-def test_what_cannot_be_read_is_refused_before_anything_is_asked() -> None:
+def test_wrong_arguments_are_refused_before_the_database_is_used() -> None:
     with Database("postgresql://someone:secret@127.0.0.1:1/nowhere") as nowhere:
         reader = SnapshotReader(nowhere, "change", ["eql_value"])
         with pytest.raises(ValidationError, match="limit"):

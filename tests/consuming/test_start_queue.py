@@ -276,7 +276,7 @@ def test_events_that_a_filter_leaves_out_are_passed(platform: EventSQL, until: U
     assert states(platform)[0].last_event_id == ids[-1]
 
 
-def test_nobody_consumes_in_another_way_what_is_partly_acknowledged(
+def test_a_partly_acknowledged_partition_is_not_consumed_in_another_way(
     platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
 ) -> None:
     ids = fill(platform, "ab")
@@ -355,7 +355,7 @@ def test_a_seek_needs_force_while_events_are_not_acknowledged(platform: EventSQL
     assert [seen.ids.count(each) for each in ids] == [2, 4, 2, 2]
 
 
-def test_so_many_events_at_most_are_not_acknowledged(
+def test_the_number_of_unacknowledged_events_is_limited(
     platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
 ) -> None:
     ids = fill(platform, 30)
@@ -417,7 +417,9 @@ def test_a_handler_may_stop_its_consumption(platform: EventSQL, until: Until) ->
     assert sorted(later.ids) == ids[1:]
 
 
-def test_both_orders_are_not_mixed(platform: EventSQL, until: Until, gates: Callable[[], threading.Event]) -> None:
+def test_consumptions_with_and_without_order_exclude_each_other(
+    platform: EventSQL, until: Until, gates: Callable[[], threading.Event]
+) -> None:
     fill(platform, "aa")
     gate = gates()
     with platform.consumers.start_queue("payments", "mailer", lambda _event: gate.wait(), polling_delay=POLLING):
@@ -511,7 +513,7 @@ def test_a_process_that_lost_its_lease_commits_nothing_and_begins_anew(
     assert [seen.ids.count(each) for each in ids] == [2, 1, 1]
 
 
-def test_what_a_call_that_failed_has_handed_out_is_handed_out_again(
+def test_events_of_a_failed_call_are_handed_out_again(
     platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand_out = deliveries.Deliveries.hand_out

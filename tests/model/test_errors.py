@@ -1,4 +1,4 @@
-"""Every error says something, is one of ours, and can be caught as such."""
+"""Every error has a message, and is caught as an `EventSQLError`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = [member for member in ALL if member not in COMPOSED]
 
 
 @pytest.mark.parametrize("error", ALL)
-def test_an_error_has_a_docstring_and_is_caught_as_one_of_ours(error: type[EventSQLError]) -> None:
+def test_an_error_has_a_docstring_and_is_caught_as_an_eventsql_error(error: type[EventSQLError]) -> None:
     assert error.__doc__
     assert issubclass(error, EventSQLError)
 

@@ -1,4 +1,4 @@
-"""What each extra is enough for: the others are missing here."""
+"""Each extra is enough for its part of the package: the other extras are missing here."""
 
 from __future__ import annotations
 

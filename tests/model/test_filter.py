@@ -59,7 +59,7 @@ def test_metadata_as_the_database_sends_it_is_looked_into() -> None:
     prefix=st.none() | text.filter(bool),
     metadata=st.dictionaries(text, text),
 )
-def test_what_is_stored_is_read_as_the_same(
+def test_a_stored_filter_is_read_as_the_same_filter(
     keys: frozenset[str] | None, prefix: str | None, metadata: dict[str, str]
 ) -> None:
     if keys is not None and prefix is not None:
@@ -77,7 +77,7 @@ def test_no_filter_is_stored_as_nothing() -> None:
 
 
 @pytest.mark.parametrize("stored", [{}, {"sql": "true"}, {"keys": "a"}, {"keys": []}, [], "a", {"key_prefix": 7}])
-def test_what_no_filter_wrote_is_not_read(stored: object) -> None:
+def test_stored_text_that_is_no_filter_is_refused(stored: object) -> None:
     with pytest.raises(ValidationError):
         EventFilter.from_json(stored)
 

@@ -1,4 +1,4 @@
-"""What may be called what, and how many partitions there are: rules that are checked when a value is made."""
+"""Rules for names and for numbers of partitions, which are checked when a value is made."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_range_of_offsets_does_not_end_before_it_begins(after: int, upto: int)
         OffsetRange("t", 0, after, upto)
 
 
-def test_a_value_that_breaks_a_rule_is_a_value_error_and_one_of_ours() -> None:
+def test_a_value_that_breaks_a_rule_raises_a_value_error_of_the_package() -> None:
     for error in (InvalidNameError, PartitionOutOfRangeError, ValidationError):
         assert issubclass(error, ValueError)
         assert issubclass(error, EventSQLError)

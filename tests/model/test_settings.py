@@ -46,7 +46,7 @@ def test_the_schema_of_the_file_is_called_schema() -> None:
     assert Settings.load().db_schema == "events"
 
 
-def test_variables_of_other_programs_are_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_other_programs_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SCHEMA", "DB_SCHEMA", "DSN", "HOME"):
         monkeypatch.setenv(name, "theirs")
     settings = Settings.load()

@@ -88,7 +88,9 @@ def test_only_what_matches_is_handed_over_and_counted(platform: EventSQL, consum
         assert connection.execute("SELECT eql_first_event_id FROM eventsql.consumer").fetchone() == (2,)
 
 
-def test_a_batch_that_nothing_of_matches_is_passed_without_the_handler(platform: EventSQL, consume: Way) -> None:
+def test_a_batch_without_a_matching_event_is_passed_without_a_call_of_the_handler(
+    platform: EventSQL, consume: Way
+) -> None:
     register(platform)
     fill(platform, "oooo")
 
@@ -102,7 +104,7 @@ def test_a_batch_that_nothing_of_matches_is_passed_without_the_handler(platform:
     assert effects(platform) == [5]
 
 
-def test_what_is_passed_over_is_no_lag_any_more(platform: EventSQL, consume: Way) -> None:
+def test_events_that_were_passed_over_do_not_count_as_lag(platform: EventSQL, consume: Way) -> None:
     register(platform)
     fill(platform, "ooo")
     assert platform.lag("orders")[0].events == 3
@@ -236,7 +238,7 @@ def test_a_filter_that_this_version_does_not_know_lets_nothing_pass(platform: Ev
     assert effects(platform) == []
 
 
-def test_what_is_no_filter_is_refused(platform: EventSQL) -> None:
+def test_an_object_that_is_no_filter_is_refused(platform: EventSQL) -> None:
     with pytest.raises(ValidationError, match="not dict"):
         register(platform, {"keys": ["a"]})  # type: ignore[arg-type]  # refused
     assert platform.registry.consumers() == []

@@ -93,7 +93,7 @@ def test_an_offset_is_the_first_event_from_there_on(database: Database, asked: i
     assert target(database, AtOffset(asked)) == Target(found, clamped)
 
 
-def test_offset_0_is_no_other_place_than_offset_1(database: Database) -> None:
+def test_offset_0_is_the_same_place_as_offset_1(database: Database) -> None:
     log(database, [(1, 0, NOON)])
     assert target(database, AtOffset(0)) == target(database, AtOffset(1)) == Target(0)
 
@@ -141,7 +141,7 @@ def test_a_time_is_the_first_event_that_entered_the_log_then_or_later(database: 
         assert target(database, AtTime(time)) == Target(found), time
 
 
-def test_what_was_published_at_a_time_or_later_is_all_there(platform: EventSQL) -> None:
+def test_a_position_by_time_misses_no_event_that_was_published_then_or_later(platform: EventSQL) -> None:
     platform.publisher.publish_all(Publication("orders", b"%d" % n) for n in range(3))
     platform.transfer.run_once()
     with platform.database.connection() as connection:
@@ -264,7 +264,7 @@ def test_the_statements_go_by_the_indexes_on_ids(platform: EventSQL, database: D
         (lambda: starting_at(-1), "start must be a whole number from 0"),
     ],
 )
-def test_what_is_no_position_is_refused(make: Callable[[], Any], said: str) -> None:
+def test_an_impossible_position_is_refused(make: Callable[[], Any], said: str) -> None:
     with pytest.raises(ValidationError, match=said):
         make()
 

@@ -62,7 +62,7 @@ def test_a_stream_goes_on_with_what_came_meanwhile(platform: EventSQL) -> None:
     assert next(stream, None) is None
 
 
-def test_a_stream_of_nothing_is_a_mistake(platform: EventSQL) -> None:
+def test_a_batch_of_zero_events_is_refused(platform: EventSQL) -> None:
     with pytest.raises(ValidationError):
         next(platform.reader.stream("orders", batch=0))
 
@@ -91,7 +91,7 @@ def test_a_clock_that_went_back_is_not_a_negative_lag(platform: EventSQL) -> Non
     assert platform.reader.seconds_behind("orders", after=0) == 0.0
 
 
-def test_what_is_not_there_is_named(platform: EventSQL) -> None:
+def test_a_missing_topic_or_partition_is_named(platform: EventSQL) -> None:
     with pytest.raises(TopicNotFoundError, match="nowhere"):
         platform.reader.read("nowhere")
     with pytest.raises(TopicNotFoundError, match="nowhere"):

@@ -535,7 +535,7 @@ def test_processes_that_register_at_once_register_once(platform: EventSQL, spawn
     assert platform.reader.count("topic_4") == 3
 
 
-def test_threads_that_register_what_contradicts_itself_get_one_of_them(platform: EventSQL) -> None:
+def test_threads_that_register_contradicting_definitions_get_one_of_them(platform: EventSQL) -> None:
     gate = threading.Barrier(4)
 
     def register(partitions: int) -> None:
