@@ -67,7 +67,7 @@ def live_through(java: Side, platform: EventSQL) -> Claim:
     return claim
 
 
-def test_what_java_unregisters_leaves_nothing(java: Side, platform: EventSQL) -> None:
+def test_topics_and_consumers_that_java_unregisters_leave_nothing(java: Side, platform: EventSQL) -> None:
     claim = live_through(java, platform)
     java.unregister_consumer("orders", "sums")
     assert kept_of(platform, "orders").keys().isdisjoint({"consumer", "consumer_claim"})

@@ -38,7 +38,7 @@ def moved(platform: EventSQL, topic: str, count: int, until: Until) -> list[Even
 # Java publishes
 
 
-def test_what_java_publishes_is_transferred_and_consumed_here(java: Side, platform: EventSQL, until: Until) -> None:
+def test_events_of_java_are_transferred_and_consumed_by_python(java: Side, platform: EventSQL, until: Until) -> None:
     platform.registry.register_topic(Topic("orders", 3)).register_consumer(Consumer("orders", "sums", partitioned=True))
     java.publish("orders", [Written("k", b"one", (("source", "java"),)), Written(None, b""), Written(ODD, b"\x00\xff")])
     with EventSQL(platform.database.dsn) as other:
@@ -57,7 +57,7 @@ def test_what_java_publishes_is_transferred_and_consumed_here(java: Side, platfo
     assert abs(first.created_at - datetime.now(UTC)) < timedelta(minutes=5)
 
 
-def test_what_lies_in_the_buffer_of_both_is_moved_by_java_too(java: Side, platform: EventSQL, until: Until) -> None:
+def test_java_moves_the_buffered_events_of_both(java: Side, platform: EventSQL, until: Until) -> None:
     platform.registry.register_topic(Topic("orders", 3))
     platform.publisher.publish(Publication("orders", b"ours", key="k"))
     java.publish("orders", [Written("k", b"java's")])
@@ -69,7 +69,7 @@ def test_what_lies_in_the_buffer_of_both_is_moved_by_java_too(java: Side, platfo
 # Python publishes
 
 
-def test_what_is_published_here_is_consumed_by_java(java: Side, platform: EventSQL, until: Until) -> None:
+def test_java_consumes_events_of_python(java: Side, platform: EventSQL, until: Until) -> None:
     java.register_topic("orders", 3)
     java.register_consumer("orders", "sums", partitioned=True)
     java.start("orders", "sums")
@@ -211,7 +211,9 @@ def test_a_claim_that_java_overtakes_has_no_effects(java: Side, platform: EventS
 # Dead letters
 
 
-def test_what_fails_in_java_is_a_dead_letter_here_and_is_redriven(java: Side, platform: EventSQL, until: Until) -> None:
+def test_an_event_that_fails_in_java_is_a_dead_letter_for_python_and_is_redriven(
+    java: Side, platform: EventSQL, until: Until
+) -> None:
     platform.registry.register_topic(Topic("orders")).register_topic(Topic("orders_dlt"))
     java.register_consumer("orders", "sums", partitioned=False)
     platform.publisher.publish_all(Publication("orders", b"%d" % n, key="k", metadata={"n": str(n)}) for n in range(5))
@@ -229,7 +231,7 @@ def test_what_fails_in_java_is_a_dead_letter_here_and_is_redriven(java: Side, pl
     assert [event.value for event in platform.reader.read("orders")] == [b"0", b"1", b"2", b"3", b"4", b"2"]
 
 
-def test_what_fails_here_is_a_dead_letter_for_java(java: Side, platform: EventSQL, until: Until) -> None:
+def test_an_event_that_fails_in_python_is_a_dead_letter_for_java(java: Side, platform: EventSQL, until: Until) -> None:
     java.register_topic("orders", 2)
     java.register_topic("orders_dlt", NOT_PARTITIONED)
     java.register_consumer("orders_dlt", "letters", partitioned=False)
@@ -424,7 +426,7 @@ def test_events_that_java_moved_out_of_order_are_told_from_those_that_were_not(
     assert (found.java, found.behind) == (2, 1)
 
 
-def test_what_is_published_and_moved_here_is_in_order(platform: EventSQL) -> None:
+def test_events_that_python_publishes_and_moves_are_in_order(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     for _ in range(5):
         platform.publisher.publish_all(Publication("orders", b"", key=str(key)) for key in range(60))

@@ -88,7 +88,7 @@ def test_many_events_keep_their_order_and_the_rest_may_be_left_out(topic: EventS
         "'orders', 'k', 'v', json_build_object('a', repeat('m', 16777216))",
     ],
 )  # fmt: skip
-def test_what_the_library_refuses_is_refused(topic: EventSQL, session: Connection, arguments: str) -> None:
+def test_sql_refuses_what_the_library_refuses(topic: EventSQL, session: Connection, arguments: str) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue):
         session.execute(f"SELECT eventsql.publish({arguments})".encode())
     assert published(topic) == []

@@ -72,7 +72,7 @@ def test_the_most_urgent_messages_come_first(queue: Queue, session: Connection) 
     assert [row[1] for row in received] == [b"9", b"5", b"1", b"0"]
 
 
-def test_a_receipt_of_before_settles_nothing(queue: Queue, session: Connection) -> None:
+def test_an_old_receipt_settles_nothing(queue: Queue, session: Connection) -> None:
     queue.send(b"")
     (early,) = queue.receive()
     session.execute("SELECT eventsql.queue_release('commands', %s, %s, 0, 'no time')", [early.id, early.receipt])
@@ -157,7 +157,7 @@ def test_an_id_is_sent_once_in_the_window(queue: Queue, session: Connection) -> 
         "release('commands', 1, 1, -1)", "extend('commands', 1, 1, 0)", "extend('commands', 1, 1, NULL)",
     ],
 )  # fmt: skip
-def test_what_the_library_refuses_is_refused(queue: Queue, session: Connection, call: str) -> None:
+def test_sql_refuses_what_the_library_refuses(queue: Queue, session: Connection, call: str) -> None:
     with pytest.raises(psycopg.errors.InvalidParameterValue):
         session.execute(f"SELECT eventsql.queue_{call}".encode())
     assert queue.statistics().depth == 0

@@ -221,7 +221,7 @@ def test_a_task_that_gives_up_waiting_for_room_publishes_nothing_and_holds_up_no
 # Cancelling
 
 
-def test_an_event_whose_task_is_cancelled_is_published_all_the_same(
+def test_an_event_whose_task_is_cancelled_is_still_published(
     platform: EventSQL, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     async def play() -> None:
@@ -263,7 +263,7 @@ def test_closing_commits_what_was_given_and_what_waits_for_room(platform: EventS
     assert log(platform) == [b"0", b"1", b"2", b"3"]
 
 
-def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
+def test_an_event_that_closing_does_not_wait_for_hears_whether_its_outcome_is_known(
     platform: EventSQL, hold: Hold, until_blocked: UntilBlocked
 ) -> None:
     async def play() -> None:

@@ -163,7 +163,7 @@ def test_any_batch_of_the_transfer_keeps_the_order(platform: EventSQL, sessions:
 
 @pytest.mark.parametrize("seen", ["event", "block", "nothing"])
 @pytest.mark.parametrize("at", ["batch", "first_row"])
-def test_what_is_committed_while_the_buffer_is_moved_does_not_pass_an_earlier_row_of_its_publisher(
+def test_a_row_that_is_committed_while_the_buffer_is_moved_passes_no_earlier_row_of_its_publisher(
     platform: EventSQL, sessions: Sessions, monkeypatch: pytest.MonkeyPatch, seen: str, at: str
 ) -> None:
     """Two transactions have drawn ids: one publishes an event and then a block, the other a block and then an event."""

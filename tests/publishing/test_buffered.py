@@ -449,7 +449,7 @@ def test_closing_commits_what_was_given_and_takes_no_more(platform: EventSQL, op
     assert len(published(platform)) == 10
 
 
-def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
+def test_an_event_that_closing_does_not_wait_for_hears_whether_its_outcome_is_known(
     platform: EventSQL, opened: Open, hold: Hold, until: Until, until_blocked: UntilBlocked
 ) -> None:
     publisher = opened(max_age=0, flushes=1)
@@ -468,7 +468,7 @@ def test_what_closing_does_not_wait_for_is_told_whether_its_outcome_is_known(
     assert isinstance(under_way.exception(), PublisherClosedError)
 
 
-def test_closing_turns_away_who_waits_for_room(opened: Open, hold: Hold, until: Until) -> None:
+def test_closing_refuses_an_event_that_waits_for_room(opened: Open, hold: Hold, until: Until) -> None:
     publisher = opened(max_pending_events=1)
     with hold(), ThreadPoolExecutor(1) as executor:
         publisher.publish(order(b""))
@@ -532,7 +532,7 @@ def test_acknowledgements_are_waited_for_by_any_number_of_threads_and_tell_their
     assert heard == [done, pending, pending]
 
 
-def test_whoever_waits_for_an_acknowledgement_while_it_comes_hears_of_it(opened: Open) -> None:
+def test_an_acknowledgement_that_comes_during_a_wait_or_a_registration_is_heard(opened: Open) -> None:
     publisher = opened(max_events=1)
     heard: list[Acknowledgement] = []
     for number in range(300):

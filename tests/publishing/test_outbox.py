@@ -90,7 +90,9 @@ def test_an_outbox_of_sqlalchemy_in_autocommit_is_refused(platform: EventSQL, ds
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL, dsn: str, joined: bool) -> None:
+def test_an_object_that_is_no_publication_is_refused_and_the_error_says_what_to_pass(
+    platform: EventSQL, dsn: str, joined: bool
+) -> None:
     bad: Any = {"topic": "orders", "value": b"one"}
     with psycopg.connect(dsn) as connection:
         mine = connection if joined else None
@@ -106,7 +108,7 @@ def test_what_is_no_publication_is_refused_with_what_to_pass(platform: EventSQL,
 
 
 @pytest.mark.parametrize(("joined", "most"), [(False, 1), (True, 1), (False, batches.STRAIGHT_BYTES)])
-def test_publications_that_roll_back_are_an_error(
+def test_an_iterator_that_raises_rollback_is_an_error(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, joined: bool, most: int
 ) -> None:
     def rolling_back() -> Iterator[Publication]:

@@ -170,7 +170,7 @@ def test_a_connection_of_the_caller_may_be_set_up_in_any_way(platform: EventSQL,
         assert len(published(platform)) == 3
 
 
-def test_a_batch_on_a_connection_outside_of_a_transaction_is_whole_all_the_same(platform: EventSQL, dsn: str) -> None:
+def test_a_batch_on_a_connection_outside_of_a_transaction_is_still_all_or_nothing(platform: EventSQL, dsn: str) -> None:
     with psycopg.connect(dsn, autocommit=True) as mine:
         with pytest.raises(TopicNotFoundError):
             platform.publisher.publish_all([*numbered(5), Publication("nowhere", b"")], connection=mine)

@@ -107,7 +107,7 @@ def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
 # Order over both paths
 
 
-def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
+def test_an_iterator_that_counts_as_false_is_read_to_its_end(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(batches, "STRAIGHT_MOST", MANY)
@@ -132,7 +132,7 @@ def test_an_iterator_that_is_false_is_read_to_its_end_all_the_same(
     assert len(values(platform)) == 3 * MANY
 
 
-def test_keys_and_metadata_count_for_what_is_too_large(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_metadata_count_for_the_size_of_a_batch(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches, "STRAIGHT_BYTES", 100 * MANY)
     for fields in ({"metadata": {"a": "x" * 100}}, {"metadata": {"x" * 101: ""}}, {"key": "x" * 101}):
         platform.publisher.publish_all(order("", **fields) for _ in range(MANY))
@@ -140,7 +140,7 @@ def test_keys_and_metadata_count_for_what_is_too_large(platform: EventSQL, monke
         platform.transfer.run_once()
 
 
-def test_what_was_buffered_before_comes_first(platform: EventSQL) -> None:
+def test_earlier_buffered_events_come_first(platform: EventSQL) -> None:
     platform.publisher.publish(order("single.0", key="k"))
     platform.publisher.publish_all(batch("small", 3))
     platform.publisher.publish_all(batch("straight"))
@@ -164,7 +164,7 @@ def test_while_another_holds_the_topic_a_batch_goes_to_the_buffer_and_order_is_k
     assert platform.buffered() == {}
 
 
-def test_what_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
+def test_an_event_that_commits_while_a_publisher_waits_for_the_topic_is_not_overtaken(
     platform: EventSQL,
     hold: Callable[[], Connection],
     until_blocked: UntilBlocked,
@@ -432,7 +432,7 @@ def test_a_batch_takes_the_same_few_statements_of_any_size(
         assert said.verbs() == ["BEGIN", "SELECT", "WITH", "COPY", *checks(), "COMMIT"]
 
 
-def test_what_lies_in_the_buffer_takes_four_more(
+def test_moving_the_buffered_events_takes_four_statements_more(
     platform: EventSQL, said: Said, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(log_writer, "LOOK_SECONDS", 1e9)

@@ -89,7 +89,7 @@ def test_an_event_keeps_everything_and_the_time_of_its_publication(platform: Eve
     assert event.created_at > event.buffered_at
 
 
-def test_whoever_published_an_event_it_is_moved(platform: EventSQL, dsn: str, sessions: Sessions) -> None:
+def test_events_of_every_kind_of_publisher_are_moved(platform: EventSQL, dsn: str, sessions: Sessions) -> None:
     with EventSQL(dsn, transfer=False) as another:
         another.publisher.publish(order("of another process"))
     with sessions() as session:
@@ -201,7 +201,9 @@ def test_four_publishers_in_many_orders_lose_and_reorder_nothing(platform: Event
         interleaving.run(steps, [drawn.random() < 0.7 for _ in range(4)])
 
 
-def test_a_reader_with_an_old_snapshot_sees_a_beginning_of_the_log(platform: EventSQL, sessions: Sessions) -> None:
+def test_a_reader_with_an_old_snapshot_sees_the_log_without_gaps_up_to_some_event(
+    platform: EventSQL, sessions: Sessions
+) -> None:
     reader = sessions()
     reader.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
     seen = "SELECT eql_id FROM eventsql.orders_event ORDER BY eql_id"
@@ -607,7 +609,7 @@ def test_an_event_of_a_prepared_transaction_is_not_passed_over(
 # The server and the connection
 
 
-def test_a_server_that_is_down_is_an_error_of_ours_and_what_was_published_is_moved_later(
+def test_a_server_that_is_down_raises_an_error_of_the_package_and_its_events_are_moved_later(
     platform: EventSQL, server: EmbeddedPostgres
 ) -> None:
     platform.publisher.publish(order("one"))

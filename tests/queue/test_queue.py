@@ -388,7 +388,7 @@ def test_a_name_may_have_200_characters_of_any_script(database: Database) -> Non
         lambda queue: queue.send(b"x" * (64 * 1024 * 1024 + 1)),
     ],
 )
-def test_what_cannot_be_sent_is_refused_before_anything_is_written(
+def test_a_message_that_cannot_be_sent_is_refused_before_anything_is_written(
     nowhere: Database, send: Callable[[Any], object]
 ) -> None:
     with pytest.raises(ValidationError):
@@ -409,7 +409,7 @@ def test_what_cannot_be_sent_is_refused_before_anything_is_written(
         {"visibility_timeout": "x"},
     ],
 )
-def test_what_cannot_be_received_is_refused_before_anything_is_hidden(
+def test_wrong_arguments_of_a_receive_are_refused_before_a_message_is_hidden(
     nowhere: Database, limits: dict[str, Any]
 ) -> None:
     with pytest.raises(ValidationError):

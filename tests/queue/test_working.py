@@ -214,7 +214,7 @@ def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, qu
 
 
 @pytest.mark.parametrize("error", [SystemExit("3"), asyncio.CancelledError("3"), MuteError()])
-def test_whatever_a_handler_raises_its_worker_goes_on(queue: Queue, until: Until, error: BaseException) -> None:
+def test_a_worker_goes_on_after_any_error_of_its_handler(queue: Queue, until: Until, error: BaseException) -> None:
     def leave(message: Message, _connection: Connection) -> None:
         if message.body == b"bad":
             raise error
