@@ -1,4 +1,4 @@
-"""Whatever a command is given: it ends with exit code 0, 1 or 2, and says why in one line, never with a traceback."""
+"""With any arguments, a command ends with exit code 0, 1 or 2, and says why in one line, never with a traceback."""
 
 from __future__ import annotations
 

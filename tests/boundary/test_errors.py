@@ -210,7 +210,7 @@ def test_errors_of_a_users_own_statements_stay_as_they_are(platform: EventSQL, r
         connection.execute("SELECT pg_read_file('/etc/hostname')")
 
 
-def test_what_a_handler_raises_stays_as_it_is(platform: EventSQL) -> None:
+def test_an_error_of_a_handler_stays_unchanged(platform: EventSQL) -> None:
     platform.publisher.publish(Publication("orders", b""))
     platform.transfer.run_once()
 
@@ -223,7 +223,7 @@ def test_what_a_handler_raises_stays_as_it_is(platform: EventSQL) -> None:
     assert failure.startswith("DivisionByZero: ")
 
 
-def test_what_a_reader_of_publications_raises_stays_as_it_is(platform: EventSQL, direct_dsn: str) -> None:
+def test_an_error_of_an_iterator_of_publications_stays_unchanged(platform: EventSQL, direct_dsn: str) -> None:
     def publications() -> Iterator[Publication]:
         with psycopg.connect(direct_dsn) as mine:
             mine.execute("SELECT 1 / 0")

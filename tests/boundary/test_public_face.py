@@ -1,4 +1,4 @@
-"""Whatever a public method is given: a success that its types allow, or an error of ours before anything is written.
+"""With any arguments, a public method succeeds, or raises an error of the package before anything is written.
 
 Each method and argument is found by looking at the package, so a new one is tested as it is. `EVENTSQL_FUZZ_EXAMPLES`
 says how many values each argument is given; the values are the same in each run.

@@ -250,7 +250,7 @@ def test_registering_what_is_there_adds_an_index_for_partitions_and_changes_noth
         adopted.registry.register_topic(Topic("account_created", 4))
 
 
-def test_what_lay_in_the_buffer_is_moved_and_consumption_goes_on_at_its_offset(adopted: EventSQL) -> None:
+def test_buffered_events_are_moved_and_consumption_goes_on_at_its_offset(adopted: EventSQL) -> None:
     assert adopted.transfer.run_once() == {"account_created": _BUFFERED}
     seen: list[Event] = []
     while adopted.consumers.consume_once("account_created", "mailer", lambda events, _: seen.extend(events)):
@@ -260,7 +260,7 @@ def test_what_lay_in_the_buffer_is_moved_and_consumption_goes_on_at_its_offset(a
     assert adopted.lag("account_created")[0].events == 0
 
 
-def test_both_publish_transfer_and_consume_side_by_side(java: Connection, adopted: EventSQL) -> None:
+def test_java_and_python_publish_transfer_and_consume_side_by_side(java: Connection, adopted: EventSQL) -> None:
     adopted.transfer.run_once()
     published = []
     for turn in range(4):

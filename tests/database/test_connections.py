@@ -98,7 +98,7 @@ def test_a_connection_that_was_told_apart_is_not_kept(database: Database, dsn: s
     assert known() is None
 
 
-def test_a_closed_connection_is_an_error_of_ours(database: Database, dsn: str) -> None:
+def test_a_closed_connection_raises_an_error_of_the_package(database: Database, dsn: str) -> None:
     mine = psycopg.connect(dsn)
     mine.close()
     with pytest.raises(DatabaseUnavailableError, match="closed"), database.callers(mine):
@@ -108,7 +108,7 @@ def test_a_closed_connection_is_an_error_of_ours(database: Database, dsn: str) -
 # What kind
 
 
-def test_a_connection_of_sqlalchemy_is_its_drivers_in_its_transaction(
+def test_statements_on_a_connection_of_sqlalchemy_are_part_of_its_transaction(
     database: Database, engine: sqlalchemy.Engine
 ) -> None:
     with engine.connect() as mine:
@@ -119,7 +119,9 @@ def test_a_connection_of_sqlalchemy_is_its_drivers_in_its_transaction(
         assert mine.scalar(sqlalchemy.text("SELECT to_regclass('accounts')")) is None
 
 
-def test_one_of_sqlalchemy_in_autocommit_is_refused_as_it_was(database: Database, engine: sqlalchemy.Engine) -> None:
+def test_a_connection_of_sqlalchemy_in_autocommit_is_refused_and_unchanged(
+    database: Database, engine: sqlalchemy.Engine
+) -> None:
     with engine.execution_options(isolation_level="AUTOCOMMIT").connect() as mine:
         with pytest.raises(ValidationError, match="AUTOCOMMIT"), database.callers(mine):
             pytest.fail("the block ran")
@@ -128,7 +130,7 @@ def test_one_of_sqlalchemy_in_autocommit_is_refused_as_it_was(database: Database
             pytest.fail("the block ran")
 
 
-def test_a_session_is_told_to_hand_in_its_connection(database: Database, engine: sqlalchemy.Engine) -> None:
+def test_the_error_for_a_session_says_to_pass_its_connection(database: Database, engine: sqlalchemy.Engine) -> None:
     session: Any
     for session in (Session(engine), scoped_session(sessionmaker(engine))):
         with pytest.raises(ValidationError, match=r"pass `session\.connection\(\)`"), database.callers(session):
@@ -139,6 +141,6 @@ def test_a_session_is_told_to_hand_in_its_connection(database: Database, engine:
 
 
 @pytest.mark.parametrize("given", [None, "postgresql://", 7])
-def test_what_is_no_connection_is_refused(database: Database, given: Any) -> None:
+def test_an_object_that_is_no_connection_is_refused(database: Database, given: Any) -> None:
     with pytest.raises(ValidationError, match="a psycopg or SQLAlchemy"), database.callers(given):
         pytest.fail("the block ran")

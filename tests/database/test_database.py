@@ -364,7 +364,7 @@ def test_a_server_that_restarted_in_between_costs_no_error(database: Database, s
             assert connection.execute("SELECT 1").fetchone() == (1,)
 
 
-def test_a_connection_that_is_lost_is_an_error_of_ours_and_the_next_one_works(
+def test_a_lost_connection_raises_an_error_of_the_package_and_the_next_one_works(
     database: Database, killer: Callable[[int], None]
 ) -> None:
     with pytest.raises(DatabaseUnavailableError, match="closed the connection"), database.connection() as connection:
@@ -373,7 +373,7 @@ def test_a_connection_that_is_lost_is_an_error_of_ours_and_the_next_one_works(
     assert pid_of(database)
 
 
-def test_a_transaction_whose_connection_is_lost_is_an_error_of_ours_and_is_rolled_back(
+def test_a_transaction_whose_connection_is_lost_raises_an_error_of_the_package_and_is_rolled_back(
     database: Database, killer: Callable[[int], None]
 ) -> None:
     with database.connection() as connection:
@@ -398,7 +398,7 @@ def test_another_database_that_is_gone_is_not_this_one(
         other.execute("SELECT 1")
 
 
-def test_a_transaction_that_idled_too_long_is_an_error_of_ours(database: Database, until: Until) -> None:
+def test_a_transaction_that_idled_too_long_raises_an_error_of_the_package(database: Database, until: Until) -> None:
     def message() -> str:
         with pytest.raises(DatabaseUnavailableError) as failure, database.transaction() as connection:
             connection.execute("SET LOCAL idle_in_transaction_session_timeout TO 1")
@@ -425,7 +425,7 @@ def test_errors_of_the_callers_own_statements_pass_as_they_are(database: Databas
         run(database, "SELEC 1")()
 
 
-def test_a_table_of_ours_that_is_missing_is_named_with_the_command_that_makes_it(database: Database) -> None:
+def test_a_missing_table_of_the_platform_is_named_with_the_command_that_makes_it(database: Database) -> None:
     database.ensure_schema()
     with pytest.raises(SchemaOutdatedError, match="run `eventsql migrate`"):
         run(database, "SELECT * FROM eventsql.no_table_of_ours")()
@@ -456,7 +456,7 @@ def test_a_pool_that_is_used_up_says_so(dsn: str) -> None:
 
 
 @pytest.mark.parametrize("sqlstate", ["08000", "08006", "08P01"])
-def test_what_a_pooler_says_while_its_server_is_away_is_an_error_of_ours(database: Database, sqlstate: str) -> None:
+def test_a_poolers_errors_while_its_server_is_away_are_errors_of_the_package(database: Database, sqlstate: str) -> None:
     with pytest.raises(DatabaseUnavailableError, match="query_wait_timeout"), database.errors():
         raise psycopg.errors.lookup(sqlstate)("query_wait_timeout")
 
@@ -500,7 +500,7 @@ def test_a_server_that_cannot_store_says_why_without_values(
         "someone:s3cr3t@host/db",
     ],
 )
-def test_what_is_not_a_url_of_postgresql_is_refused_without_repeating_it(dsn: str) -> None:
+def test_a_text_that_is_no_url_of_postgresql_is_refused_and_not_repeated(dsn: str) -> None:
     with pytest.raises(ConfigurationError, match="database") as caught:
         Database(dsn)
     assert "s3cr3t" not in everything_said(caught.value)
@@ -562,7 +562,7 @@ def test_a_database_that_cannot_be_reached_says_where_and_why_on_one_line_and_no
             assert ("refused the connection" in caught.value.message) == refused
 
 
-def test_a_process_that_has_no_file_left_to_connect_is_an_error_of_ours(
+def test_a_process_without_a_free_file_descriptor_raises_an_error_of_the_package(
     dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def connect(*_arguments: object, **_options: object) -> None:

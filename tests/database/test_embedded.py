@@ -123,7 +123,7 @@ def kill(process: subprocess.Popen[str]) -> None:
 # What is started
 
 
-def test_naming_a_directory_touches_no_disk_and_asking_about_it_neither(base: Path) -> None:
+def test_neither_naming_a_directory_nor_asking_about_it_touches_the_disk(base: Path) -> None:
     postgres = EmbeddedPostgres(base / "nowhere")
     assert postgres.status() is None
     assert postgres.stop() is False
@@ -154,7 +154,7 @@ def test_the_server_is_durable_local_and_collates_alike_everywhere(shared: Embed
     assert query(server.dsn, "SELECT DISTINCT auth_method FROM pg_hba_file_rules") == [("scram-sha-256",)]
 
 
-def test_no_setting_of_ours_is_refused_by_the_server(shared: EmbeddedPostgres) -> None:
+def test_the_server_accepts_every_setting_of_the_package(shared: EmbeddedPostgres) -> None:
     faults = query(shared.start().dsn, "SELECT name, error FROM pg_file_settings WHERE error IS NOT NULL")
     assert faults == []
 

@@ -260,7 +260,7 @@ def test_syntax_that_cannot_be_qualified_is_refused(text: str) -> None:
         qualified(text)
 
 
-def test_what_is_qualified_stays_as_it_is() -> None:
+def test_a_qualified_statement_stays_unchanged() -> None:
     text = qualified("UPDATE a SET b = -1, c = (d = now()) WHERE e::text || 'f' = 'g' COLLATE \"C\" AND h.count(*) > 1")
     assert text == (
         "UPDATE a SET b = -1, c = (d OPERATOR(pg_catalog.=) pg_catalog.now()) "

@@ -97,7 +97,7 @@ def test_a_notification_of_no_topic_reaches_those_who_listen_to_all(
     until(lambda: heard.counts["any"] == 2)
 
 
-def test_who_begins_to_listen_is_called_because_something_may_have_been_missed(
+def test_a_new_subscriber_is_called_once_because_it_may_have_missed_events(
     listener: Listener, heard: Heard, until: Until
 ) -> None:
     assert not listener.listening
@@ -106,7 +106,7 @@ def test_who_begins_to_listen_is_called_because_something_may_have_been_missed(
     assert listener.listening
 
 
-def test_a_machine_that_stands_still_during_the_test_of_a_listener_makes_it_not_deaf(
+def test_a_listener_whose_machine_stood_still_during_its_test_still_listens(
     listener: Listener, heard: Heard, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The time for the test is over, and its notification is here."""
@@ -121,7 +121,7 @@ def test_a_machine_that_stands_still_during_the_test_of_a_listener_makes_it_not_
     assert listener.listening
 
 
-def test_who_has_unsubscribed_is_not_called(listener: Listener, notifier: Notifier, heard: Heard, until: Until) -> None:
+def test_a_former_subscriber_is_not_called(listener: Listener, notifier: Notifier, heard: Heard, until: Until) -> None:
     unsubscribe = listener.subscribe(LOG, "orders", heard.by("first"))
     listener.subscribe(LOG, "orders", heard.by("second"))
     until(lambda: heard.counts == {"first": 1, "second": 1})
@@ -176,7 +176,7 @@ def test_a_listener_for_which_the_process_has_no_file_left_listens_later(
     assert not refusals
 
 
-def test_both_survive_a_restart_of_the_server(
+def test_listener_and_notifier_survive_a_restart_of_the_server(
     server: EmbeddedPostgres, listener: Listener, notifier: Notifier, heard: Heard, until: Until
 ) -> None:
     listener.subscribe(LOG, "orders", heard.by("orders"))
@@ -197,7 +197,7 @@ def test_both_survive_a_restart_of_the_server(
     until(lambda: heard.counts["orders"] > before)
 
 
-def test_what_a_pooler_swallows_is_not_taken_for_silence(
+def test_a_listener_behind_a_pooler_finds_out_that_it_hears_nothing(
     server: EmbeddedPostgres,
     dsn: str,
     until: Until,
@@ -315,7 +315,7 @@ def received(dsn: str, until: Until) -> Iterator[Callable[[], list[str]]]:
         yield receive
 
 
-def test_what_is_told_within_the_interval_is_told_together_and_the_last_is_never_lost(
+def test_notifications_within_the_interval_are_sent_together_and_the_last_is_never_lost(
     notifier: Notifier, received: Callable[[], list[str]], until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notifier_module, "NOTIFY_INTERVAL", 0.2)

@@ -72,7 +72,7 @@ def test_it_is_prepared_again_where_the_server_has_forgotten_it(
     assert stored() == [(1, None), (2, None)]
 
 
-def test_a_statement_that_the_server_refuses_is_an_error_of_ours_and_leaves_the_connection_usable(
+def test_a_refused_statement_raises_an_error_of_the_package_and_leaves_the_connection_usable(
     database: Database, statement: SingleStatement, stored: Callable[[], object], said_by: Callable[[Database], Said]
 ) -> None:
     insert(database, statement, 1)
@@ -85,14 +85,14 @@ def test_a_statement_that_the_server_refuses_is_an_error_of_ours_and_leaves_the_
     assert stored() == [(1, None), (2, None)]
 
 
-def test_a_statement_that_cannot_be_prepared_is_an_error_of_ours_each_time(database: Database) -> None:
+def test_a_statement_that_cannot_be_prepared_raises_an_error_of_the_package_each_time(database: Database) -> None:
     statement = SingleStatement("missing", sql.SQL("INSERT INTO public.missing SELECT %(number)s::integer"))
     for _ in range(2):
         with pytest.raises(DatabaseError):
             database.execute(statement, {"number": b"\0\0\0\1"})
 
 
-def test_a_connection_that_is_lost_meanwhile_is_an_error_of_ours_and_the_next_one_works(
+def test_a_connection_that_is_lost_meanwhile_raises_an_error_of_the_package_and_the_next_one_works(
     database: Database, statement: SingleStatement, sessions: Sessions, until_blocked: Callable[[], None],
     stored: Callable[[], object],
 ) -> None:  # fmt: skip

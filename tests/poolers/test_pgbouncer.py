@@ -123,7 +123,7 @@ def test_a_pooler_by_sessions_lets_notifications_through(
 # Past it
 
 
-def test_what_keeps_a_session_goes_past_the_pooler_where_the_url_says_how(
+def test_connections_that_need_a_session_go_past_the_pooler_if_the_url_names_the_server(
     pooled_dsn: str, direct_dsn: str, until: Until
 ) -> None:
     server = make_url(direct_dsn)
@@ -492,7 +492,7 @@ def test_a_session_that_ends_behind_the_pooler_before_the_commit_is_a_database_t
     assert pooled.reader.count("orders") == 60
 
 
-def test_a_pooler_that_restarts_is_an_error_of_ours_and_is_found_again(
+def test_a_pooler_that_restarts_raises_an_error_of_the_package_and_is_found_again(
     pooled: EventSQL, pgbouncer: PgBouncer, until: Until
 ) -> None:
     register(pooled)

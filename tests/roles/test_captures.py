@@ -1,4 +1,4 @@
-"""Who writes to a captured table needs no right on the platform, and gets none."""
+"""A role that writes to a captured table needs no right on the platform, and gets none."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def test_creating_printing_and_dropping(dsn: str, direct_dsn: str, prefix: str) 
 
 
 @pytest.mark.parametrize("prefix", ["Bad Name", "p" * 60, ""])
-def test_a_prefix_that_cannot_be_is_refused(direct_dsn: str, prefix: str) -> None:
+def test_an_impossible_prefix_is_refused(direct_dsn: str, prefix: str) -> None:
     assert _run(direct_dsn, "roles", "create", "--prefix", prefix).exit_code == 2
 
 

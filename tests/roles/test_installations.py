@@ -99,9 +99,7 @@ def test_roles_are_made_beside_a_migration(
 
 
 @pytest.mark.usefixtures("own_roles")
-def test_views_and_the_archive_of_queues_of_before_the_roles_are_the_admins(
-    owner: EventSQL, as_: As, prefix: str
-) -> None:
+def test_views_and_archives_from_before_the_roles_belong_to_the_admin(owner: EventSQL, as_: As, prefix: str) -> None:
     Roles(owner.database).drop()
     now = datetime.now(UTC)
     shipments, views = Timeline("shipments", period=timedelta(days=1)), Views(owner.database)

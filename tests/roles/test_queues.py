@@ -102,7 +102,7 @@ def test_messages_that_change_between_a_receiver_s_look_and_its_lock_are_receive
     assert receiver.receive(max_messages=10) == []
 
 
-def test_what_a_sender_sends_behind_another_message_of_its_key_waits_out_of_sight(
+def test_a_message_that_a_sender_sends_behind_another_of_its_key_waits_out_of_sight(
     queues: dict[str, Queue], as_: As
 ) -> None:
     letters = Queue(as_("sender"), "letters")

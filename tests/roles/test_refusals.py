@@ -347,7 +347,7 @@ def test_a_hostile_search_path_changes_nothing(owner: EventSQL, login: Login) ->
     assert (escalated, published) == ([], [])
 
 
-def test_what_runs_with_the_admins_rights_has_a_fixed_path_and_is_not_for_everybody(owner: EventSQL) -> None:
+def test_functions_with_the_admins_rights_have_a_fixed_path_and_are_not_for_public(owner: EventSQL) -> None:
     with owner.database.connection() as connection:
         found = connection.execute(
             "SELECT proname, 'search_path=pg_catalog, pg_temp' = ANY (proconfig), EXISTS ("

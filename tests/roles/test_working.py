@@ -232,7 +232,7 @@ def test_an_admin_repartitions_retains_and_deletes(owner: EventSQL, as_: As) -> 
     publisher.publisher.publish(Publication("payments", b"v"))
 
 
-def test_a_topic_that_is_made_anew_is_its_roles_again(owner: EventSQL, as_: As) -> None:
+def test_the_roles_of_a_topic_have_it_again_when_it_is_made_anew(owner: EventSQL, as_: As) -> None:
     owner.registry.unregister_topic("orders", force=True)
     owner.registry.register_topic(Topic("orders", partitions=1))
     as_("publisher_orders").publisher.publish(Publication("orders", b"v"))
