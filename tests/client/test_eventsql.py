@@ -32,7 +32,7 @@ def test_nothing_connects_and_no_thread_runs_before_it_is_used() -> None:
         assert transferring() == []
 
 
-def test_the_sketch_of_the_manual_works(dsn: str, until: Until) -> None:
+def test_an_event_is_published_and_consumed_by_the_first_lines_of_the_manual(dsn: str, until: Until) -> None:
     handled: list[bytes] = []
     with EventSQL(dsn) as platform:
         platform.registry.register_topic(Topic("account_created", partitions=10))
@@ -57,7 +57,7 @@ def test_a_process_that_publishes_transfers_in_the_background(dsn: str, until: U
     assert transferring() == []
 
 
-def test_a_process_that_was_told_not_to_does_not_transfer(platform: EventSQL) -> None:
+def test_a_platform_without_transfer_does_not_transfer(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     platform.publisher.publish(Publication("orders", b""))
     assert transferring() == []
@@ -217,9 +217,7 @@ def test_closing_leaves_no_connection_open(dsn: str) -> None:
                 break
 
 
-def test_what_was_committed_does_not_fail_because_nobody_could_be_woken(
-    dsn: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_commit_does_not_fail_because_no_thread_can_start(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -929,7 +929,7 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
         *(pytest.param(form, 60, marks=pytest.mark.nightly) for form in (*STORAGES, "changing")),
     ],
 )
-def test_whatever_is_done_to_the_log_comes_to_what_the_model_says(
+def test_any_sequence_of_operations_leaves_the_log_as_the_model_says(
     platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, examples: int, form: str
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)

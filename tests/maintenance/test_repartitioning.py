@@ -119,7 +119,7 @@ def test_each_event_has_its_partition_by_the_number_of_its_time(platform: EventS
         assert event.partition == partition_of_key(event.key, 3 if event.id <= changed.after else 7)
 
 
-def test_what_is_in_the_buffer_enters_the_log_before_the_change(platform: EventSQL, orders: Orders) -> None:
+def test_buffered_events_enter_the_log_before_the_change(platform: EventSQL, orders: Orders) -> None:
     orders.publish(50, transfer=False)
     changed = platform.repartitioner.repartition("orders", 2)
     assert changed is not None
@@ -232,7 +232,7 @@ def test_a_claim_that_ends_its_own_partition_says_so(platform: EventSQL, orders:
     assert partitions(platform) == [0]
 
 
-def test_what_another_process_has_added_is_read_at_once(dsn: str, platform: EventSQL, orders: Orders) -> None:
+def test_partitions_that_another_process_added_are_known_at_once(dsn: str, platform: EventSQL, orders: Orders) -> None:
     orders.publish(30)
     platform.registry.cached_topic("orders")
     with EventSQL(dsn, transfer=False) as other:
@@ -469,7 +469,7 @@ def write_past(platform: EventSQL, partition: int, key: str | None = None) -> Ev
 
 
 @pytest.mark.in_rows
-def test_what_is_written_for_a_partition_that_is_gone_lies_where_its_key_does(platform: EventSQL) -> None:
+def test_an_event_for_a_partition_that_is_gone_gets_the_partition_of_its_key(platform: EventSQL) -> None:
     assert write_past(platform, 2, "rider 1").partition == 2
     for number, gone in ((2, range(2, 9)), (5, range(5, 9)), (1, range(1, 9)), (7, range(7, 9))):
         platform.repartitioner.repartition("orders", number)
@@ -533,7 +533,7 @@ def test_a_log_in_rows_again_keeps_its_guard_though_retention_has_dropped_the_la
     assert write_past(platform, 2, "rider 1").partition == partition_of_key("rider 1", 2)
 
 
-def test_whoever_reads_the_log_is_not_in_the_way_of_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:
+def test_a_reader_of_the_log_does_not_delay_its_guard(dsn: str, platform: EventSQL, orders: Orders) -> None:
     orders.publish(10)
     with open_transaction(dsn, "SELECT count(*) FROM eventsql.orders_event"):
         assert platform.repartitioner.repartition("orders", 2, timeout=0) is not None
@@ -627,7 +627,7 @@ def test_a_handler_that_publishes_and_a_change_do_not_wait_for_each_other(platfo
         ("orders_dlt", 3, RedefinitionError),
     ],
 )
-def test_what_cannot_be_is_refused(platform: EventSQL, topic: str, number: int, error: type[Exception]) -> None:
+def test_an_impossible_change_is_refused(platform: EventSQL, topic: str, number: int, error: type[Exception]) -> None:
     with pytest.raises(error):
         platform.repartitioner.repartition(topic, number)
     assert platform.layouts.of("orders") == []

@@ -118,7 +118,7 @@ def test_a_topic_of_few_events_loses_them_too_because_its_segment_is_closed_in_t
 
 
 @pytest.mark.parametrize("partitioned", [False, True])
-def test_what_a_consumer_has_not_passed_is_kept(platform: EventSQL, partitioned: bool) -> None:
+def test_segments_that_a_consumer_has_not_passed_are_kept(platform: EventSQL, partitioned: bool) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
     platform.registry.register_consumer(Consumer("orders", "slow", partitioned))
     fill(platform, 50)
@@ -138,7 +138,7 @@ def test_what_a_consumer_has_not_passed_is_kept(platform: EventSQL, partitioned:
     assert first(platform) == last + 1
 
 
-def test_a_partition_without_events_in_a_segment_holds_it_not(platform: EventSQL) -> None:
+def test_a_partition_without_events_in_a_segment_does_not_hold_it(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(events=10)))
     platform.registry.register_consumer(Consumer("orders", "both", partitioned=True))
     fill(platform, 50, partition=1)
@@ -261,7 +261,7 @@ def test_a_topic_that_cannot_lose_its_segments_now_does_not_keep_others_from_it(
 
 
 @pytest.mark.parametrize("year", ["0044-03-15 BC", "20000-01-01"])
-def test_a_time_that_python_does_not_know_is_as_far_away_as_it_is(
+def test_a_time_that_python_cannot_represent_counts_by_its_age(
     platform: EventSQL, session: Connection, year: str
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2, retention=Retention(seconds=3600)))

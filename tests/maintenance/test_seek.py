@@ -351,7 +351,7 @@ def test_a_consumer_that_is_deleted_meanwhile_is_not_moved(
 # What cannot be
 
 
-def test_what_is_not_there_is_named(platform: EventSQL) -> None:
+def test_a_missing_topic_consumer_or_partition_is_named(platform: EventSQL) -> None:
     for act in (platform.seeker.plan, platform.seeker.execute):
         with pytest.raises(TopicNotFoundError, match="'nowhere' does not exist"):
             act("nowhere", "whole", Earliest())

@@ -297,7 +297,7 @@ def test_the_fence_is_tried_again_if_a_sequence_is_set_back_while_events_are_mov
     assert [event.value for event in shard.reader.read("orders")][-1] == b"3"
 
 
-def test_whoever_holds_the_old_set_is_told_by_the_transaction_that_would_have_written(
+def test_a_publisher_with_the_old_set_is_refused_in_the_transaction_that_would_have_written(
     dsns: list[str], opened: Open, addition: Adding
 ) -> None:
     platform = opened(*dsns[:2], shard_timeout=0.1)

@@ -281,7 +281,7 @@ def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(order
     assert "partition 0 is held back, until it has consumed the earlier events on the other shards" in refused
 
 
-def test_what_is_printed_of_one_shard_has_its_name_too(orders: Run) -> None:
+def test_the_output_for_one_shard_has_its_name_too(orders: Run) -> None:
     def of_one(*arguments: object, code: int = 0) -> Result:
         return orders("--shard", "shard-2", *arguments, code=code)
 
@@ -441,7 +441,7 @@ def test_the_urls_of_shards_come_from_the_environment_and_the_file_too(
     assert Settings.load(dsn=dsns[0]).dsns == (dsns[0],)
 
 
-def test_what_works_on_one_database_says_so(orders: Run, dsns: list[str]) -> None:
+def test_commands_for_one_database_say_to_choose_a_shard(orders: Run, dsns: list[str]) -> None:
     with pytest.raises(ConfigurationError, match="choose a shard with --shard NAME"):
         resolve_dsn(Settings.load(dsn=" ".join(dsns)))
     assert "--shard NAME on the command line" in orders("bench", "publish", "--quick", code=1).stderr

@@ -1,4 +1,4 @@
-"""What a platform on shards offers is what one on a single database does, under the same names."""
+"""A platform over shards has the same public names as a platform on one database."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_one_url_is_a_platform_on_one_database_and_nothing_else(dsn: str) -> Non
         assert platform.shard_of("any key") is shard
 
 
-def test_what_is_of_one_database_says_where_to_find_it() -> None:
+def test_the_error_for_an_attribute_of_one_database_says_where_to_find_it() -> None:
     platform = EventSQL("postgresql://one/x", "postgresql://other/x")
     for name in ("claims", "database", "layouts", "listener", "reader"):
         with pytest.raises(EventSQLError, match=rf"platform\.shards\[i\]\.{name}"):

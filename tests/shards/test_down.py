@@ -172,7 +172,9 @@ def test_keys_wait_for_their_shard_where_the_platform_was_told_so(
     assert [event.value for event in platform.shards[1].reader.read("orders")] == [b"1", b"2"]
 
 
-def test_they_wait_no_longer_than_they_may(dsns: list[str], opened: Open, second: EmbeddedPostgres) -> None:
+def test_keys_wait_for_their_shard_for_shard_timeout_at_most(
+    dsns: list[str], opened: Open, second: EmbeddedPostgres
+) -> None:
     platform = opened(*dsns, on_shard_down="wait", shard_timeout=0.1).open()
     second.stop()
     with pytest.raises(ShardUnavailableError):
@@ -329,7 +331,7 @@ def test_keys_wait_for_shards_that_were_never_reached(three: list[str], opened: 
     assert platform.transfer.run_once() == {"orders": len(KEYS) + 2}
 
 
-def test_with_no_shard_up_there_is_nothing_to_open(closed: list[str], opened: Open) -> None:
+def test_a_platform_whose_shards_are_all_down_cannot_be_opened(closed: list[str], opened: Open) -> None:
     with pytest.raises(DatabaseUnavailableError):
         opened(*closed).open()
 

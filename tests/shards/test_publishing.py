@@ -184,7 +184,7 @@ def test_a_connection_to_no_shard_takes_nothing(platform: EventSQL, dsn: str, se
             assert connection.execute("SELECT 1").fetchone() == (1,), "the caller's transaction is not spoilt"
 
 
-def test_who_knows_one_shard_alone_does_not_write_the_keys_of_another(platform: EventSQL) -> None:
+def test_a_platform_on_one_shard_alone_refuses_the_keys_of_another(platform: EventSQL) -> None:
     one = platform.shards[0].database.dsn
     names = [str(shard.name) for shard in platform.shards]
     with EventSQL(one, transfer=False) as alone:
@@ -208,7 +208,7 @@ def test_buffered_events_of_many_callers_are_acknowledged_by_the_shards_of_their
     check_in_order(read(platform), 300)
 
 
-def test_so_are_those_of_tasks(platform: EventSQL) -> None:
+def test_buffered_events_of_tasks_are_acknowledged_by_the_shards_of_their_keys(platform: EventSQL) -> None:
     async def publish() -> None:
         async with platform.async_publisher(max_age=0.001) as publisher:
             for future in [await publisher.enqueue(each) for each in events(200)]:

@@ -125,7 +125,9 @@ def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, op
     assert alone.eraser.records() == []
 
 
-def test_a_database_with_topics_of_its_own_is_no_shard_by_the_way(databases: Databases, opened: Open) -> None:
+def test_a_database_with_topics_does_not_become_a_shard_when_a_platform_opens(
+    databases: Databases, opened: Open
+) -> None:
     one, other = databases(2)
     with EventSQL(one) as platform:
         platform.registry.register_topic(Topic("orders"))

@@ -369,7 +369,7 @@ class ShardedMachine(RuleBasedStateMachine):
                 assert of_keys[key] == self.published[key][: len(of_keys[key])]
 
 
-def test_whatever_is_done_to_the_log_over_shards_comes_to_what_the_models_say(administrator: Administrator) -> None:
+def test_any_sequence_of_operations_leaves_the_log_over_shards_as_the_models_say(administrator: Administrator) -> None:
     met: Counter[str] = Counter()
 
     class Machine(ShardedMachine):

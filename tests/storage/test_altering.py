@@ -305,7 +305,7 @@ def test_an_object_of_others_on_the_table_keeps_the_form(
     assert platform.registry.set_storage("orders", OTHER[storage])
 
 
-def test_who_may_read_a_log_may_read_it_in_both_forms_and_in_one_again(
+def test_roles_that_may_read_a_log_may_read_it_in_both_forms_and_in_one_again(
     platform: EventSQL, session: Connection, storage: Storage
 ) -> None:
     role = f"reads_{uuid.uuid4().hex}"

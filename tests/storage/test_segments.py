@@ -199,7 +199,7 @@ def test_an_adoption_that_fails_leaves_the_table_as_it_was(
     assert plain.transfer.run_once() == {"plain": 1}
 
 
-def test_who_could_read_a_plain_table_can_read_the_log(
+def test_roles_that_could_read_a_plain_table_can_read_the_log(
     plain: EventSQL, session: Connection, request: pytest.FixtureRequest
 ) -> None:
     role = "reader_of_plain"
