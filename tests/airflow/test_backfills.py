@@ -241,7 +241,7 @@ def test_a_dag_that_is_paused_while_its_runs_wait_is_told_once(
     assert runs.ended(["run-1"])["run-1"].succeeded
 
 
-def test_a_refused_run_is_an_error_of_ours(url: str) -> None:
+def test_a_refused_run_raises_an_error_of_the_package(url: str) -> None:
     with pytest.raises(RunFailedError, match="could not be run"):
         AirflowRuns(url).launch(AirflowJob("gone", (), "rides", "billing"), "one", "one:0-3")
 
@@ -272,7 +272,7 @@ def test_the_api_is_read_page_by_page(url: str, fake: FakeAirflow) -> None:
     assert fake.asked == ["GET /api/v2/assets"] * 2
 
 
-def test_a_server_that_is_no_airflow_or_away_is_an_error_of_ours(tmp_path: Any) -> None:
+def test_a_server_that_is_no_airflow_or_is_away_raises_an_error_of_the_package(tmp_path: Any) -> None:
     for wrong in ("ftp://airflow", "http://me:secret@[::1", "http://me:secret/@airflow"):
         with pytest.raises(ValidationError) as raised:
             AirflowApi(wrong)

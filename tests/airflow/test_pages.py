@@ -94,7 +94,7 @@ def test_the_link_of_a_task_that_consumes_opens_the_ranges_that_its_run_has_read
     assert "published by a service or a program" in page.text
 
 
-def test_what_a_page_leaves_out_is_a_link_away(rides: EventSQL, forbidden: set[str]) -> None:
+def test_a_page_links_to_everything_that_it_leaves_out(rides: EventSQL, forbidden: set[str]) -> None:
     for number in range(3):
         publish = EventSQLPublishOperator(task_id="publish", topic="rides", events=["a"], outlet=False)
         publish.execute(context_of("publish", run_id=f"manual__{number}"))

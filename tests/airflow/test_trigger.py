@@ -1,4 +1,4 @@
-"""The trigger: what it claims, how it hands claims over, and what becomes of claims that nobody takes."""
+"""The trigger: its claims, how it hands them over, and claims that no task takes."""
 
 from __future__ import annotations
 

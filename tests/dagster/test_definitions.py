@@ -290,7 +290,7 @@ def test_an_annotation_that_cannot_be_resolved_is_refused_with_a_remedy() -> Non
 
 
 @pytest.mark.skipif(sys.version_info < (3, 14), reason="before 3.14, Python evaluates annotations at the definition")
-def test_so_is_one_that_python_evaluates_when_it_is_read() -> None:
+def test_an_annotation_that_fails_when_python_evaluates_it_later_is_refused_with_a_remedy() -> None:
     names: dict[str, Any] = {}
     source = "def unresolvable(events, connection, spark: SomeType): ..."
     exec(compile(source, __file__, "exec", dont_inherit=True), names)

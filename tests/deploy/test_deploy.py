@@ -131,7 +131,7 @@ def test_the_host_publishes_the_ui_alone_and_on_loopback() -> None:
     assert published == {"webserver": [f"127.0.0.1:3000:{port}"]}
 
 
-def test_what_a_service_waits_for_and_mounts_is_there() -> None:
+def test_everything_that_a_service_waits_for_or_mounts_exists() -> None:
     for service in SERVICES.values():
         assert set(service.get("depends_on", ())) <= SERVICES.keys()
         for volume in service.get("volumes", ()):

@@ -75,7 +75,9 @@ def test_the_session_s_master_is_the_one_that_runs_and_that_workers_join(monkeyp
     assert service["selector"].items() <= labels.items()
 
 
-def test_both_places_have_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_compose_and_kubernetes_have_the_same_settings_of_spark(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     copied = tmp_path / "spark.conf"
     copied.write_text(manifest("ConfigMap", "eventsql-spark")["data"]["spark.conf"])
     assert config_of(copied, monkeypatch) == config_of(DEPLOY / "spark.conf", monkeypatch)

@@ -242,7 +242,7 @@ def test_each_alert_comes_and_goes_and_the_dashboard_has_series(
     assert seen == BROKEN
 
 
-def test_a_database_and_an_endpoint_that_are_gone_are_told(
+def test_alerts_tell_of_a_database_and_an_endpoint_that_are_gone(
     shop: Shop, prometheus: Prometheus, endpoint: tuple[subprocess.Popen[bytes], str], server: EmbeddedPostgres,
     until: Until,
 ) -> None:  # fmt: skip

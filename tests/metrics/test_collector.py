@@ -363,6 +363,6 @@ def test_a_reader_sees_all_topics_and_a_reader_of_one_topic_sees_that_one(owner:
 
 
 @pytest.mark.parametrize("interval", [0, -1, float("inf"), float("nan"), "10"])
-def test_an_interval_that_is_no_time_is_refused(platform: EventSQL, interval: float) -> None:
+def test_an_invalid_interval_is_refused(platform: EventSQL, interval: float) -> None:
     with pytest.raises(ValidationError):
         PlatformCollector(platform, interval=interval)

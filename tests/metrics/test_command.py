@@ -72,7 +72,7 @@ def test_a_port_that_is_taken_is_one_line(
 
 
 @pytest.mark.parametrize("address", ["no such host", "256.0.0.1", "x" * 300])
-def test_an_address_that_is_none_is_one_line(run: Callable[..., Result], address: str) -> None:
+def test_an_invalid_address_is_one_line(run: Callable[..., Result], address: str) -> None:
     refused = run("metrics", "serve", "--address", address, "--port", "0")
     assert refused.exit_code == 2
     assert len(refused.stderr.strip().splitlines()) == 1

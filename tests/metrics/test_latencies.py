@@ -59,7 +59,7 @@ def test_a_function_that_is_no_handler_is_refused() -> None:
 
 
 @pytest.mark.parametrize("wrong", [None, {"topic": "orders"}, "orders", Publication("orders", b"")])
-def test_what_is_no_publication_is_refused_as_the_publisher_refuses_it(platform: EventSQL, wrong: Any) -> None:
+def test_an_object_that_is_no_publication_is_refused_as_by_the_publisher(platform: EventSQL, wrong: Any) -> None:
     platform.registry.register_topic(Topic("orders"))
     measured = Latencies(CollectorRegistry()).publisher(platform.publisher)
 

@@ -7,7 +7,7 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from tests.plans import plans
 
 
-def test_what_waits_is_counted_and_dated_through_indexes(platform: EventSQL) -> None:
+def test_waiting_events_are_counted_and_dated_through_indexes(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 10, storage="rows")).register_topic(Topic("orders_dlt"))
     platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
     platform.registry.register_consumer(Consumer("orders", "auditor"))

@@ -175,7 +175,7 @@ def test_without_an_sdk_nothing_is_written_into_events(orders: EventSQL) -> None
     assert orders.consumers.consume_once("orders", "mailer", handle) == 2
 
 
-def test_what_would_not_run_is_refused(orders: EventSQL, traces: Traces) -> None:
+def test_a_function_that_would_never_run_is_refused(orders: EventSQL, traces: Traces) -> None:
     async def later(events: Sequence[Event], connection: Connection) -> None: ...
 
     def generate(events: Sequence[Event], connection: Connection) -> Iterator[None]:

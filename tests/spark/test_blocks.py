@@ -233,7 +233,7 @@ def test_a_transfer_that_knows_nothing_of_blocks_takes_nothing_out_of_the_buffer
     check(platform, [-1, *range(MANY)])
 
 
-def test_what_is_published_is_neither_discarded_nor_swept(
+def test_published_blocks_are_neither_discarded_nor_swept(
     platform: EventSQL, source: Source, publish_many: PublishMany
 ) -> None:
     attempts = [staged(source, 0)]

@@ -142,7 +142,7 @@ def test_a_read_makes_no_tables(session: Connection, dsn: str) -> None:
 
 
 @pytest.mark.parametrize("names", ["", "a,,b", "[1]", "[]", "*,a", '["a"'])
-def test_names_that_are_none_are_refused(dsn: str, names: str) -> None:
+def test_invalid_names_of_aggregates_are_refused(dsn: str, names: str) -> None:
     with pytest.raises(ValidationError):
         ChangeOptions.parse({"dsn": dsn, "aggregates": names})
 
@@ -220,7 +220,7 @@ def test_an_interrupted_fill_begins_anew_and_nothing_of_it_stays(
         copying.copy_part([("9", 1, 1)], 101)
 
 
-def test_nobody_applies_changes_to_tables_that_are_filled(store: Store, projections: Projections) -> None:
+def test_no_change_is_applied_to_tables_that_are_being_filled(store: Store, projections: Projections) -> None:
     put(store, "1", 1)
 
     def nested(_filling: Filling) -> None:

@@ -17,7 +17,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_session_is_this_machine_s_and_nobody_else_reaches_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_listens_on_loopback_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
     config = spark_config(**{"spark.master": "local[4]", "spark.ui.enabled": "true"})
     assert config["spark.master"] == "local[4]"

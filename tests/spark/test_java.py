@@ -96,7 +96,9 @@ def test_a_version_that_spark_runs_on_is_taken(
     assert find_java(home).version == feature
 
 
-def test_what_does_not_run_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: Path) -> None:
+def test_a_program_that_does_not_run_is_passed_over(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, home: Path
+) -> None:
     monkeypatch.setenv("JAVA_HOME", str(tmp_path / "nowhere"))
     broken = fake_java(tmp_path / "broken", "21")
     (broken / "bin" / "java").write_text("#!/bin/sh\nexit 1\n")

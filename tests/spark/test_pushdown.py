@@ -126,7 +126,7 @@ def test_filters_narrow_what_is_planned(platform: EventSQL, dsn: str, orders: st
     assert ranges_of(reader) == [OffsetRange("orders", 1, 100, 200), OffsetRange("orders", 3, 100, 200)]
 
 
-def test_what_postgresql_would_judge_otherwise_is_left_to_spark() -> None:
+def test_conditions_that_postgresql_would_evaluate_otherwise_are_left_to_spark() -> None:
     left_to_spark = [
         EqualTo(("key",), "a\x00b"),
         EqualTo(("value",), b"abc"),

@@ -314,7 +314,7 @@ def test_the_options_can_be_had_without_loading_spark() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-def test_what_the_tasks_load_loads_neither_the_database_floor_nor_pandas() -> None:
+def test_tasks_load_neither_the_database_room_nor_pandas() -> None:
     program = "import sys, eventsql_orchestration.spark.source; print({'sqlalchemy', 'pandas'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"set()\n"
 
@@ -366,7 +366,7 @@ def test_the_error_of_this_package_can_be_had_from_spark_s(orders: str, read: Re
     assert eventsql_error(RuntimeError("of another kind")) is None
 
 
-def test_a_server_that_goes_away_in_mid_read_is_said_to(platform: EventSQL, dsn: str) -> None:
+def test_the_error_says_that_the_server_went_away_in_mid_read(platform: EventSQL, dsn: str) -> None:
     platform.registry.register_topic(Topic("wide"))
     platform.publisher.publish_all(Publication("wide", bytes(1_000_000)) for _ in range(50))
     platform.transfer.run_once()

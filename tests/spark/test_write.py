@@ -412,7 +412,7 @@ def offset_of(platform: EventSQL) -> int:
     return state.last_event_id
 
 
-def test_what_is_made_of_a_claim_is_published_with_its_offset(
+def test_the_output_for_a_claim_is_published_together_with_its_offset(
     platform: EventSQL, read: Read, write: Write, claim: Claim
 ) -> None:
     fares = read("orders", schema="value binary", **range_options(claim.range))

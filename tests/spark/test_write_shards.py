@@ -286,7 +286,7 @@ def test_a_repartitioning_waits_for_a_driver_and_gives_up_what_a_dead_one_left_b
         pytest.param(0, "INSERT ON eventsql.spark_publication", True, id="while it decides"),
     ],
 )
-def test_what_a_driver_is_at_is_not_given_up(
+def test_a_publication_of_a_live_driver_is_not_given_up(
     platform: EventSQL, dsns: list[str], shard: int, statement: str, *, at_commit: bool
 ) -> None:
     decisions = decisions_of(platform)
@@ -391,7 +391,7 @@ def test_a_part_that_was_given_up_before_an_older_version_published_its_batch_go
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("outcome", ["decided", "given up"])
-def test_what_becomes_of_a_publication_while_it_is_looked_at_is_found_out(
+def test_a_publication_that_ends_while_it_is_looked_at_is_treated_by_its_outcome(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch, outcome: str
 ) -> None:
     """Its owner decides it and is killed, or somebody else gives it up, after it was read as announced."""
@@ -485,7 +485,7 @@ def check_nothing_is_open(dsns: list[str]) -> None:
         assert row == (0,)
 
 
-def test_neither_a_sweep_nor_an_abort_takes_what_is_decided(platform: EventSQL, dsns: list[str]) -> None:
+def test_neither_a_sweep_nor_an_abort_takes_a_decided_part(platform: EventSQL, dsns: list[str]) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     with psycopg.connect(dsns[1]) as connection:
         connection.execute("UPDATE eventsql.spark_staged_event SET eql_created_at = now() - interval '3 days'")
@@ -587,7 +587,7 @@ def test_a_write_without_a_writer_that_is_not_finished_is_not_to_be_repeated(
     check_nothing_is_left(dsns)
 
 
-def test_whatever_fails_after_the_decision_says_that_it_is_published(
+def test_every_error_after_the_decision_says_that_the_batch_is_published(
     platform: EventSQL, dsns: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert publish(dsns, 0, FEW)
@@ -725,7 +725,9 @@ def waits_for_a_transaction(connection: psycopg.Connection) -> bool:
 # A shard that cannot be reached
 
 
-def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(platform: EventSQL, dsns: list[str]) -> None:
+def test_a_publication_that_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(
+    platform: EventSQL, dsns: list[str]
+) -> None:
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
     shards = {str(shard.name): shard for shard in platform.open().shards}
     (left,) = TwoPhaseCoordinator(lambda: {name: shards[name] for name in ("shard-1", "shard-3")}).finish()
@@ -743,7 +745,7 @@ def test_what_waits_for_a_shard_that_is_down_says_so_and_changes_nothing(platfor
     assert shards["shard-2"].repartitioner.repartition("orders", 5) is not None
 
 
-def test_what_is_decided_outlives_a_crash_of_the_shard_that_has_not_committed(administrator: Administrator) -> None:
+def test_a_decided_part_outlives_a_crash_of_its_shard(administrator: Administrator) -> None:
     # A server of its own, since a commit on another database of the same one puts the blocks on disk, too.
     with own_server() as embedded, ExitStack() as stack:
         crashing = embedded.create_database("crashing")
@@ -797,7 +799,7 @@ def values_of(dsns: list[str]) -> list[int]:
 
 
 @pytest.mark.nightly
-def test_what_was_decided_comes_before_the_fence_of_an_addition(databases: Databases) -> None:
+def test_a_decided_part_is_published_before_the_fence_of_an_addition(databases: Databases) -> None:
     *first, new = databases(4)
     dsns = made(first)
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part", at_commit=True)
