@@ -106,7 +106,7 @@ def test_batches_hold_every_event_that_was_asked_for(events: int) -> None:
 
 
 @pytest.mark.parametrize("benchmark", [each for each in BENCHMARKS if each is not All], ids=lambda each: each.name)
-def test_every_option_of_a_benchmark_means_something_to_it(benchmark: type[Benchmark]) -> None:
+def test_a_benchmark_uses_each_of_its_options(benchmark: type[Benchmark]) -> None:
     code = inspect.getsource(benchmark)
     used = {"partitions", "storage"} if "self.topic(" in code else set()
     used |= {"raw_events"} if "self.beside_raw_copy(" in code else set()
@@ -205,7 +205,7 @@ def test_spark_s_jdbc_source_reads_the_same_events_in_rows(session: Session) -> 
         assert source == rows
 
 
-def test_what_a_figure_is_measured_on_is_gone_with_it(session: Session, database: Database) -> None:
+def test_the_topics_and_tables_of_a_figure_are_dropped_when_it_ends(session: Session, database: Database) -> None:
     with pytest.raises(ZeroDivisionError), session.topic("gone", partitions=2) as topic, session.raw_table() as raw:
         session.consumer(topic)
         session.fill_buffer(topic, partitions=2, events=10)

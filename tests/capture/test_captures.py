@@ -90,7 +90,7 @@ def test_tables_beside_the_platforms_in_one_schema_are_captured(direct_dsn: str,
 
 
 @pytest.mark.parametrize("name", ["", "a.b.c", "a b", '"a', "a;b c", "x\x00"])
-def test_a_name_that_is_no_tables_is_refused(platform: EventSQL, name: str) -> None:
+def test_a_name_that_no_table_can_have_is_refused(platform: EventSQL, name: str) -> None:
     platform.registry.register_topic(Topic("changes"))
     with pytest.raises(ValidationError):
         platform.capture(name, "changes")
@@ -146,7 +146,7 @@ def test_a_capture_goes_on_while_the_constraint_of_its_key_is_not_valid(
     assert platform.transfer.run_once() == {"changes": 1}
 
 
-def test_a_topic_must_exist_and_a_name_be_one(platform: EventSQL, session: Connection) -> None:
+def test_a_capture_needs_an_existing_topic_and_a_valid_name(platform: EventSQL, session: Connection) -> None:
     session.execute("CREATE TABLE orders (id integer PRIMARY KEY)")
     with pytest.raises(TopicNotFoundError):
         platform.capture("orders", "changes")

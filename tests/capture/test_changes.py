@@ -113,7 +113,9 @@ STATEMENTS = (
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_changes_tell_the_table_after_every_statement(orders: EventSQL, session: Connection, seed: int) -> None:
+def test_the_changes_add_up_to_the_table_after_every_statement(
+    orders: EventSQL, session: Connection, seed: int
+) -> None:
     choice = random.Random(seed)
     for number in range(60):
         statement = choice.choices(STATEMENTS, weights=[6, 6, 6, 6, 2, 4, 4, 4, 2, 1])[0]

@@ -114,7 +114,7 @@ def test_a_row_that_another_transaction_holds_is_read_after_it(
     assert differences(session, "orders", "id::text") == []
 
 
-def test_a_transaction_that_does_not_end_lets_the_snapshot_stand(
+def test_a_transaction_that_does_not_end_stops_the_snapshot_and_the_next_call_goes_on(
     table: EventSQL, sessions: Sessions, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(captures, "RETRY_SECONDS", 0.2)

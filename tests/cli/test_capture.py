@@ -44,7 +44,7 @@ def test_the_list_names_triggers_that_a_deleted_topic_has_left(
     assert "eventsql capture drop public.orders changes" in run("capture", "list").output
 
 
-def test_what_cannot_be_captured_is_said(run: Run, platform: EventSQL) -> None:
+def test_the_error_says_why_a_table_cannot_be_captured(run: Run, platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("changes"))
     assert run("capture", "create", "absent", "changes").exit_code == 1
     assert run("capture", "create", "a b", "changes").exit_code == 2

@@ -1,4 +1,4 @@
-"""`eventsql dev` in its parts: what ends it, and that simulations do not overlap."""
+"""`eventsql dev` in its parts: its end, its warm Spark, its code location, and simulations that do not overlap."""
 
 from __future__ import annotations
 
@@ -231,7 +231,9 @@ class Lacking:
         return set()
 
 
-def test_what_a_location_lacks_is_done_here_or_said(platform: EventSQL, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_does_what_a_location_lacks_or_says_how_to_do_it(
+    platform: EventSQL, capsys: pytest.CaptureFixture[str]
+) -> None:
     platform.registry.register_topic(Topic("rides"))
     with dg.DagsterInstance.ephemeral() as instance:
         dagster = cast("LocalDagster", Lacking(instance))

@@ -302,7 +302,7 @@ def understood(words: list[str]) -> bool:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
-def test_what_a_document_shows_of_the_command_is_there(document: Path) -> None:
+def test_every_command_and_option_that_a_document_shows_exists(document: Path) -> None:
     assert [words for words in lines(document) if not understood(words)] == []
 
 

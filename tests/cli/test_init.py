@@ -57,7 +57,7 @@ def test_no_file_is_overwritten(invoke: Run, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["2nd-shop", "class", "json", "dagster", "-"])
-def test_a_name_that_is_no_module_or_another_one_is_refused(invoke: Run, directory: Path, name: str) -> None:
+def test_a_name_that_is_no_free_module_name_is_refused(invoke: Run, directory: Path, name: str) -> None:
     refused = invoke("init", f"--name={name}")
     assert (refused.exit_code, written(directory)) == (2, set())
     assert "name the project with --name" in refused.stderr

@@ -66,7 +66,7 @@ def publish(platform: EventSQL, *values: bytes) -> None:
 # migrate
 
 
-def test_the_clock_that_times_were_written_by_is_chosen_before_they_are_adopted(invoke: Run, empty: str) -> None:
+def test_the_time_zone_of_old_times_is_chosen_before_they_are_adopted(invoke: Run, empty: str) -> None:
     unknown = invoke("--dsn", empty, "migrate", "--times-in", "Middle/Earth")
     assert unknown.exit_code == 2
     assert "time zone 'Middle/Earth'" in unknown.stderr
@@ -134,7 +134,7 @@ def diagnose(run: Run, *arguments: object) -> tuple[int, dict[str, list[dict[str
 
 
 @pytest.mark.usefixtures("java")
-def test_what_a_deleted_topic_has_left_is_named_and_cleared_by_the_command_that_is_named(
+def test_leftovers_of_a_deleted_topic_are_named_and_the_named_command_clears_them(
     run: Run, consumer: str, platform: EventSQL
 ) -> None:
     with platform.database.connection() as connection:

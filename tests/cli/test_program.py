@@ -352,7 +352,7 @@ except SystemExit as ended:
 
 
 @pytest.mark.parametrize("code", ["import eventsql_orchestration", HELP], ids=["import", "help"])
-def test_neither_the_library_nor_the_help_loads_what_an_extra_brings(code: str) -> None:
+def test_the_library_and_the_help_load_no_package_of_an_extra(code: str) -> None:
     assert loaded(code) == set()
 
 

@@ -1,4 +1,4 @@
-"""`eventsql publish`: what becomes of files and streams, good and bad."""
+"""`eventsql publish`: files and streams are published, and bad ones are refused."""
 
 from __future__ import annotations
 

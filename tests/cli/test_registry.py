@@ -202,7 +202,7 @@ def test_the_retention_of_a_topic_is_altered_bound_by_bound(run: Run, platform: 
     assert platform.registry.topic(topic).partitions == 2
 
 
-def test_what_is_kept_of_a_topic_is_shown(run: Run, platform: EventSQL, topic: str) -> None:
+def test_the_retention_of_a_topic_is_shown(run: Run, platform: EventSQL, topic: str) -> None:
     platform.registry.register_topic(Topic("plain"))
     platform.registry.set_retention(topic, Retention(seconds=0.5, bytes=3, events=1))
     lines = run("topic", "list").stdout.splitlines()

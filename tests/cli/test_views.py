@@ -125,7 +125,7 @@ def test_a_rollup_is_drawn(run: Run, tmp_path: Path) -> None:
         (("--plot", "moves.png", "--json"), "--json"), (("--plot", "moves.png", "--since", "1m"), "no buckets"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_drawn_is_refused(
+def test_a_rollup_that_cannot_be_drawn_is_refused(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: tuple[str, ...], word: str
 ) -> None:
     monkeypatch.chdir(tmp_path)

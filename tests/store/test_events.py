@@ -231,7 +231,7 @@ def test_an_event_that_would_not_come_back_is_refused_and_not_applied(event: obj
         lambda: Events(["opened"]),  # type: ignore[list-item]
     ],
 )
-def test_types_that_cannot_be_are_refused(make: Callable[[], object]) -> None:
+def test_impossible_types_are_refused(make: Callable[[], object]) -> None:
     with pytest.raises(ValidationError):
         make()
 

@@ -321,7 +321,7 @@ def test_rights_stay_and_views_are_not_lost(store: Store, projections: Projectio
         "CREATE PUBLICATION told FOR TABLE public.sums",
     ],
 )
-def test_what_guards_or_follows_a_table_is_not_lost_silently(
+def test_a_rebuild_that_would_lose_row_security_triggers_rules_or_publications_is_refused(
     store: Store, projections: Projections, belonging: str
 ) -> None:
     with store.database.connection() as connection:
@@ -378,7 +378,7 @@ def test_a_swap_drops_nothing_that_the_rebuilt_tables_need(store: Store, project
     assert odd.rebuilds() == []
 
 
-def test_what_a_subscription_gave_up_is_not_applied_again_after_a_rebuild(store: Store) -> None:
+def test_a_dead_letter_that_a_rebuild_applied_is_not_applied_again(store: Store) -> None:
     broken = {2}
 
     class Picky(Sums):

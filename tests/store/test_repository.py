@@ -240,7 +240,9 @@ def test_a_connection_without_a_transaction_still_saves_all_or_nothing(
     assert orders.load("1").version == 0
 
 
-def test_the_second_of_two_who_loaded_the_same_version_conflicts(platform: EventSQL, orders: Repository[Order]) -> None:
+def test_the_second_of_two_writers_that_loaded_the_same_version_conflicts(
+    platform: EventSQL, orders: Repository[Order]
+) -> None:
     orders.save(placed())
     first, second = orders.load("1"), orders.load("1")
     first.raise_price(110)

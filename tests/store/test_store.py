@@ -337,7 +337,7 @@ def test_names_that_cannot_be_used_are_refused(nowhere: Database, name: Any) -> 
         lambda store: store.snapshot("order", "1", upto_version=1.0),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_is_written(
+def test_wrong_arguments_are_refused_before_anything_is_written(
     nowhere: Database, act: Callable[[Any], object]
 ) -> None:
     with pytest.raises(ValidationError):

@@ -261,7 +261,7 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), MuteError()])
-def test_whatever_a_handler_always_raises_its_change_becomes_a_dead_letter(
+def test_a_change_whose_handler_always_fails_becomes_a_dead_letter_whatever_the_error(
     store: Store, until: Until, error: BaseException
 ) -> None:
     def fails(change: RecordedChange, connection: Connection) -> None:

@@ -1,4 +1,4 @@
-"""Who follows logs gets each line that is committed once, however late its transaction commits."""
+"""A follower of logs gets each committed line once, however late its transaction commits."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_only_matching_lines_are_given(database: Database, runs: LogsView) -> No
     assert found == [["timeout"], ["code"], ["timeout"], ["retries"], ["of a tenant"], ["timeout"]]
 
 
-def test_what_makes_no_sense_is_refused(runs: LogsView, views: Views) -> None:
+def test_wrong_arguments_are_refused(runs: LogsView, views: Views) -> None:
     with pytest.raises(ValidationError):
         runs.follow(text="")
     with pytest.raises(ViewNotFoundError):
@@ -181,7 +181,7 @@ def test_the_lookback_bounds_what_is_read_at_the_start(
     assert polled(follower) == ["within"]
 
 
-def test_logs_of_before_get_their_index_from_the_migration(database: Database, runs: LogsView) -> None:
+def test_older_logs_get_their_index_from_the_migration(database: Database, runs: LogsView) -> None:
     with database.transaction() as connection:
         write(connection, runs, "before")
     with database.connection() as connection:

@@ -130,7 +130,7 @@ def test_dimensions_too_long_for_an_index_are_refused(database: Database, views:
         views.rollup(wide).add(connection, [RollupEntry(NOON, texts)])
 
 
-def test_adding_nothing_is_nothing(database: Database, orders: RollupView) -> None:
+def test_adding_no_entries_changes_nothing(database: Database, orders: RollupView) -> None:
     add(database, orders, [])
     assert orders.read() == []
 

@@ -93,7 +93,7 @@ def test_a_reader_misses_nothing_of_a_resource_whose_writers_take_turns(
     assert seen == [0, 1, 2]
 
 
-def test_what_commits_late_lies_before_what_was_read_already_and_is_found_by_reading_the_whole(
+def test_an_entry_that_commits_late_is_missed_by_going_on_and_found_by_reading_the_whole(
     database: Database, orders: TimelineView
 ) -> None:
     append(database, orders, ("first", {}, NOON))

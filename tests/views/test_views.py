@@ -166,7 +166,7 @@ def test_another_form_is_refused_and_changes_nothing(views: Views, other: Defini
         lambda: Rollup("a", MINUTE, ("sum_x",), ("x",)), lambda: Logs("a", language="english'); --"),
     ],
 )  # fmt: skip
-def test_a_definition_that_cannot_be_is_refused_before_anything_is_made(make: Callable[[], Definition]) -> None:
+def test_an_impossible_definition_is_refused_before_anything_is_made(make: Callable[[], Definition]) -> None:
     with pytest.raises((InvalidNameError, ValidationError)):
         make()
 
@@ -336,7 +336,7 @@ def test_transactions_that_need_the_same_new_partition_make_it_once(
     assert [len(timeline.read(resource)) for resource in "12"] == [1, 1]
 
 
-def test_a_handler_with_times_of_too_many_periods_is_told(database: Database, views: Views) -> None:
+def test_entries_of_too_many_periods_in_one_call_are_refused(database: Database, views: Views) -> None:
     views.declare(Timeline("orders", period=DAY))
     timeline = views.timeline(Timeline("orders", period=DAY))
     entries: list[tuple[str, dict[str, Any], datetime]] = [("1", {}, NOON + number * DAY) for number in range(101)]
