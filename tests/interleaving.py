@@ -135,7 +135,7 @@ def _stop(connection: psycopg.Connection[Any], step: str) -> None:
 
 
 class Stepper(Protocol):
-    """Whoever is told of each step before it is taken."""
+    """An observer that hears of each step before it is taken."""
 
     def stop_before(self, step: str, connection: psycopg.Connection[Any]) -> None: ...
 

@@ -1,4 +1,4 @@
-"""How tests wait for what another thread or process does."""
+"""How tests wait for another thread or process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public face of the package, found by looking at it: the methods, what each may be given, and what it may not."""
+"""The public face of the package, found by inspection: the methods, with right and wrong arguments for each."""
 
 from __future__ import annotations
 

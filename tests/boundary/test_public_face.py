@@ -262,7 +262,7 @@ class Face:
         return self.stack.enter_context(psycopg.connect(self.dsns[0]))
 
     def prepare(self) -> None:
-        """Bring back what a call that succeeded may have changed."""
+        """Undo the changes of a call that succeeded."""
         self.stack.close()
         self.platform.open()
         self.platform.publisher.configure_partitioner(_first)
@@ -396,7 +396,7 @@ def sharded(administrator: Administrator) -> Iterator[Face]:
 
 
 def call(function: Callable[..., Any], method: Method, given: Mapping[str, object]) -> None:
-    """Call a method and use what it gives, as far as errors may come from there."""
+    """Call a method and use its result, which may raise errors."""
     positional, named = [], {}
     for argument in method.arguments:
         if argument.name in given and argument.kind is inspect.Parameter.VAR_POSITIONAL:
@@ -439,7 +439,7 @@ def names(error: ValidationError, argument: Argument) -> bool:
 
 
 def faults(made: Face, method: Method, get: Callable[[], Callable[..., Any]], examples: int) -> Iterator[str]:
-    """What is wrong about a method: foreign errors, errors after something was written, wrong values that it takes."""
+    """The faults of a method: foreign errors, errors after something was written, wrong values that it accepts."""
     for argument in method.arguments:
         for make in face.drawn(method, argument, examples):
             given = {each.name: face.valid(each, made.pool) for each in method.arguments if each.required}

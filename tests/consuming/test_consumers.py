@@ -61,7 +61,7 @@ def fill(platform: EventSQL, count: int, topic: str = "orders") -> list[int]:
 
 
 class Seen:
-    """A handler that keeps what it is handed."""
+    """A handler that keeps its events."""
 
     def __init__(self) -> None:
         self.batches: list[list[Event]] = []

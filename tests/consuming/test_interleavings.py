@@ -130,7 +130,7 @@ class Log:
         self._parties[name] = play
 
     def join(self, kind: str, name: str | None = None) -> None:
-        """Add a party by what it is, and its name where it has one."""
+        """Add a party by its kind, and by its name if it has one."""
         party: Callable[[str], None] = getattr(self, kind)
         party(name or kind)
 

@@ -63,7 +63,7 @@ def unleased(platform: EventSQL) -> bool:
 
 
 class Seen:
-    """A leased handler that keeps what it is handed, and fails as it is told to."""
+    """A leased handler that keeps its events, and fails as `fail` says."""
 
     def __init__(self, fail: Callable[[Sequence[Event]], None] = lambda _events: None) -> None:
         self.batches: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The second ordering: whatever order transactions commit in, nothing is passed over, and nothing is read twice."""
+"""The second ordering: in whatever order transactions commit, no row is passed over and none is read twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The database hands out connections, says in words of ours what failed, and never says a password."""
+"""The database hands out connections, raises errors of the package, and never shows a password."""
 
 from __future__ import annotations
 

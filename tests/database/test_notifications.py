@@ -1,4 +1,4 @@
-"""Notifications reach those who listen; listeners and notifiers outlive their connections and the server."""
+"""Notifications reach all listeners; listeners and notifiers outlive their connections and the server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Heard:
-    """Counts what its callbacks are called for."""
+    """Counts the calls of its callbacks."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()

@@ -99,7 +99,7 @@ def logged() -> Iterator[list[str]]:
 
 
 def said_by(use: Callable[[], object]) -> str:
-    """What a use shows: its result, or the error with all that it came from."""
+    """The text that a use shows: its result, or the error with its causes."""
     try:
         return repr(use())
     except Exception as error:  # noqa: BLE001 - whatever it is, it is shown

@@ -1,4 +1,4 @@
-"""What a database, a URL or the environment sets for sessions changes nothing that the platform stores or gives."""
+"""Settings of sessions by a database, a URL or the environment change nothing that the platform stores or returns."""
 
 from __future__ import annotations
 

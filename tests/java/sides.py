@@ -1,4 +1,4 @@
-"""The Java side of a shared database: a Java service on EventSQL's library, and a stand-in that says what that says.
+"""The Java side of a shared database: a Java service on EventSQL's library, and a stand-in that sends its statements.
 
 The stand-in exists because the library cannot be had everywhere: its statements are those of EventSQL 1.0.0, in its
 order, in its transactions and with its caches, on threads of this process.
@@ -32,7 +32,7 @@ FLUSHED_AT_ONCE = 1_000
 
 
 class JavaError(Exception):
-    """What the Java side refused, as it says it."""
+    """A refusal of the Java side, in its words."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Side(Protocol):
-    """What a Java service does. `seen` grows with what its consumers are handed."""
+    """The operations of a Java service. `seen` has the events that its consumers got."""
 
     seen: list[Seen]
 
@@ -222,7 +222,7 @@ FROM event_buffer WHERE eql_id = ANY (%s)
 
 
 class StandIn:
-    """What the library does, said to the database from here."""
+    """The operations of the library, as statements that this process sends."""
 
     def __init__(self, dsn: str, schema: str, time_zone: str) -> None:
         self._dsn = dsn

@@ -1,4 +1,4 @@
-"""A Java service on EventSQL's library and this package share a database, whoever came first and whoever does what."""
+"""A Java service on EventSQL's library and this package share a database, in every division of work between the two."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ODD = 'żółw "quoted" back\\slash /slash\nline\ttab \u2028 \u007f 🐢'
 
 
 def moved(platform: EventSQL, topic: str, count: int, until: Until) -> list[Event]:
-    """The topic's log, once it has so many events, whoever moves them."""
+    """The topic's log, once it has this number of events."""
     until(lambda: platform.reader.count(topic) >= count)
     events = platform.reader.read(topic)
     assert len(events) == count
@@ -343,7 +343,7 @@ def test_a_topic_whose_name_cannot_be_used_here_does_not_stop_the_others(
 def test_java_waits_in_the_buffer_where_the_room_of_a_log_is_used_up_and_goes_on_after_it_was_made(
     java: Side, platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It makes no segments; whoever transfers or retains here does, each minute."""
+    """The library makes no segments. This package's transfers and retention do, each minute."""
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)
     platform.registry.register_topic(Topic("orders"))
     with platform.database.connection() as connection:
@@ -360,7 +360,7 @@ def test_java_waits_in_the_buffer_where_the_room_of_a_log_is_used_up_and_goes_on
 
 
 def test_a_java_publisher_keeps_the_partitions_of_its_start(java: Side, platform: EventSQL, until: Until) -> None:
-    """Nothing tells it: what it writes must be borne, for as long as it runs."""
+    """The library does not learn of the change, so its writes must do no harm for as long as it runs."""
     platform.registry.register_topic(Topic("orders", 2))
     java.publish("orders", [Written(str(number), b"") for number in range(20)])
     moved(platform, "orders", 20, until)
@@ -376,7 +376,7 @@ def test_a_java_publisher_keeps_the_partitions_of_its_start(java: Side, platform
 def test_an_event_of_java_for_a_partition_that_is_gone_lies_where_its_key_does(
     java: Side, open_java: Open, platform: EventSQL, until: Until
 ) -> None:
-    """Its own transfer moves it as it was published: what a topic lost, its log has placed anew."""
+    """The library's transfer moves the event as published. The log changes a partition that the topic has lost."""
     platform.registry.register_topic(Topic("orders", 6)).register_consumer(Consumer("orders", "sums", partitioned=True))
     keys = [str(number) for number in range(40)]
     java.publish("orders", [Written(key, b"before") for key in keys])

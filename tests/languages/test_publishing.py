@@ -39,7 +39,7 @@ Found = tuple[int, str | None, bytes, dict[str, str]]
 
 
 def published(platform: EventSQL) -> list[Found]:
-    """What was published, partition by partition: only the order in each is kept."""
+    """The published events, partition by partition: only the order within a partition is kept."""
     platform.transfer.run_once()
     return by_partition(
         (each.partition, each.key, each.value, dict(each.metadata)) for each in platform.reader.read("orders")

@@ -195,7 +195,7 @@ class Cast:
 
 
 def _say_to(log: Path) -> None:
-    """Have this process say what it has to say to a file."""
+    """Write this process's log to a file."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)

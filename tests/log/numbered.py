@@ -207,7 +207,7 @@ class NumberedPublisher:
         self._sure = True
 
     def _await_those_before(self, connection: Connection) -> None:
-        """Wait until the sessions of those who had this role before have ended."""
+        """Wait until the sessions of the earlier processes of this role have ended."""
         while connection.execute(
             "SELECT 1 FROM pg_stat_activity WHERE starts_with(application_name, %s) AND application_name <> %s",
             (f"{self._name} ", self.session),

@@ -1,4 +1,4 @@
-"""The plan of a fault run, by the seed alone: who publishes how much, who plays, and what happens when."""
+"""The plan of a fault run, by the seed alone: its publishers and other processes, and the time of each fault."""
 
 from __future__ import annotations
 

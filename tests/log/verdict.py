@@ -1,4 +1,4 @@
-"""The verdict on a fault run: what is wrong with the logs, with what a reader saw of them, and with the effects."""
+"""The verdict on a fault run: faults of the logs, of the events that a reader saw, and of the effects."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _log_of(shard: Shard, log: dict[int, array[int]], strays: list[str]) -> Iter
 
 
 def _check_offsets(shard: Shard, consumer: str, log: Mapping[int, array[int]]) -> Iterator[str]:
-    """What of one database's log has no effect there, or more than one, or is not counted as consumed."""
+    """The events of one database's log that have no effect there, or more than one, or do not count as consumed."""
     states = {state.partition: state for state in shard.registry.consumer(TOPIC, consumer)}
     whole = NOT_PARTITIONED in states
     kept = whole or not shard.layouts.of(TOPIC)

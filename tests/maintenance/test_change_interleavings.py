@@ -98,7 +98,7 @@ class Parties:
         return play
 
     def _java(self, _platform: EventSQL) -> Callable[[], object]:
-        """What EventSQL's library says: it publishes by the old number, and moves what it finds as it is."""
+        """The statements of EventSQL's library: it publishes by the old number, and moves events as they are."""
         with stepping():
             session = self._stack.enter_context(psycopg.connect(self.dsn, options="-c search_path=eventsql"))
         log = f"{self.topic}_event"

@@ -1,4 +1,4 @@
-"""Each way of use, round after round, until its tables stop growing: what a use leaves, its own maintenance clears."""
+"""Each way of use, round after round, until its tables stop growing: its own maintenance clears its leftovers."""
 
 from __future__ import annotations
 

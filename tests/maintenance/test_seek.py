@@ -1,4 +1,4 @@
-"""A consumer is moved to another place in its log at once, whoever is consuming, and says before what comes of it."""
+"""A consumer is moved to another place in its log, also while it consumes, and the plan shows the result before."""
 
 from __future__ import annotations
 

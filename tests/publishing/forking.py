@@ -1,4 +1,4 @@
-"""Programs that fork. Each is a process of its own: that of the tests has threads that a fork would lose."""
+"""Programs that fork, in processes of their own: the process of the tests has threads that a fork would lose."""
 
 from __future__ import annotations
 
@@ -306,7 +306,7 @@ class Owner:
 
 
 def object_that_fails() -> None:
-    """An object fails to begin anew in the child, and the objects after it begin anew all the same."""
+    """An object fails to begin anew in the child, and the objects after it still begin anew."""
     begun: list[Owner] = []
 
     def fail(_owner: Owner) -> None:

@@ -149,7 +149,7 @@ def test_an_error_of_the_code_that_gives_the_publications_is_not_taken_for_that(
 
 
 def test_a_connection_in_pipeline_mode_is_refused(platform: EventSQL, direct_dsn: str) -> None:
-    """There, nobody would be told that a statement has written nothing."""
+    """In pipeline mode, the caller would not learn that a statement has written nothing."""
     with psycopg.connect(direct_dsn) as mine:
         with mine.pipeline():
             for publish in both_ways(platform):

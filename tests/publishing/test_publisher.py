@@ -1,4 +1,4 @@
-"""What is published is committed before the call returns, or with the caller's transaction, whole or not at all."""
+"""Events are committed before the call returns, or with the caller's transaction, all or none."""
 
 from __future__ import annotations
 

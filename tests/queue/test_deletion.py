@@ -1,4 +1,4 @@
-"""Deleting a queue: what keeps it, what goes with it, and who uses it at that moment."""
+"""Deleting a queue: what prevents it, what it deletes too, and processes that use the queue meanwhile."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def received_again(queue: Queue, until: Until) -> Again:
 
 
 def receive_within(connection: Connection, queue: Queue, max_messages: int) -> set[int]:
-    """What a receiver takes whose transaction is still open."""
+    """The messages of a receiver whose transaction is still open."""
     statement = Queries("queue", "eventsql")("take")
     (row,) = connection.execute("SELECT eql_id FROM eventsql.queue WHERE eql_name = %s", [queue.name])
     values = {"queue": row[0], "max_messages": max_messages, "visibility_timeout": 30.0, "since": None}

@@ -1,4 +1,4 @@
-"""Each role is refused what is not its work, also where it goes past the library."""
+"""Each role is refused other work than its own, also if it does not use the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each role knows of sequences, and mends."""
+"""The faults of sequences that each role sees, and mends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An operator who adds a shard in a process of his own, and is killed at some point."""
+"""An operator's process that adds a shard, and is killed at some point."""
 
 from __future__ import annotations
 

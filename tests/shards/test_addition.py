@@ -1,4 +1,4 @@
-"""A shard is added while events flow: each key keeps its order, and who holds the old set is told before he writes."""
+"""A shard is added while events flow: keys keep their order, and publishers with the old set are refused."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ def test_a_batch_that_is_published_in_part_before_it_is_known_that_a_shard_joine
 
 
 def consume_on(platform: EventSQL, name: str) -> list[int]:
-    """What a consumer is handed on one shard now, of the key that moves."""
+    """The events of the moving key that a consumer gets on one shard now."""
     handled: list[int] = []
 
     def handle(events: Sequence[Event], _connection: object) -> None:

@@ -21,7 +21,7 @@ NAMES = ["shard-1", "shard-2", "shard-3"]
 
 
 class Silent:
-    """A server that takes connections and never answers; who connects to it waits for a minute."""
+    """A server that accepts connections and never answers; its clients wait for a minute."""
 
     def __init__(self) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ class Silent:
         return bool(self._connections)
 
     def is_awaited(self) -> bool:
-        """Whether the first who has connected waits for an answer still."""
+        """Whether the first client still waits for an answer."""
         self._connections[0].setblocking(False)
         try:
             while self._connections[0].recv(1024):

@@ -304,7 +304,7 @@ class ShardedMachine(RuleBasedStateMachine):
         self._settle()
 
     def _settle(self) -> None:
-        """Let go who has consumed all older shards up to their fences."""
+        """Release the consumers that have consumed all older shards up to their fences."""
         for shard in self.shards:
             for name, consumer in shard.consumers.items():
                 if consumer.until == HELD and not any(
