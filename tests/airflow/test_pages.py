@@ -36,7 +36,7 @@ def get(path: str, **params: str | int) -> httpx.Response:
 
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
-    """A user is logged in who has the rights on each DAG except for these."""
+    """A user is logged in, with rights on each DAG except for these."""
     dags = set[str]()
     manager = SimpleNamespace(is_authorized_dag=lambda *, details, **_: details.id not in dags)
     monkeypatch.setattr(security, "get_auth_manager", lambda: manager)

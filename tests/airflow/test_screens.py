@@ -19,7 +19,7 @@ __all__ = ["browser", "home"]
 
 @pytest.fixture
 def served(home: Path) -> Iterator[AirflowApi]:
-    """An Airflow that has consumed what a DAG has published."""
+    """An Airflow that has consumed the events of a DAG."""
     with running(home, DAGS, "--orders", "5", "--port", "18080") as process:
         url = home / "airflow" / "airflow.url"
 

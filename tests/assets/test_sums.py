@@ -41,7 +41,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
 
 @st.composite
 def rides(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """What is published of one order: it is placed, perhaps accepted, perhaps ended, at any later time."""
+    """The events of one order: it is placed, perhaps accepted, perhaps ended, at any later time."""
     at = START + timedelta(seconds=draw(st.integers(0, 3_600)))
     state: dict[str, Any] = {
         "order_id": "order",

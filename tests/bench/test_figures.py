@@ -1,4 +1,4 @@
-"""What the figures of a benchmark are made of: rates of quarters, percentiles, encoded events, counted statements."""
+"""The parts of a benchmark's figures: rates of quarters, percentiles, encoded events, counted statements."""
 
 from __future__ import annotations
 

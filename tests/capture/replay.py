@@ -52,7 +52,7 @@ def replayed(changes: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def differences(connection: psycopg.Connection[Any], table: str, key: str) -> list[str]:
-    """How the rows that changes tell differ from those of `table`, in one snapshot, as PostgreSQL reads them back."""
+    """The differences between the rows by the changes and those of `table`, in one snapshot."""
     connection.execute("BEGIN ISOLATION LEVEL REPEATABLE READ")
     try:
         told = replayed(events(connection))

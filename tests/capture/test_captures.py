@@ -1,4 +1,4 @@
-"""Captures are made, refused, changed and dropped; what is dropped breaks no writer."""
+"""Captures are made, refused, changed and dropped; a dropped capture breaks no writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first snapshot joins the changes: at every moment, the rows with an event are told as they stand."""
+"""The first snapshot joins the changes: at every moment, the events of a row give the row as it stands."""
 
 from __future__ import annotations
 

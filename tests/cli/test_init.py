@@ -1,4 +1,4 @@
-"""`eventsql init`: what it writes, and what it refuses. tests/system/test_project.py runs what it has made."""
+"""`eventsql init`: the files that it writes, and its refusals. tests/system/test_project.py runs such a project."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The program as a whole: how it ends, what it loads, which database it takes, and what it never prints."""
+"""The program as a whole: its exit codes, its imports, its choice of a database, and secrets that it never prints."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ SECONDS = 30.0
 
 @pytest.fixture(autouse=True)
 def _ends() -> Iterator[None]:
-    """A main thread that waits in a handler heeds no other signal, such as that of the test's timeout."""
+    """A main thread that waits in a handler ignores other signals, such as the one of the test's timeout."""
     faulthandler.dump_traceback_later(4 * SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()

@@ -134,7 +134,7 @@ def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_fir
 
 
 def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothing(reexecuting: Workbench) -> None:
-    """Dagster's run retries, and a person who tries it again, only know that it failed."""
+    """Dagster's run retries, and a person, only know that the run failed."""
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))

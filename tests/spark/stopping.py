@@ -14,7 +14,7 @@ LOCK = 7
 
 
 class Stop:
-    """Lets whoever comes to a step in a database wait, until it is let go or its session is ended."""
+    """Makes a transaction wait at a step in a database, until it is released or its session is ended."""
 
     def __init__(self, dsn: str, step: str, *, at_commit: bool = False) -> None:
         self._dsn = dsn

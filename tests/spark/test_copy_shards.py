@@ -1,4 +1,4 @@
-"""A stream from shards to shards: each event once, whoever dies, and each key in order on its shard."""
+"""A stream from shards to shards: each event once, whatever process dies, and each key in order on its shard."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def counted(dsn: str, table: str, condition: str = "true") -> int:
 
 
 def check_nothing_is_left(platform: EventSQL) -> None:
-    """Once what nobody decided is given up, as it is by whoever comes when it is old."""
+    """Assert that nothing is left, once undecided publications are given up as a later process would."""
     TwoPhaseCoordinator(lambda: {str(shard.name): shard for shard in platform.shards}).finish(abandoned_after=0)
     for dsn in urls_of(platform):
         assert counted(dsn, "spark_decision") == counted(dsn, "spark_part", "eql_published_at IS NULL") == 0

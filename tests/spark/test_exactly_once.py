@@ -35,7 +35,7 @@ FEW = 500
 
 
 class Locks:
-    """Connections that hold tables, and see who waits for them."""
+    """Connections that hold tables, and see the processes that wait for them."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -248,7 +248,7 @@ def test_a_stream_that_ends_before_or_after_its_commit_replays_the_batch_and_pub
 
 
 def attempt_of(write: Callable[[], object]) -> tuple[threading.Thread, list[Exception]]:
-    """A thread that writes, and what it fails of."""
+    """A thread that writes, and its error."""
     failures: list[Exception] = []
 
     def attempt() -> None:

@@ -1,4 +1,4 @@
-"""A write over shards: each key on its shard, and all of a batch once, whoever dies at which of its commits.
+"""A write over shards: each key on its shard, and each batch once, whatever process dies at any of the commits.
 
 A commit is stopped by a trigger of the test's that waits for a lock, in the transaction or at its end.
 """
@@ -327,7 +327,7 @@ def decisions_of(platform: EventSQL) -> TwoPhaseCoordinator:
 
 @pytest.mark.nightly
 def test_a_part_whose_batch_took_place_elsewhere_is_given_up(platform: EventSQL, dsns: list[str]) -> None:
-    """Whoever gave the first attempt up did not come to its parts, and the second has no events on their shards."""
+    """The process that gave the first attempt up left its parts. The second has no events on their shards."""
     kill_at(dsns, FEW, 1, "UPDATE ON eventsql.spark_part")
     first, *others = platform.open().shards
     (announced,) = TwoPhaseParticipant(first.database).announced()

@@ -1,4 +1,4 @@
-"""The store equals a plain recomputation, whatever is appended, loaded and handled, and whoever dies meanwhile."""
+"""The store equals a plain recomputation, for any appends, loads and handlers, and any deaths of processes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ TOPIC = "order_events"
 
 
 class RuleBrokenError(Exception):
-    """An order was asked for what its state does not allow."""
+    """The state of an order does not allow the operation."""
 
 
 class Order(Aggregate):

@@ -40,7 +40,7 @@ class _DiesError(BaseException):
 
 
 class Model:
-    """A topic of two partitions, a consumer that writes three views, and what they are to hold."""
+    """A topic of two partitions, a consumer that writes three views, and the expected contents of these."""
 
     def __init__(self, platform: EventSQL) -> None:
         self.platform, self.views = platform, Views(platform.database)

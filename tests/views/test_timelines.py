@@ -80,7 +80,7 @@ def test_a_reader_goes_on_after_the_entry_that_it_saw_last(database: Database, o
 def test_a_reader_misses_nothing_of_a_resource_whose_writers_take_turns(
     database: Database, orders: TimelineView
 ) -> None:
-    """Whoever writes to other resources meanwhile; see the next for what that leaves out."""
+    """Others write to other resources meanwhile. The next test shows an entry that such a reader misses."""
     append(database, orders, ("first", {}, NOON))
     with psycopg.connect(database.dsn) as elsewhere:
         orders.append(elsewhere, [("other", {"number": 0}, NOON)])
