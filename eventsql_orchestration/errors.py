@@ -62,6 +62,10 @@ class DatabaseUnavailableError(DatabaseError):
     """The database cannot be reached, or it closed the connection."""
 
 
+class ConnectionLostError(DatabaseUnavailableError):
+    """The connection was lost before the database had answered: what was under way may have been committed or not."""
+
+
 class DatabaseBusyError(DatabaseError):
     """A lock, a connection or an answer of the database took too long: try again."""
 
@@ -250,18 +254,31 @@ class PartlyPublishedError(ShardError):
     """Some shards have committed their events of a batch, others have not.
 
     `committed` has the number of events by shard, `failed` the error by shard. The batch's events of the shards in
-    `failed` are not published, unless the error says that their outcome is unknown.
+    `failed` are not published, unless the error is a `ConnectionLostError`: these may have been published.
     """
 
     def __init__(self, committed: Mapping[str, int], failed: Mapping[str, Exception]) -> None:
         done = ", ".join(f"{count} events on {name!r}" for name, count in committed.items())
         faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
-        super().__init__(f"published {done}, and nothing on the other shards: publish their events again ({faults})")
+        others = "nothing on the other shards: publish their events again"
+        if lost := _lost(failed):
+            others = f"perhaps the events of {lost}, and nothing on other shards: look before you publish those again"
+        super().__init__(f"published {done}, and {others} ({faults})")
         self.committed = dict(committed)
         self.failed = dict(failed)
 
     def __reduce__(self) -> tuple[type[PartlyPublishedError], tuple[dict[str, int], dict[str, Exception]]]:
         return type(self), (self.committed, self.failed)
+
+
+def first_error(failed: Mapping[str, Exception]) -> Exception:
+    """The error to raise if every shard of a call failed: first an error that leaves the outcome unknown."""
+    return min(failed.values(), key=lambda error: not isinstance(error, ConnectionLostError))
+
+
+def _lost(failed: Mapping[str, Exception]) -> str:
+    """The shards whose outcome is unknown, as words."""
+    return ", ".join(repr(name) for name, error in failed.items() if isinstance(error, ConnectionLostError))
 
 
 class PublicationUnfinishedError(ShardError):
@@ -348,16 +365,17 @@ class PartlySentError(ShardError):
     """Some shards have taken their messages of a `send_all`, others have not: send the messages without an id again.
 
     `ids` has the id of each message in the order of the call, None for a message that was not sent, and `failed` the
-    error by shard. The messages of the shards in `failed` are not sent, unless the error says that their outcome is
-    unknown.
+    error by shard. The messages of the shards in `failed` are not sent, unless the error is a `ConnectionLostError`:
+    these may have been sent.
     """
 
     def __init__(self, ids: Sequence[int | None], failed: Mapping[str, Exception]) -> None:
         sent = len(ids) - list(ids).count(None)
         faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
-        super().__init__(
-            f"sent {sent} of {len(ids)} messages: send the messages without an id in `ids` again ({faults})"
-        )
+        again = "send the messages without an id in `ids` again"
+        if lost := _lost(failed):
+            again += f", but look first whether the messages of {lost} were sent"
+        super().__init__(f"sent {sent} of {len(ids)} messages: {again} ({faults})")
         self.ids = list(ids)
         self.failed = dict(failed)
 

@@ -94,9 +94,10 @@ class ClusterPublisher:
         SQLAlchemy connection in AUTOCOMMIT, which cannot roll back, or any other object.
 
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, `DatabaseFullError`, or `RedefinitionError` if the
-        topic keeps being redefined; nothing was published then. Raises `DatabaseUnavailableError` if the connection is
-        lost; if it is lost during the commit, the outcome is unknown. A caller's transaction that is not
-        `READ COMMITTED` fails with `DatabaseBusyError` if the topic has changed since the transaction began.
+        topic keeps being redefined; nothing was published then. Raises `DatabaseUnavailableError` if the database
+        cannot be reached, and its subclass `ConnectionLostError` if the connection is lost: the event may have been
+        published or not. A caller's transaction that is not `READ COMMITTED` fails with `DatabaseBusyError` if the
+        topic has changed since the transaction began.
 
         With several shards, the event goes to the shard of its key; without a key, to any shard that can be reached. A
         `connection` must lead to the shard of the key: otherwise `WrongShardError` names the shard. `shard_of` finds

@@ -10,7 +10,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Final, NoReturn
 
-from eventsql_orchestration.errors import PartlyPublishedError
+from eventsql_orchestration.errors import PartlyPublishedError, first_error
 from eventsql_orchestration.model import Publication
 from eventsql_orchestration.sharding import ShardSet
 from eventsql_orchestration.shards.cluster import Cluster
@@ -130,8 +130,8 @@ def _feed(cluster: Cluster, router: Router, publications: Iterator[Publication],
 
 
 def raise_first(failed: Mapping[str, Exception], committed: Mapping[str, int]) -> NoReturn:
-    """Raise the first error of the shards that failed; `PartlyPublishedError` if others have committed."""
-    first = next(iter(failed.values()))
+    """Raise an error of the shards that failed; `PartlyPublishedError` if others have committed."""
+    first = first_error(failed)
     if committed:
         raise PartlyPublishedError(committed, failed) from first
     raise first

@@ -12,6 +12,7 @@ import sqlalchemy
 from eventsql_orchestration.database.log_names import topic_in
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    ConnectionLostError,
     DatabaseBusyError,
     DatabaseError,
     DatabaseFullError,
@@ -22,14 +23,24 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 
-_SHUT_OUT: Final = frozenset({"57P01", "57P02", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
+_SHUT_OUT: Final = frozenset({"57P01", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
 """SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
 
 _DAMAGED: Final = ("58", "XX001", "XX002")
 """SQLSTATEs of files that are gone or cannot be used, and of data and indexes that are damaged."""
 
-_CONNECTION: Final = "08"
-"""The class of SQLSTATEs about connections; a pooler whose server does not answer says 08P01."""
+_CRASHED: Final = "57P02"
+"""The SQLSTATE of all sessions if the server process of one of them dies, or the server stops in immediate mode."""
+
+_CONNECTION: Final = ("08", _CRASHED)
+"""SQLSTATEs about connections, and their class; a pooler whose server does not answer says 08P01."""
+
+_LOST: Final = re.compile(
+    r"(?:consuming input|sending [a-z ]+|flushing|receiving copy data) failed|the connection is lost|"
+    r"server closed the connection|server conn crashed|SSL |could not (?:receive|send) data"
+)
+"""How the driver, or PgBouncer, begins to tell that an open connection to the server was lost. Other errors without a
+SQLSTATE are of connecting."""
 
 _DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
 
@@ -76,7 +87,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
         case psycopg.ProgrammingError(sqlstate=None) if "connection option" in detail:
             kind, meaning = ConfigurationError, f"has a URL that cannot be used ({detail})"
         case psycopg.OperationalError(sqlstate=sqlstate) if sqlstate is None or sqlstate.startswith(_CONNECTION):
-            kind, meaning = DatabaseUnavailableError, _unreachable(detail)
+            kind, meaning = _lost_or_unreachable(sqlstate, detail)
         case psycopg.Error(sqlstate=sqlstate) if sqlstate in _SHUT_OUT or _is_cut_off(cause, detail):
             kind, meaning = DatabaseUnavailableError, _closed(cause, detail)
         case _:
@@ -100,6 +111,13 @@ def _unreachable(detail: str) -> str:
     if detail == "the connection is closed":
         return "cannot be reached, because the connection was closed before: open another connection, and try again"
     return f"cannot be reached ({detail}): is the server running, is the URL right?"
+
+
+def _lost_or_unreachable(sqlstate: str | None, detail: str) -> tuple[type[EventSQLError], str]:
+    if sqlstate != _CRASHED and not _LOST.match(detail):
+        return DatabaseUnavailableError, _unreachable(detail)
+    told = f"closed the connection ({detail}): is the server running? What was under way may have been committed or not"
+    return ConnectionLostError, told
 
 
 def _is_cut_off(error: psycopg.Error, detail: str) -> bool:

@@ -21,6 +21,7 @@ from eventsql_orchestration.errors import (
     QueueNotFoundError,
     ShardError,
     ValidationError,
+    first_error,
 )
 from eventsql_orchestration.queue.options import QueueOptions, checked_options
 from eventsql_orchestration.queue.queue_shards import QueueShards, Source
@@ -156,7 +157,7 @@ class MessageQueue:
                 failed[table.shard or ""] = error
         if not failed:
             return [ids[place] for place in range(len(given))]
-        first = next(iter(failed.values()))
+        first = first_error(failed)
         if not ids:
             raise first
         raise PartlySentError([ids.get(place) for place in range(len(given))], failed) from first

@@ -26,6 +26,7 @@ from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ConfigurationError,
+    ConnectionLostError,
     DatabaseBusyError,
     DatabaseError,
     DatabaseFullError,
@@ -457,8 +458,17 @@ def test_a_pool_that_is_used_up_says_so(dsn: str) -> None:
 
 @pytest.mark.parametrize("sqlstate", ["08000", "08006", "08P01"])
 def test_a_poolers_errors_while_its_server_is_away_are_errors_of_the_package(database: Database, sqlstate: str) -> None:
-    with pytest.raises(DatabaseUnavailableError, match="query_wait_timeout"), database.errors():
+    with pytest.raises(DatabaseUnavailableError, match="query_wait_timeout") as told, database.errors():
         raise psycopg.errors.lookup(sqlstate)("query_wait_timeout")
+    assert not isinstance(told.value, ConnectionLostError)
+
+
+@pytest.mark.parametrize(("sqlstate", "said"), [("57P02", "another server process"), ("08P01", "server conn crashed?")])
+def test_a_server_or_a_pooler_that_lost_the_connection_leaves_the_outcome_unknown(
+    database: Database, sqlstate: str, said: str
+) -> None:
+    with pytest.raises(ConnectionLostError, match="may have been committed or not"), database.errors():
+        raise psycopg.errors.lookup(sqlstate)(said)
 
 
 @pytest.mark.parametrize(

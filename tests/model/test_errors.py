@@ -9,6 +9,7 @@ import pytest
 
 from eventsql_orchestration import errors
 from eventsql_orchestration.errors import (
+    ConnectionLostError,
     ConsumptionError,
     EventSQLError,
     MissingExtraError,
@@ -16,6 +17,7 @@ from eventsql_orchestration.errors import (
     PartlySentError,
     TopicNotFoundError,
     WrongShardError,
+    first_error,
 )
 
 ALL = [member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, EventSQLError)]
@@ -58,6 +60,16 @@ def test_errors_of_shards_survive_it_with_what_they_say_of_them() -> None:
     assert "published 3 events on 'east'" in partly.message
     sent = pickle.loads(pickle.dumps(PartlySentError([3, None], {"west": TopicNotFoundError("no queue")})))
     assert (sent.ids, sent.failed["west"].message) == ([3, None], "no queue")
+
+
+def test_events_and_messages_that_may_have_been_committed_are_not_told_as_missing() -> None:
+    failed = {"west": TopicNotFoundError("no topic"), "south": ConnectionLostError("it is gone")}
+    partly = PartlyPublishedError({"east": 3}, failed).message
+    assert partly.startswith(
+        "published 3 events on 'east', and perhaps the events of 'south', and nothing on other shards"
+    )
+    assert "look first whether those of 'south' were sent" in PartlySentError([3, None], failed).message
+    assert first_error(failed) is failed["south"]
 
 
 def test_a_missing_extra_is_named_with_the_command_that_installs_it() -> None:

@@ -12,6 +12,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
+    ConnectionLostError,
     DatabaseError,
     DatabaseUnavailableError,
     PartitionOutOfRangeError,
@@ -21,9 +22,11 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.publishing import publisher
 from tests.forms import none_is, stored
 from tests.publishing.ways import WAYS, Way
+from tests.relay import held_commits, relayed
 
 if TYPE_CHECKING:
-    from tests.fixtures import Sessions, UntilBlocked
+    from eventsql_orchestration.database import Connection
+    from tests.fixtures import Sessions, Until, UntilBlocked
 
 
 TABLES = ("event_buffer", "orders_event")
@@ -78,6 +81,27 @@ def test_events_are_acknowledged_after_their_commit_and_not_before(
         holding.rollback()
         assert publishing.result() == [None, None]
     assert sorted(values(platform)) == [b"1", b"2"]
+
+
+COMMITTING = {name: way for name, way in WAYS.items() if not way.joined}
+
+
+@pytest.mark.parametrize("way", COMMITTING.values(), ids=list(COMMITTING), indirect=True)
+def test_an_event_whose_connection_is_lost_in_its_commit_fails_as_one_that_may_be_published(
+    platform: EventSQL, way: Way, session: Connection, until: Until, until_blocked: UntilBlocked
+) -> None:
+    url = platform.database.url
+    assert url.port is not None
+    with relayed(url.port) as relay, EventSQL(url.set(port=relay.port).render_as_string(False), transfer=False) as far:
+        far.registry.cached_topic("orders")
+        with ThreadPoolExecutor(1) as executor, held_commits(session, "event_buffer", stored("orders")):
+            publishing = executor.submit(way.publish, far, [order(1)])
+            until_blocked()
+            relay.cut()
+            (outcome,) = publishing.result()
+        assert isinstance(outcome, ConnectionLostError)
+        until(lambda: values(platform) == [b"1"])
+        assert way.publish(far, [order(2)]) == [None]
 
 
 def test_an_event_keeps_its_value_key_metadata_partition_and_time(platform: EventSQL, way: Way) -> None:
@@ -171,6 +195,6 @@ def test_a_server_that_goes_away_fails_the_events_under_way_and_no_later_ones(
             outcomes = publishing.result()
         finally:
             server.start()
-    assert {type(outcome) for outcome in outcomes} == {DatabaseUnavailableError}
+    assert all(isinstance(outcome, DatabaseUnavailableError) for outcome in outcomes)
     assert way.publish(platform, [order("later")]) == [None]
     assert values(platform) == [b"later"]

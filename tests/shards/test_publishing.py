@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import psycopg
@@ -17,6 +18,7 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.client import streaming
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
+    ConnectionLostError,
     InvalidPublicationError,
     PartitionOutOfRangeError,
     PartlyPublishedError,
@@ -31,6 +33,7 @@ from eventsql_orchestration.spark.options import Source
 from eventsql_orchestration.threads import start_thread
 from tests.conftest import Prepared
 from tests.forms import stored
+from tests.relay import held_commits, relayed
 from tests.shards.conftest import Databases, Open, Until
 from tests.waiting import PATIENCE
 
@@ -134,6 +137,30 @@ def test_a_shard_that_fails_where_another_commits_is_named_with_what_is_publishe
     found = read_first(platform)
     assert told.value.committed == {"shard-1": len(found)}
     assert {shard_of_key(key, ["shard-1", "shard-2"]) for key in found} == {"shard-1"}
+
+
+def test_a_shard_whose_connection_is_lost_in_the_commit_may_have_published(
+    platform: EventSQL, opened: Open, until: Until
+) -> None:
+    near, far = (shard.database for shard in platform.shards)
+    assert far.url.port is not None
+    with (
+        relayed(far.url.port) as relay,
+        psycopg.connect(far.dsn, autocommit=True) as session,
+        ThreadPoolExecutor(1) as executor,
+    ):
+        other = opened(near.dsn, far.url.set(port=relay.port).render_as_string(False))
+        with held_commits(session, "event_buffer", stored("orders")):
+            publishing = executor.submit(other.publisher.publish_all, list(events(300)))
+            waiting = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+            until(lambda: session.execute(waiting).rowcount == 1)
+            relay.cut()
+            told = publishing.exception()
+        assert isinstance(told, PartlyPublishedError)
+        assert told.committed.keys() == {"shard-1"}
+        assert isinstance(told.failed["shard-2"], ConnectionLostError)
+        until(lambda: sum(map(len, read(platform).values())) == 300)
+        check_in_order(read(platform), 300)
 
 
 def read_first(platform: EventSQL) -> list[str]:
