@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.database import Connection
+
+DISK_IS_FULL: Final = "DO $$ BEGIN RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END $$"
+"""A statement of a handler that fails as on a server whose disk is full."""
 
 
 class MuteError(Exception):

@@ -32,7 +32,7 @@ from eventsql_orchestration.consuming.partition import (
     advance,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.load import too_much
+from eventsql_orchestration.database.load import disk_is_full, too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.signatures import signature_of
@@ -278,7 +278,7 @@ class BatchRunner:
                 committing = True
         except (psycopg.Error, DatabaseError, MemoryError) as error:
             if not committing:
-                # The events could not be read: errors of the handler are caught before.
+                # The events could not be read, or the handler had no room: its other errors are caught before.
                 if isinstance(error, psycopg.Error) or size == 1 or not too_much(error):
                     raise
                 if cancellation.stopping.is_set():
@@ -356,7 +356,7 @@ def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler)
     try:
         call_handler(connection, events, handler)
     except OF_HANDLER as error:
-        if ends_program(error):
+        if ends_program(error) or disk_is_full(error):
             raise
         # A statement that failed leaves the transaction open, and only a rollback can follow.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
@@ -378,7 +378,7 @@ def _each(
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except OF_HANDLER as error:
-            if transaction_lost(connection) or ends_program(error):
+            if transaction_lost(connection) or ends_program(error) or disk_is_full(error):
                 raise
             return _FailedEvent(index, event.id, error)
     return None

@@ -1,4 +1,4 @@
-"""Failures of statements on large batches: a smaller batch may succeed."""
+"""Failures of statements for want of room: a smaller batch may succeed, or the same one once there is room."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def too_much(error: BaseException) -> bool:
 
     `error` is the driver's error, an error of this package with it as the cause, or a lack of memory in this process.
     """
-    cause = error if isinstance(error, psycopg.Error) else error.__cause__
+    cause = _cause(error)
     state = cause.sqlstate if isinstance(cause, psycopg.Error) else None
     return isinstance(error, MemoryError) or (state is not None and state.startswith(_TOO_MUCH))
+
+
+def disk_is_full(error: BaseException) -> bool:
+    """Whether the server's disk was full: no event or message of a handler is to blame."""
+    return isinstance(_cause(error), psycopg.errors.DiskFull)
+
+
+def _cause(error: BaseException) -> BaseException | None:
+    return error if isinstance(error, psycopg.Error) else error.__cause__

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseError,
@@ -23,7 +24,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
-from eventsql_orchestration.retry import doubled, pause_while_away
+from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
 from eventsql_orchestration.threads import join_all, others_alive, start_thread
 from eventsql_orchestration.validation import check_seconds
 
@@ -197,7 +198,12 @@ class QueueWorkers:
                 return
             logger.warning("the effects of a message were rolled back: %s", lost)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
-            self._fail(message, error)
+            if disk_is_full(error):
+                self._give_back(message)
+                logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
+                self._stop.wait(LONGEST_AWAY)
+            else:
+                self._fail(message, error)
         else:
             with self._lock:
                 self.handled += 1

@@ -39,7 +39,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
 )
-from tests.effects import effects, make_table, write
+from tests.effects import DISK_IS_FULL, effects, make_table, write
 from tests.fixtures import Terminate, Until
 from tests.forms import in_blocks, stored
 
@@ -412,6 +412,22 @@ def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
         with pytest.raises(DatabaseFullError, match="has no room left"):
             consume(platform, write)
     assert state_of(platform).failed_event_id is None
+
+
+def test_a_full_disk_is_never_the_failure_of_an_event(platform: EventSQL) -> None:
+    def find_it_full(events: Sequence[Event], connection: Connection) -> None:
+        write(events, connection)
+        if events[-1].id > 4:
+            connection.execute(DISK_IS_FULL)
+
+    with pytest.raises(DatabaseFullError, match="has no room left"):
+        for _ in range(20):
+            consume(platform, find_it_full)
+    assert effects(platform) == [1, 2, 3, 4]
+    assert state_of(platform).failed_event_id is None
+    while consume(platform, write):
+        pass
+    assert effects(platform) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("begin", ["BEGIN", "SAVEPOINT mine", "SAVEPOINT mine; RELEASE mine"])

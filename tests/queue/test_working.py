@@ -14,8 +14,9 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import Handler
-from tests.effects import MuteError
+from tests.effects import DISK_IS_FULL, MuteError
 from tests.fixtures import Until
+from tests.waiting import PATIENCE
 
 
 @pytest.fixture
@@ -83,6 +84,23 @@ def test_the_log_says_whether_a_failed_message_comes_again_or_is_a_dead_letter(
     said = [record.getMessage() for record in caplog.records if record.name.endswith("queue.worker")]
     assert ["again in" in line for line in said] == [True] * (receives - 1) + [False]
     assert "'commands_dead'" in said[-1]
+
+
+def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Queue, until: Until) -> None:
+    tried = threading.Semaphore(0)
+
+    def find_it_full(_: Message, connection: Connection) -> None:
+        tried.release()
+        connection.execute(DISK_IS_FULL)
+
+    queue.send(b"1")
+    for _ in range(2):
+        with queue.work(find_it_full) as workers:
+            assert tried.acquire(timeout=PATIENCE)
+            until(lambda: queue.statistics().visible == 1)
+        assert workers.failed == 0
+    (message,) = queue.receive()
+    assert (message.receives, message.history) == (3, ())
 
 
 def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(

@@ -11,9 +11,9 @@ import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import DatabaseError, SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
-from tests.effects import MuteError
+from tests.effects import DISK_IS_FULL, MuteError
 from tests.fixtures import Sessions, Spawn, Until
 from tests.store.test_order import adopted, put, restored
 
@@ -284,6 +284,20 @@ def test_a_change_whose_handler_rolls_back_fails(store: Store) -> None:
     drain(subscribed(store, rolls_back, max_attempts=1))
     (letter,) = store.dead_letters("mailer")
     assert "rolled its effects back" in letter.failure
+
+
+def test_a_full_disk_is_never_the_failure_of_a_change(store: Store) -> None:
+    def finds_it_full(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        connection.execute(DISK_IS_FULL)
+
+    put(store, "1", 1)
+    full = subscribed(store, finds_it_full, max_attempts=1)
+    for _ in range(2):
+        with pytest.raises(DatabaseFullError):
+            full.run_once()
+    assert drain(subscribed(store)) == 1
+    assert effects(store) == [1]
 
 
 def test_one_of_several_processes_has_a_subscription(store: Store) -> None:
