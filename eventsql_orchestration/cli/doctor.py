@@ -160,7 +160,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     yield server
     schema = schema_finding(database, embedded=embedded)
     yield schema
-    if schema.status is Status.OK and database.revision() is not None:
+    if schema.status is not Status.PROBLEM and database.revision() is not None:
         yield from creator_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:

@@ -38,9 +38,9 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
     if revision == head:
         return ok("schema", f"{database.schema} is at revision {head}")
     if revision is not None and not migrations.known(revision):
-        return problem(
+        return warning(
             "schema",
-            f"{database.schema} is at revision {revision}, which this version of the package does not know ({head})",
+            f"{database.schema} is at revision {revision}, of a newer version of the package than this one ({head})",
             "pip install --upgrade eventsql-orchestration",
         )
     found = "is missing" if revision is None else f"is at revision {revision}, this package needs {head}"

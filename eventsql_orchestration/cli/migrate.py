@@ -9,7 +9,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext, open_platform
 from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.parameters import command, option
-from eventsql_orchestration.database import Database, migrations
+from eventsql_orchestration.database import migrations
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.shards.shard import Shard
 
@@ -23,14 +23,14 @@ _TIMES_IN = (
 def migrate(context: CliContext, times_in: Annotated[str | None, option(_TIMES_IN, metavar="ZONE")]) -> None:
     """Create the platform's tables, or bring them up to date.
 
-    Safe to run at any time, and by several processes at once. Several databases without topics become the shards of one
-    set. Databases of different sets stay unchanged.
+    Safe to run at any time, and by several processes at once. Tables of a newer version stay as they are. Several
+    databases without topics become the shards of one set. Databases of different sets stay unchanged.
     """
     several = len(context.settings.dsns) > 1
     if several and times_in is not None:
         raise click.UsageError("--times-in is for one database: run it with each --dsn alone, then with all of them")
     with open_platform(context.settings, migrate=several) as platform:
-        before = [_revision(shard.database) for shard in platform.shards]
+        before = [shard.database.revision() for shard in platform.shards]
         if several:
             platform.open()
         for shard, revision in zip(platform.shards, before, strict=True):
@@ -42,23 +42,15 @@ def migrate(context: CliContext, times_in: Annotated[str | None, option(_TIMES_I
             _migrate(shard, revision, times_in or "UTC")
 
 
-def _revision(database: Database) -> str | None:
-    before = database.revision()
-    if before is not None and not migrations.known(before):
-        raise DatabaseError(
-            f"schema {database.schema!r} of {database} is at revision {before}, which this version of "
-            "eventsql-orchestration does not know: upgrade the package"
-        )
-    return before
-
-
 def _migrate(shard: Shard, before: str | None, times_in: str) -> None:
     database = shard.database
     database.migrate(times_in=times_in)
     after = database.revision()
     named = "" if shard.name is None else f"shard {shard.name!r}: "
     at = f"{named}schema {database.schema!r} of {database}"
-    if before == after:
+    if before is not None and not migrations.known(before):
+        say(f"{at} is at revision {before}, of a newer version of eventsql-orchestration: this one works with it")
+    elif before == after:
         say(f"{at} was at revision {after} already")
     else:
         say(f"{at} is at revision {after} now{'' if before is None else f', it was at {before}'}")

@@ -101,13 +101,21 @@ def test_a_command_that_defines_nothing_changes_no_database_that_was_never_migra
         assert platform.database.revision() is None
 
 
-def test_a_schema_of_a_newer_package_is_left_alone(invoke: Run, dsn: str, platform: EventSQL) -> None:
+@pytest.mark.usefixtures("java")
+def test_a_package_that_was_rolled_back_works_with_the_newer_schema_and_leaves_it_alone(
+    invoke: Run, run: Run, dsn: str, platform: EventSQL
+) -> None:
     with platform.database.transaction() as connection:
         connection.execute("UPDATE eventsql.schema_version SET version_num = '9999'")
     result = invoke("--dsn", dsn, "migrate")
-    assert result.exit_code == 1
-    assert "revision 9999" in result.stderr
-    assert "upgrade the package" in result.stderr
+    assert result.exit_code == 0
+    assert "is at revision 9999, of a newer version" in result.stderr
+    assert platform.database.revision() == "9999"
+
+    code, findings = diagnose(run)
+    assert code == 0
+    assert [finding["status"] for finding in findings["schema"]] == ["warning"]
+    assert "transfer" in findings
 
 
 # doctor

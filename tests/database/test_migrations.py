@@ -15,9 +15,10 @@ from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.database import Database, migrations, tables
-from eventsql_orchestration.errors import DatabaseError
+from eventsql_orchestration.database.migrations import holding
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseError
 from tests.conftest import Administrator
-from tests.fixtures import Until, UntilBlocked, Worker
+from tests.fixtures import Sessions, Until, UntilBlocked, Worker
 from tests.forms import in_blocks, stored
 
 
@@ -223,3 +224,17 @@ def test_a_migration_gives_way_to_a_transaction_that_has_a_lock_which_it_needs_l
         other.commit()
         migrating.result()
         assert database.revision() == migrations.HEAD
+
+
+def test_a_migration_that_gives_up_says_whom_it_waited_for(
+    direct_dsn: str, sessions: Sessions, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "SECONDS", 0.0)
+    handling = sessions()
+    handling.execute("UPDATE eventsql.schema_version SET version_num = '0056'")
+    handling.commit()
+    handling.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
+    with Database(direct_dsn) as database:
+        with pytest.raises(DatabaseBusyError, match=r"changed nothing: .* stop the consumers first"):
+            database.migrate()
+        assert database.revision() == "0056"

@@ -9,6 +9,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database.connections import Connection
 from eventsql_orchestration.database.installation import has_table
+from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.retry import Backoff
 
 TABLES: Final = ("event_buffer", "event_buffer_lock", "topic", "topic_layout", "queue_message")
@@ -29,8 +30,8 @@ def hold_publishers(connection: Connection, schema: str) -> None:
     """Lock the tables that consumers, publishers and receivers use, all or none, in the caller's transaction.
 
     A publisher locks several of them in one statement. If a migration locked one after the other, each could wait for a
-    table that the other has, and the server would end one of them. Raises `LockNotAvailable` or `QueryCanceled` if
-    other transactions keep a table for `SECONDS`.
+    table that the other has, and the server would end one of them. Raises `DatabaseBusyError` if other transactions
+    keep a table for `SECONDS`.
     """
     present = [name for name in TABLES if has_table(connection, schema, name)]
     if not present:
@@ -48,8 +49,12 @@ def hold_publishers(connection: Connection, schema: str) -> None:
                 connection.execute(f"SET LOCAL statement_timeout TO {ATTEMPT_MILLISECONDS}")
                 connection.execute(lock.format(tables))
                 connection.execute("SET LOCAL statement_timeout TO 0")
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled):
+        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
             if not retry.lasts():
-                raise
+                raise DatabaseBusyError(
+                    f"the migration of schema {schema!r} changed nothing: transactions of others, for example of "
+                    f"consumers' handlers, have kept its tables for {SECONDS:.0f} s. Try again, or stop the consumers "
+                    "first"
+                ) from error
         else:
             return
