@@ -18,6 +18,7 @@ from eventsql_orchestration.database.notifier import Notifier
 from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
+    DatabaseError,
     MessageNotFoundError,
     QueueNotFoundError,
     RedefinitionError,
@@ -47,6 +48,9 @@ FROM_START_SECONDS: Final = 0.2, 1.0
 FROM_START_RATIO: Final = 20
 """The time between two receives from the start, as a multiple of the time that the first of them took. So these
 receives take 5 % of the time at most, up to 50 ms each."""
+
+ORDERED_KEY_BYTES: Final = 2_600
+"""The longest key that always fits an ordered queue's index. PostgreSQL compresses a longer one, and may refuse it."""
 
 _integer: Final = struct.Struct(">i").pack
 _double: Final = struct.Struct(">d").pack
@@ -176,19 +180,28 @@ class QueueTable:
     def put(self, messages: Sequence[NewMessage], connection: CallersConnection | None) -> list[int]:
         """Write messages in one statement, and notify receivers unless the caller commits. Gives the ids in order."""
         columns = columns_of(messages)
-        if connection is None:
-            ids = self._put_alone(columns)
-        else:
-            with self.database.callers(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
-                adapt_arrays(cursor)
-                values = {"queue": self.id(), **columns, "alone": False}
-                row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
-            ids = None if row is None else row[0]
+        try:
+            ids = self._put_alone(columns) if connection is None else self._put_joined(columns, connection)
+        except DatabaseError as error:
+            if isinstance(error.__cause__, psycopg.errors.ProgramLimitExceeded):
+                raise ValidationError(
+                    f"a key is too long for the ordered queue {self.name!r}, which has an index of keys: use keys of "
+                    f"at most {ORDERED_KEY_BYTES} bytes; nothing was sent"
+                ) from error
+            raise
         if not ids:
             raise self._gone()
         if connection is None:
             self.notify()
         return ids
+
+    def _put_joined(self, columns: Mapping[str, bytes | None], connection: CallersConnection) -> list[int] | None:
+        """Write messages in the caller's transaction."""
+        with self.database.callers(connection) as joined, joined.cursor(row_factory=tuple_row) as cursor:
+            adapt_arrays(cursor)
+            values = {"queue": self.id(), **columns, "alone": False}
+            row = cursor.execute(self._queries("put"), values, binary=True).fetchone()
+        return None if row is None else row[0]
 
     def _put_alone(self, columns: Mapping[str, bytes | None]) -> list[int] | None:
         """Write messages in a transaction of their own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 
 import psycopg
@@ -9,7 +10,9 @@ import pytest
 
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import MessageNotFoundError, RedefinitionError, ValidationError
+from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import Message, NewMessage, Queue
+from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from tests.fixtures import UntilBlocked
 
 
@@ -55,6 +58,22 @@ def test_one_call_sends_the_messages_of_a_key_in_their_order(queue: Queue) -> No
         queue.acknowledge_all(messages)
     assert [body for body in received if int(body) % 2 == 0] == [b"%d" % number for number in range(0, 20, 2)]
     assert [body for body in received if int(body) % 2] == [b"%d" % number for number in range(1, 20, 2)]
+
+
+def test_a_key_that_is_too_long_for_the_index_is_refused_in_words(queue: Queue, database: Database) -> None:
+    longest = secrets.token_hex(ORDERED_KEY_BYTES // 2)
+    queue.send_all([NewMessage(b"1", key=longest), NewMessage(b"2", key=longest)])
+    for length in (3_000, MAX_KEY_BYTES):
+        too_long = secrets.token_hex(length // 2)
+        with pytest.raises(ValidationError, match="at most 2600 bytes; nothing was sent"):
+            queue.send(b"no", key=too_long)
+        with psycopg.connect(database.dsn) as mine, pytest.raises(ValidationError):
+            queue.send_all([b"no", NewMessage(b"no", key=too_long)], connection=mine)
+    for body in (b"1", b"2"):
+        (message,) = queue.receive(max_messages=10)
+        assert (message.body, message.key) == (body, longest)
+        queue.acknowledge(message)
+    assert queue.receive() == []
 
 
 def test_a_batch_fills_up_with_other_keys_behind_a_long_one(queue: Queue) -> None:
