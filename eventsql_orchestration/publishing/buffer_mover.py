@@ -54,10 +54,15 @@ class BufferMover:
             moved = self._log.move(connection, topic, **bounds, partitions=partitions, layout=layout, after=after)
             if moved:
                 return Moved(moved, whole=True)
+        tried: int | None = None
         while (first := self._log.first_row(connection, topic, **bounds)) is not None:
+            if first[0] == tried:
+                # A trigger or a policy of others keeps it there, and each further look would find it again.
+                raise psycopg.errors.DataException(f"row {tried} of the buffer was moved, and is still there")
             if moved and time.monotonic() > end:
                 return Moved(moved, whole=False)
             buffer_id, partition = first
+            tried = buffer_id
             if partition >= -1:
                 moved += self._log.move(
                     connection, topic, **bounds, partitions=partitions, layout=layout, after=after + moved

@@ -398,6 +398,21 @@ def test_a_topic_that_cannot_be_moved_does_not_keep_another_waiting(platform: Ev
     assert platform.transfer.run_once(["refusing"]) == {"refusing": 1}
 
 
+def test_an_event_that_cannot_be_taken_from_the_buffer_is_an_error_and_not_tried_for_ever(
+    platform: EventSQL, session: Connection
+) -> None:
+    session.execute(
+        "CREATE FUNCTION eventsql.keep() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RETURN NULL; END $$; "
+        "CREATE TRIGGER keep BEFORE DELETE ON eventsql.event_buffer FOR EACH ROW EXECUTE FUNCTION eventsql.keep()"
+    )
+    platform.publisher.publish(order(1))
+    with pytest.raises(DatabaseError, match="still there"):
+        platform.transfer.run_once()
+    session.execute("DROP TRIGGER keep ON eventsql.event_buffer")
+    assert platform.transfer.run_once() == {"orders": 1}
+    assert values(platform) == ["1"]
+
+
 def test_the_loop_goes_on_past_a_topic_that_cannot_be_moved(
     platform: EventSQL, transfers: Callable[..., Transfer], sessions: Sessions
 ) -> None:
