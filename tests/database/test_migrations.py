@@ -235,6 +235,37 @@ def test_a_migration_that_gives_up_says_whom_it_waited_for(
     handling.commit()
     handling.execute("LOCK TABLE eventsql.event_buffer IN ROW EXCLUSIVE MODE")
     with Database(direct_dsn) as database:
-        with pytest.raises(DatabaseBusyError, match=r"changed nothing: .* stop the consumers first"):
+        with pytest.raises(DatabaseBusyError, match=r"changed nothing: .* stop these processes first"):
             database.migrate()
         assert database.revision() == "0056"
+
+
+def test_a_migration_comes_through_between_transactions_that_overlap(
+    fresh: str, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(holding, "POLITE_SECONDS", 0.0)
+    columns = "eql_topic, eql_partition, eql_value, eql_metadata"
+    publish = f"INSERT INTO eventsql.event_buffer ({columns}) VALUES ('t', 0, '', '{{}}')".encode()
+    waits = (
+        "SELECT FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock' "
+        "AND query LIKE %s AND clock_timestamp() - query_start > make_interval(secs => %s)"
+    )
+    longer = holding.ATTEMPT_MILLISECONDS / 1000 + 0.1
+    with (
+        Database(fresh) as database,
+        psycopg.connect(fresh) as first,
+        psycopg.connect(fresh) as second,
+        psycopg.connect(fresh, autocommit=True) as looking,
+        ThreadPoolExecutor(2) as executor,
+    ):
+        migrations.upgrade(database.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0056")
+        first.execute(publish)
+        migrating = executor.submit(database.migrate)
+        until(lambda: looking.execute(waits, ["LOCK TABLE%", longer]).rowcount == 1)
+        overlapping = executor.submit(second.execute, publish)
+        until(lambda: looking.execute(waits, ["INSERT%", 0]).rowcount == 1)
+        first.commit()
+        overlapping.result()
+        second.rollback()
+        migrating.result()
+        assert database.revision() == migrations.HEAD

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Final
 
 import psycopg
@@ -19,11 +20,22 @@ ATTEMPT_MILLISECONDS: Final = 400
 """How long an attempt waits. It is below the server's `deadlock_timeout`, so that the migration gives way, and not a
 publisher or receiver that waits for it."""
 
+POLITE_SECONDS: Final = 5.0
+"""How long attempts are that short. Transactions that overlap and last longer than an attempt outlast all of them."""
+
+LAST_MILLISECONDS: Final = 5_000
+"""How long an attempt waits afterwards. If a transaction that it waits for then needs a table that the migration has
+locked, the server ends one of the two, and its error says to try again."""
+
 CONSUMERS: Final = "consumer"
 """The table that a consumer locks before its handler publishes. A handler may take long."""
 
 SECONDS: Final = 10.0
-"""How long a migration tries."""
+"""How long a migration begins attempts."""
+
+_IN_USE: Final = (
+    psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled, psycopg.errors.DeadlockDetected,
+)  # fmt: skip
 
 
 def hold_publishers(connection: Connection, schema: str) -> None:
@@ -40,21 +52,23 @@ def hold_publishers(connection: Connection, schema: str) -> None:
     lock = sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE")
     tables = sql.SQL(", ").join(sql.Identifier(schema, name) for name in present)
     retry = Backoff(SECONDS)
+    polite_until = time.monotonic() + POLITE_SECONDS
     while True:
+        limit = ATTEMPT_MILLISECONDS if time.monotonic() < polite_until else LAST_MILLISECONDS
         try:
             with connection.transaction():
                 if has_consumers:
                     # The attempt holds nothing yet, so `lock_timeout` alone limits it.
                     connection.execute(lock.format(sql.Identifier(schema, CONSUMERS)))
-                connection.execute(f"SET LOCAL statement_timeout TO {ATTEMPT_MILLISECONDS}")
+                connection.execute(f"SET LOCAL statement_timeout TO {limit}")
                 connection.execute(lock.format(tables))
                 connection.execute("SET LOCAL statement_timeout TO 0")
-        except (psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled) as error:
+        except _IN_USE as error:
             if not retry.lasts():
                 raise DatabaseBusyError(
                     f"the migration of schema {schema!r} changed nothing: transactions of others, for example of "
-                    f"consumers' handlers, have kept its tables for {SECONDS:.0f} s. Try again, or stop the consumers "
-                    "first"
+                    f"consumers' handlers or of outboxes, have kept its tables for {SECONDS:.0f} s. Try again, or stop "
+                    "these processes first"
                 ) from error
         else:
             return
