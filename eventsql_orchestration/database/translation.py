@@ -71,7 +71,9 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     kind: type[EventSQLError]
     match cause:
         case psycopg.errors.DiskFull() | psycopg.errors.OutOfMemory() | psycopg.errors.ConfigurationLimitExceeded():
-            kind, meaning = DatabaseFullError, f"has no room left ({detail}): nothing of this call was stored"
+            # The hint names a setting, for example max_locks_per_transaction where a call needs many tables.
+            why = f"{detail}. {cause.diag.message_hint}" if cause.diag.message_hint else detail
+            kind, meaning = DatabaseFullError, f"has no room left ({why}): nothing of this call was stored"
         case psycopg.errors.ReadOnlySqlTransaction():
             kind, meaning = DatabaseError, f"takes no writes ({detail}): is it a standby, or set to read only?"
         case psycopg.Error(sqlstate=str(sqlstate)) if sqlstate.startswith(_DAMAGED):

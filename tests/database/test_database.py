@@ -463,6 +463,12 @@ def test_a_poolers_errors_while_its_server_is_away_are_errors_of_the_package(dat
     assert not isinstance(told.value, ConnectionLostError)
 
 
+def test_a_lack_of_locks_names_the_setting_that_gives_more(database: Database) -> None:
+    hint = "You might need to increase max_locks_per_transaction."
+    with pytest.raises(DatabaseFullError, match=r"out of shared memory\. You might need to increase max_locks"):
+        run(database, f"DO $$ BEGIN RAISE 'out of shared memory' USING ERRCODE = '53200', HINT = '{hint}'; END $$")()
+
+
 @pytest.mark.parametrize(("sqlstate", "said"), [("57P02", "another server process"), ("08P01", "server conn crashed?")])
 def test_a_server_or_a_pooler_that_lost_the_connection_leaves_the_outcome_unknown(
     database: Database, sqlstate: str, said: str
