@@ -34,7 +34,7 @@ from eventsql_orchestration.consuming.partition import (
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import disk_is_full, too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
-from eventsql_orchestration.model import Event
+from eventsql_orchestration.model import Event, Publication
 from eventsql_orchestration.signatures import signature_of
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,24 @@ def _name(handler: object) -> str:
 
 
 def check_returned(returned: object) -> None:
+    """Raise `TypeError` if a handler returned work that nobody would do.
+
+    Such work is an awaitable or a generator, as a lambda around a coroutine returns, and publications.
+    """
+    if returned is None:
+        return
+    check_ran(returned)
+    first = returned[0] if isinstance(returned, list | tuple) and returned else returned
+    if isinstance(first, Publication):
+        raise TypeError(
+            "the handler returned publications, which nobody publishes: publish them in the handler, through its "
+            "connection"
+        )
+
+
+def check_ran(returned: object) -> None:
     """Raise `TypeError` if a handler returned an awaitable or a generator, as a lambda around a coroutine does."""
-    if returned is None or not any(of_kind(returned) for of_kind in _NOT_RUN):
+    if not any(of_kind(returned) for of_kind in _NOT_RUN):
         return
     if inspect.iscoroutine(returned):
         # Python would warn that nothing awaited it.

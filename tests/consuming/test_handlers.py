@@ -20,6 +20,8 @@ from eventsql_orchestration.errors import ValidationError
 from tests.effects import MuteError
 from tests.waiting import PATIENCE
 
+ANSWER = Publication("answers", b"1")
+
 
 @pytest.fixture
 def _one_event(platform: EventSQL) -> None:
@@ -122,6 +124,21 @@ def test_a_handler_may_be_annotated_with_names_that_only_type_checkers_import(pa
 def test_a_returned_awaitable_or_generator_is_an_error(returning: Callable[[], object]) -> None:
     with pytest.raises(TypeError):
         check_returned(returning())
+
+
+@pytest.mark.parametrize("more", [1, "text", (), [], [b"bytes"], {"rows": 1}])
+def test_returned_publications_are_an_error_because_nobody_publishes_them(more: object) -> None:
+    check_returned(more)
+    for returned in (ANSWER, [ANSWER], (ANSWER, ANSWER)):
+        with pytest.raises(TypeError):
+            check_returned(returned)
+
+
+@pytest.mark.usefixtures("_one_event")
+def test_an_event_whose_handler_returns_publications_has_failed(platform: EventSQL) -> None:
+    platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: [ANSWER])
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert (state.last_event_id, state.attempts) == (0, 1)
 
 
 @pytest.mark.usefixtures("_one_event")

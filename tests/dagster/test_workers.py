@@ -502,14 +502,23 @@ def test_answers_are_published_with_the_acknowledgement_or_not_at_all(
     assert metadata(result, topic_key("answers"))["published events"] == 1
 
 
-@pytest.mark.parametrize("returned", [b"x", [Publication("others", b"x")], [b"x"]])
-def test_an_invalid_answer_fails_and_publishes_nothing(work: Work, returned: object) -> None:
+@pytest.mark.parametrize(
+    ("publishes", "returned"),
+    [
+        (Topic("answers"), b"x"),
+        (Topic("answers"), [Publication("others", b"x")]),
+        (Topic("answers"), [b"x"]),
+        (Topic("answers"), ""),
+        ((), [Publication("answers", b"x")]),
+    ],
+)
+def test_an_invalid_answer_fails_and_publishes_nothing(work: Work, publishes: Any, returned: object) -> None:
     work.send(1)
 
     def answer(messages: Sequence[Message], connection: Connection) -> object:
         return returned
 
-    definition = worker(answer, publishes=Topic("answers"))
+    definition = worker(answer, publishes=publishes)
     definition.register(work.bench.platform)
     assert not work.run(definition).success
     assert work.queue.statistics().depth == 1

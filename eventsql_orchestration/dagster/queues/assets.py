@@ -13,7 +13,7 @@ from typing import Any, Final, TypeAlias
 import dagster as dg
 
 from eventsql_orchestration import Connection, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.batch import check_returned
+from eventsql_orchestration.consuming.batch import check_ran, check_returned
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS, AssetOptions, TickOptions
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
@@ -271,11 +271,12 @@ class _Step:
         self, context: dg.AssetExecutionContext, eventsql: EventSQLResource, returned: object, connection: Connection
     ) -> Mapping[str, int]:
         """Publish what the function returned. Gives the number of events of each topic."""
-        check_returned(returned)
         if not self.publishes:
+            check_returned(returned)
             return {}
+        check_ran(returned)
         publications = [] if returned is None else returned
-        if not isinstance(publications, Sequence):
+        if not isinstance(publications, Sequence) or isinstance(publications, str | bytes):
             raise ValidationError(
                 f"the worker of queue {self.queue!r} has to return a list of publications or None, not "
                 f"{type(returned).__name__}"
