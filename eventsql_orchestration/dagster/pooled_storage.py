@@ -16,7 +16,7 @@ from dagster_postgres import (
     PostgresScheduleStorage,
 )
 from dagster_postgres.utils import pg_config, pg_url_from_config
-from sqlalchemy import Connection, Engine, create_engine
+from sqlalchemy import Connection, Engine, create_engine, make_url
 
 from eventsql_orchestration.forks import after_fork
 
@@ -34,6 +34,17 @@ _COMPLETE: Final[set[str | None]] = set()
 def tables_exist() -> None:
     """Declare that the tables of every storage exist: this process and its forks do not look for them."""
     _COMPLETE.add(None)
+
+
+def _with_driver(url: str) -> str:
+    """The URL, with psycopg 2 if it names no driver.
+
+    SQLAlchemy 2.1 would take psycopg 3, and Dagster's NOTIFY cannot use its parameters.
+    """
+    parsed = make_url(url)
+    if parsed.drivername != "postgresql":
+        return url
+    return parsed.set(drivername="postgresql+psycopg2").render_as_string(hide_password=False)
 
 
 def _engine(url: str) -> Engine:
@@ -118,6 +129,7 @@ class PooledPostgresStorage(DagsterPostgresStorage):
         should_autocreate_tables: bool = True,
         inst_data: ConfigurableClassData | None = None,
     ) -> None:
+        postgres_url = _with_driver(postgres_url)
         if should_autocreate_tables and _COMPLETE.isdisjoint({None, postgres_url}):
             DagsterPostgresStorage(postgres_url)
             _COMPLETE.add(postgres_url)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,6 +89,14 @@ def sessions(platform: EventSQL) -> int:
 def test_a_run_uses_one_or_two_connections(instance: dg.DagsterInstance, connects: list[object]) -> None:
     assert saying.execute_in_process(instance=instance).success
     assert 1 <= len(connects) <= 2
+
+
+def test_a_url_without_a_driver_has_psycopg_2(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, rest = os.environ[STORAGE_VARIABLE].split("://", 1)
+    assert driver == "postgresql+psycopg2"
+    monkeypatch.setenv(STORAGE_VARIABLE, f"postgresql://{rest}")
+    with dg.DagsterInstance.from_config(str(home)) as instance:
+        assert saying.execute_in_process(instance=instance).success
 
 
 def test_a_closed_instance_leaves_no_connection(home: Path, platform: EventSQL) -> None:
