@@ -20,6 +20,9 @@ from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.publishing.transfer import OnMoved, Transfer
 from eventsql_orchestration.threads import start_thread
 
+TRANSFER: Final = "transfer"
+"""The name of the schedule and its job, unless the location gives another one."""
+
 STOP_TIMEOUT: Final = 10.0
 """Seconds in which a stopped transfer may finish its move. After them, the process ends and its transaction is rolled
 back."""
@@ -41,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 def build_transfer_schedule(
     *,
-    name: str = "transfer",
+    name: str = TRANSFER,
     polling_delay: float = 0.2,
     limit_seconds: float = JOB_SECONDS,
     look_around: float = 1.0,

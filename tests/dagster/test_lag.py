@@ -28,7 +28,12 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.dagster.consumers.asset_lag import SHOWN_PARTITIONS, TRANSFER_STALLED, AssetLag
 from eventsql_orchestration.dagster.instigators import states_of
 from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL
-from eventsql_orchestration.dagster.monitoring.lag_sensor import TOPIC_INTERVAL, observe_lag, stopped_sensors
+from eventsql_orchestration.dagster.monitoring.lag_sensor import (
+    TOPIC_INTERVAL,
+    observe_lag,
+    stopped_sensors,
+    transfer_is_off,
+)
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.storage.reading import LogReader
@@ -252,6 +257,28 @@ def test_a_sensor_that_is_switched_off_is_named(bench: Workbench) -> None:
     bench.publish("orders", 1, partition=1)
     found = observe_lag(bench.platform, [ledger], cursor=None, now=0.0, stopped={"consume_ledger_1"})
     assert cause(found, "ledger") == "[1] stopped: sensor consume_ledger_1 is switched off"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "status", "off"),
+    [
+        ("SCHEDULE", "transfer", "STOPPED", True),
+        ("SCHEDULE", "transfer", "RUNNING", False),
+        ("SCHEDULE", "transfer", "DECLARED_IN_CODE", False),
+        ("SCHEDULE", "reports", "STOPPED", False),
+        ("SENSOR", "transfer", "STOPPED", False),
+    ],
+)
+def test_a_transfer_that_is_switched_off_is_named_as_the_cause(
+    bench: Workbench, kind: str, name: str, status: str, off: bool
+) -> None:
+    value = SimpleNamespace
+    state = value(instigator_type=value(value=kind), instigator_name=name, status=value(value=status))
+    with bench.platform.database.transaction() as connection:
+        bench.platform.publisher.publish(Publication("rides", b"1"), connection=connection)
+    found = observe_lag(bench.platform, [eager], cursor=None, now=0.0, transfer_off=transfer_is_off([state]))
+    assert cause(found, "eager").startswith("transfer: ")
+    assert ("schedule transfer is switched off" in cause(found, "eager")) is off
 
 
 def test_reports_of_the_sensor_carry_a_tag(bench: Workbench) -> None:

@@ -37,13 +37,14 @@ class AssetLag:
     """The lag of a whole consumer.
 
     `moved` has the partitions (`place_of`) whose offset has grown since the previous tick. `stopped` has the partitions
-    whose sensor is switched off, with the sensor's name. `unknown` says why the lag is not known; there are no
-    partitions then.
+    whose sensor is switched off, with the sensor's name. `transfer_off` says that the location's schedule for the
+    transfer is switched off. `unknown` says why the lag is not known; there are no partitions then.
     """
 
     partitions: tuple[ConsumerLag, ...]
     moved: frozenset[str] = frozenset()
     stopped: Mapping[int, str] = field(default_factory=dict)
+    transfer_off: bool = False
     unknown: str | None = None
 
     @property
@@ -127,7 +128,8 @@ class AssetLag:
                 return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")
             case LagCause.TRANSFER:
                 stalled = lag.seconds > TRANSFER_STALLED
-                return ("transfer stalled" if stalled else "transfer"), f"{lag.buffered} events are {lag.detail}"
+                off = "schedule transfer is switched off, and " if self.transfer_off else ""
+                return ("transfer stalled" if stalled else "transfer"), f"{off}{lag.buffered} events are {lag.detail}"
             case _:
                 return self._why_waiting(lag, slow=slow)
 

@@ -22,6 +22,7 @@ from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE,
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.dagster.topics import topic_observations
+from eventsql_orchestration.dagster.transfer import TRANSFER
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.validation import check_several
@@ -75,7 +76,8 @@ def build_lag_sensor(
         states = states_of(context.instance, context.code_location_origin, context.repository_name)
         return observe_lag(
             platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
-            stopped=stopped_sensors(states, consumers), materialized=materialized_at(context.instance, consumers),
+            stopped=stopped_sensors(states, consumers), transfer_off=transfer_is_off(states),
+            materialized=materialized_at(context.instance, consumers),
         )  # fmt: skip
 
     return monitoring_sensor(
@@ -106,6 +108,16 @@ def stopped_sensors(states: Iterable[Any], consumers: Iterable[ConsumerDefinitio
     return frozenset(sensor.name for each in consumers for sensor in each.sensors if is_off(sensor))
 
 
+def transfer_is_off(states: Iterable[Any]) -> bool:
+    """Whether a person has switched the location's schedule `transfer` off, by `states_of`."""
+    return any(
+        state.instigator_type.value == "SCHEDULE"
+        and state.instigator_name == TRANSFER
+        and state.status.value == "STOPPED"
+        for state in states
+    )
+
+
 def observe_lag(
     platform: EventSQL,
     consumers: Sequence[ConsumerDefinition],
@@ -116,18 +128,24 @@ def observe_lag(
     cursor: str | None,
     now: float,
     stopped: Collection[str] = (),
+    transfer_off: bool = False,
     materialized: Mapping[dg.AssetKey, float] = MappingProxyType({}),
 ) -> dg.SensorResult:
     """One tick: the observations and results that are due. `now` is in seconds since the epoch.
 
-    `stopped` are the names of sensors that are switched off, `materialized` is the result of `materialized_at`.
+    `stopped` are the names of sensors that are switched off, `transfer_off` is the result of `transfer_is_off`,
+    `materialized` is the result of `materialized_at`.
     """
     reports = Reports(cursor, now)
     found = read_lags(platform, consumers)
     before = reports.left(OFFSETS)
     known = [consumer for consumer in consumers if consumer.key in found]
     lags = {
-        each.key: _compared(found[each.key], each, before.get(each.key.to_user_string(), {}), stopped) for each in known
+        each.key: replace(
+            _compared(found[each.key], each, before.get(each.key.to_user_string(), {}), stopped),
+            transfer_off=transfer_off,
+        )
+        for each in known
     }
     _observe(lags, reports)
     _report_arrivals(platform, topics, sample, reports)
