@@ -58,7 +58,8 @@ def build_definitions(
     Each field of `LocationOptions` is also a keyword, which overrides the field of `options`:
     `build_definitions([ledger], prepare=create_table)`. A location may merge several of these definitions. Give each
     one except the first a `name` and `platform=False`. Raises `ValidationError` if two consumers have the same name, a
-    consumer is defined twice, or a topic is declared with two different numbers of partitions.
+    consumer is defined twice, a topic is declared with two different numbers of partitions, or two assets publish to
+    one topic.
     """
     check_distinct(consumers)
     chosen = replace(options, **fields)
@@ -76,6 +77,7 @@ def common_definitions(
     `checks` are the checks of the consumers. The fields `lag` and `backfills` of the options are not used here.
     """
     queue_names = queues_of(options.workers)
+    _check_publishers(consumers, options.workers)
     suffix = "" if options.name is None else f"_{options.name}"
     known = list({each.name: each for each in (*options.topics, *(consumer.topic for consumer in consumers))}.values())
     # Several merged definitions may consume the same topic, but the topic has one asset.
@@ -152,6 +154,24 @@ def consumer_checks(consumers: Sequence[ConsumerDefinition], lag: LagLimits | No
     if lag is not None:
         checks += [build_lag_check(consumer, **asdict(lag)) for consumer in consumers]
     return checks
+
+
+def _check_publishers(consumers: Sequence[ConsumerDefinition], workers: Sequence[WorkerDefinition]) -> None:
+    """Refuse two assets that publish to one topic: in Dagster, only one of them can have the topic as its output.
+
+    Raises `ValidationError`.
+    """
+    publishers: dict[dg.AssetKey, str] = {}
+    assets = [(each.key, each.asset) for each in consumers] + [(each.key, each.asset) for each in workers]
+    for key, asset in assets:
+        name = key.to_user_string()
+        for topic in asset.keys - {key}:
+            if (other := publishers.setdefault(topic, name)) != name:
+                raise ValidationError(
+                    f"{other!r} and {name!r} both publish to topic {topic.path[-1]!r}, and in Dagster only one of them "
+                    "can have the topic as its output: leave `publishes` out of both, publish in their functions, and "
+                    "name both in topic_asset(…, deps=[…])"
+                )
 
 
 def _external(assets: Sequence[GivenAsset], topics: Sequence[Topic], letters: Sequence[Topic]) -> list[Topic]:

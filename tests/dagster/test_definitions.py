@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster import (
     ConsumerDefinition,
     EventSQLResource,
     RunLimits,
+    WorkerDefinition,
     build_backfill,
     build_definitions,
     build_housekeeping_schedule,
@@ -48,6 +49,28 @@ def consume(events: Sequence[Event], connection: Connection) -> None:
 
 def consume_range(context: dg.AssetExecutionContext, claim: Claim) -> None:
     """Consume a range of rides."""
+
+
+def test_two_assets_that_publish_to_one_topic_are_refused() -> None:
+    def handle(messages: object, connection: object) -> None: ...
+
+    def publishing(name: str) -> ConsumerDefinition:
+        return range_asset(topic=TOPIC, consumer=name, name=name, publishes=Topic("fares"))(consume_range)
+
+    def working(name: str) -> WorkerDefinition:
+        return worker_asset(queue=f"{name}_queue", name=name, publishes=Topic("fares"))(handle)
+
+    for consumers, workers in (
+        ([publishing("one"), publishing("other")], []),
+        ([publishing("one")], [working("other")]),
+        ([], [working("one"), working("other")]),
+    ):
+        with pytest.raises(ValidationError):
+            build_definitions(consumers, workers=workers)
+
+    one = consumer_asset(topic=TOPIC, consumer="one", name="one")(consume)
+    fares = topic_asset(Topic("fares"), deps=[one.key, "other"])
+    build_definitions([one], topics=[Topic("fares")], assets=[fares]).resolve_asset_graph()
 
 
 def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
