@@ -77,8 +77,14 @@ class ShardAddition:
         Raises `ShardSetError` if these databases cannot become one set, `DatabaseUnavailableError` if one cannot be
         reached.
         """
-        states = [shard.store.state() for shard in self._old]
         new = self._new.store.state()
+        found = [(shard, shard.store.state()) for shard in self._old]
+        if new.name is not None and new.name not in new.generations[0]:
+            # Every process gets the URL of a prepared shard beside the others, the operator's own environment too.
+            found = [(shard, state) for shard, state in found if state.identity != new.identity]
+            if not found:
+                raise unnamed(new.generations[-1], {new.name})
+        self._old, states = [shard for shard, _ in found], [state for _, state in found]
         before = self._before(states, new)
         generation = max(len(before) + 1, 2)
         names = before[-1] if before else frozenset({FIRST})

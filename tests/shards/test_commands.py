@@ -249,6 +249,10 @@ def test_a_shard_that_is_prepared_is_shown_with_what_is_to_be_done(orders: Run, 
     assert ("shard west is prepared and takes no events yet", "eventsql shard add --dsn URL --execute") in [
         (each["message"], each["remedy"]) for each in findings
     ]
+    # The remedy works where it is shown: with the URL of the prepared shard among the others.
+    assert "shard 'west' takes events" in whole("shard", "add", "--dsn", dsns[2], "--execute").stderr
+    assert "'west' takes events already" in whole("shard", "add", "--dsn", dsns[2]).stderr
+    running(dsns[2])("shard", "add", "--dsn", dsns[2], code=2)
 
 
 def test_a_consumer_that_is_held_back_is_told_in_the_same_words_everywhere(orders: Run, dsns: list[str]) -> None:
