@@ -18,6 +18,7 @@ from eventsql_orchestration.model import OffsetRange, how_often
 from eventsql_orchestration.storage.log_table import check_readable
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import HELD_BACK, Layouts
+from eventsql_orchestration.validation import advised
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,8 @@ class ClaimMaker:
     def _refusal(self, connection: Connection, locked: LockedPartition, instead_of: Claim | None) -> NoClaim | None:
         state = locked.state
         if state.paused:
-            return NoClaim("the consumer is paused")
+            resume = advised("consumer resume", locked.key.topic, locked.key.consumer)
+            return NoClaim(f"the consumer is paused: resume it with `{resume}`")
         if locked.leased:
             assert state.lease_expires_at is not None
             left = (state.lease_expires_at - locked.now).total_seconds()

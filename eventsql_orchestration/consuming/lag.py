@@ -19,6 +19,7 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.layouts import layouts, named
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
+from eventsql_orchestration.validation import advised
 
 __all__ = ["ConsumerLag", "LagCause", "LagReader"]
 
@@ -115,7 +116,7 @@ def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCaus
     if not in_log and not not_moved:
         return LagCause.NONE, ""
     if state.paused:
-        return LagCause.PAUSED, "resume it with `eventsql consumer resume`"
+        return LagCause.PAUSED, f"resume it with `{advised('consumer resume', state.topic, state.name)}`"
     if state.failing:
         return (LagCause.BLOCKED if state.spent else LagCause.RETRYING), tried(state)
     if state.leased:

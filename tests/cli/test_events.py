@@ -232,7 +232,7 @@ def test_events_that_a_paused_consumer_cannot_get_are_a_failure(
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == (
         "eventsql: 1 event not consumed: consumer 'mailer' of topic 'account_created' partition 0 is paused, "
-        "resume it with `eventsql consumer resume`\n"
+        "resume it with `eventsql consumer resume account_created mailer`\n"
     )
 
 

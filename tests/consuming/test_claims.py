@@ -179,7 +179,7 @@ def test_in_process_consumption_leaves_a_leased_partition_alone(platform: EventS
 def test_a_paused_consumer_is_not_claimed(platform: EventSQL) -> None:
     fill(platform, 2)
     platform.registry.pause("orders", "whole")
-    assert refusal(platform) == "the consumer is paused"
+    assert "`eventsql consumer resume orders whole`" in refusal(platform)
     platform.registry.resume("orders", "whole")
     assert claim(platform).events == 2
 

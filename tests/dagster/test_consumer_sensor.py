@@ -180,7 +180,10 @@ def test_a_partition_that_is_locked_keeps_no_other_from_being_consumed(bench: Wo
 def test_a_skip_reason_says_what_holds_partitions_up(bench: Workbench) -> None:
     publish(bench, 1)
     bench.platform.registry.pause("orders", "wide")
-    assert evaluate(bench).skip_message == "299 of 300 partitions have no events; 1: the consumer is paused"
+    assert evaluate(bench).skip_message == (
+        "299 of 300 partitions have no events; 1: the consumer is paused: resume it with "
+        "`eventsql consumer resume orders wide`"
+    )
 
 
 def test_runs_are_requested_for_claims_made_before_the_database_went_away(

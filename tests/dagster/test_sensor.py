@@ -99,7 +99,7 @@ def test_a_row_that_another_transaction_has_locked_is_left_alone_at_once(bench: 
 def test_a_paused_consumer_is_left_alone(bench: Workbench) -> None:
     bench.publish("rides", 5)
     bench.platform.registry.pause("rides", "eager")
-    assert bench.tick(eager.sensors[0]) == "the consumer is paused"
+    assert "`eventsql consumer resume rides eager`" in str(bench.tick(eager.sensors[0]))
 
 
 def test_a_claim_without_a_run_waits_for_its_lease_and_then_goes_to_the_next_tick(bench: Workbench) -> None:
