@@ -32,8 +32,10 @@ from eventsql_orchestration.dagster.consumers.decision import RunState
 from eventsql_orchestration.dagster.consumers.tick import evaluate
 from eventsql_orchestration.dagster.queues.tick import QueueWatch, RecentRuns, Waiting, why_not
 from eventsql_orchestration.dagster.tags import location_tags
+from eventsql_orchestration.dagster.trace.runs import StoredRuns
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
+from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
 from tests.dagster.conftest import Workbench
 from tests.dagster.test_documents import DAGSTER, examples
@@ -500,6 +502,8 @@ def test_answers_are_published_with_the_acknowledgement_or_not_at_all(
     assert sorted(event.value for event in events) == [b"0", b"1", b"2", b"3"]
     assert events[-1].metadata["dagster_run_id"] == result.run_id
     assert metadata(result, topic_key("answers"))["published events"] == 1
+    origin = Tracer(work.bench.platform, {"Dagster": StoredRuns(work.bench.instance)}).trace("answers", events[-1].id)
+    assert (origin.run_id, origin.notes) == (result.run_id, ("it handled messages of queue 'pictures'",))
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import dagster as dg
 
 from eventsql_orchestration.dagster.local.webserver import Webserver
 from eventsql_orchestration.dagster.metadata_keys import INPUT_CONSUMER, INPUT_RANGES, INPUT_TOPIC
-from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG
+from eventsql_orchestration.dagster.tags import DAGSTER_PARTITION_TAG, QUEUE_TAG
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput
@@ -66,6 +66,7 @@ class StoredRuns:
         return RunFacts(
             run.run_id, run.job_name, run.status.value, _time(record.start_time), _time(record.end_time),
             run.tags.get(DAGSTER_PARTITION_TAG), run.root_run_id, _unique(self._inputs(run.run_id)),
+            run.tags.get(QUEUE_TAG),
         )  # fmt: skip
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:
@@ -101,7 +102,7 @@ class ServedRuns:
         root = found["rootRunId"] if found["rootRunId"] != run_id else None
         return RunFacts(
             run_id, found["jobName"], found["status"], _time(found["startTime"]), _time(found["endTime"]),
-            tags.get(DAGSTER_PARTITION_TAG), root, _unique(self._inputs(run_id)),
+            tags.get(DAGSTER_PARTITION_TAG), root, _unique(self._inputs(run_id)), tags.get(QUEUE_TAG),
         )  # fmt: skip
 
     def _inputs(self, run_id: str) -> Iterator[RunInput]:

@@ -25,7 +25,10 @@ class RunInput:
 
 @dataclass(frozen=True, slots=True)
 class RunFacts:
-    """A run of an orchestrator: `job` is its job or its DAG. `root_run_id` is the run that it repeats, else None."""
+    """A run of an orchestrator: `job` is its job or its DAG. `root_run_id` is the run that it repeats, else None.
+
+    `queue` is the queue whose messages it handled, if it is the run of a worker.
+    """
 
     id: str
     job: str
@@ -35,6 +38,7 @@ class RunFacts:
     partition: str | None
     root_run_id: str | None
     inputs: tuple[RunInput, ...]
+    queue: str | None = None
 
 
 class Runs(Protocol):

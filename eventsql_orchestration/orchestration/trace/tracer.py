@@ -179,7 +179,9 @@ class Tracer:
             ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
             notes.append(f"it read {ranges}, not followed any further: {self.deeper}")
             return replace(traced, run=run, notes=tuple(notes))
-        if not read:
+        if run is not None and run.queue is not None:
+            notes.append(f"it handled messages of queue {run.queue!r}")
+        elif not read:
             notes.append(
                 "no claim names a topic that it read, and Dagster names none"
                 if run is not None and orchestrator == DAGSTER
