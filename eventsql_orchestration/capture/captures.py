@@ -23,6 +23,7 @@ from eventsql_orchestration.capture.values import (
     Table,
     as_capture,
     drop_command,
+    grants_to_read,
     known_as,
     trigger_name,
 )
@@ -184,7 +185,7 @@ class Captures:
                 f'GRANT "{found.platform_owner}" TO "{found.owner}"'
             )
         elif not found.readable:
-            reason = f'role {found.platform_owner} may not read it: GRANT SELECT ON {found} TO "{found.platform_owner}"'
+            reason = f"role {found.platform_owner} may not read it: {grants_to_read(str(found), found.platform_owner)}"
         elif found.hidden:
             reason = f"its row security hides rows from role {found.platform_owner}"
         else:

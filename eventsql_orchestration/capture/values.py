@@ -23,6 +23,11 @@ def trigger_name(capture: int, operation: str) -> str:
     return f"eventsql_capture_{capture}_{operation}"
 
 
+def grants_to_read(table: str, role: str) -> str:
+    """The statements after which `role` may read a table; `table` is a name as in SQL, with its schema."""
+    return f'GRANT SELECT ON {table} TO "{role}", and USAGE ON its schema'
+
+
 def drop_command(table: str, topic: str) -> str:
     """The command that ends a capture."""
     return advised("capture drop", table, topic)
@@ -36,7 +41,8 @@ class Capture:
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
     table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
     renaming. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
-    that were dropped and added again: a `create` that names them too captures them again.
+    that were dropped and added again: a `create` that names them too captures them again. `grants` end a `problem` of
+    missing rights.
     """
 
     id: int
@@ -50,6 +56,7 @@ class Capture:
     problem: str | None = None
     outdated: bool = False
     added_again: tuple[str, ...] = ()
+    grants: str | None = None
 
 
 class Table(NamedTuple):
@@ -93,9 +100,9 @@ def known_as(table: Table, key: Columns, columns: Columns | None) -> dict[str, o
 def as_capture(  # noqa: PLR0917 - the columns of a row
     number: int, table: str, topic: str, key: Sequence[str], columns: Sequence[str] | None, snapshot: str, rows: int,
     created_at: datetime, exists: bool, missing: Sequence[str], outdated: bool, triggers: int, inherits: bool,
-    unlogged: bool | None, added_again: Sequence[str],
+    unlogged: bool | None, added_again: Sequence[str], runs_as: str, readable: bool, outsider: str | None,
 ) -> Capture:  # fmt: skip
-    problem = None
+    problem = grants = None
     if not exists:
         problem = "the table is gone"
     elif triggers < len(TRIGGERS):
@@ -106,7 +113,15 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
         problem = "it is a partition or has inheritance now: writes through another table are not captured"
     elif unlogged:
         problem = "it is unlogged now, and a crash empties it without a change"
+    elif not readable:
+        grants = grants_to_read(table, runs_as)
+        problem = f"role {runs_as} may not read it, and writes to it fail: {grants}"
+    elif outsider is not None:
+        grants = f'GRANT "{runs_as}" TO "{outsider}"'
+        problem = (
+            f"its owner {outsider} is no member of {runs_as}, as whom its triggers run, and writes to it fail: {grants}"
+        )
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,
-        problem, outdated, tuple(added_again),
+        problem, outdated, tuple(added_again), grants,
     )  # fmt: skip

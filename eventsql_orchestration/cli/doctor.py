@@ -235,7 +235,8 @@ def _captures(shard: Shard) -> Iterator[Finding]:
             yield problem(
                 "captures",
                 f"changes of table {capture.table} are not all captured to topic {capture.topic}: {capture.problem}",
-                f"{drop_command(capture.table, capture.topic)}, and create it again if the table allows it",
+                capture.grants
+                or f"{drop_command(capture.table, capture.topic)}, and create it again if the table allows it",
             )
         elif capture.outdated:
             chosen = [word for name in capture.key for word in ("--key", name)]

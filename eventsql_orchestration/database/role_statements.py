@@ -18,6 +18,7 @@ from eventsql_orchestration.database.grants import ADMIN, KINDS, Log, Role
 from eventsql_orchestration.database.log_names import BLOCK_STORE, BLOCK_TABLE, EVENT_TABLE, ROW_STORE
 from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.rows import fetch_all
+from eventsql_orchestration.errors import CaptureError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX
 
 _EVERYTHING: Final = "eventsql_all_topics"
@@ -117,6 +118,27 @@ def ownership(connection: Connection, schema: str, admin: str) -> Statements:
     for function, owner in rows_of(connection, schema, "functions", functions=list(grants.FUNCTIONS)):
         if owner != admin:
             yield ddl("ALTER FUNCTION {} OWNER TO {}", sql.SQL(function), admin)
+    # The triggers of captured tables run as the owner of their function.
+    for namespace, table, _, uses, reads, *_ in rows_of(connection, schema, "captured", role=admin):
+        if not uses:
+            yield ddl("GRANT USAGE ON SCHEMA {} TO {}", namespace, admin)
+        if not reads:
+            yield ddl("GRANT SELECT ON {} TO {}", sql.Identifier(namespace, table), admin)
+
+
+def check_captures(connection: Connection, schema: str, role: str | None) -> None:
+    """Check that the triggers of captured tables can run as `role`, the new owner; None is the current role.
+
+    Raises `CaptureError`: otherwise, each write to the table would fail, or lack its event.
+    """
+    for _, _, table, uses, reads, sees_all, trusted in rows_of(connection, schema, "captured", role=role):
+        if not (uses and reads and sees_all and trusted):
+            name = role or "the current role"
+            raise CaptureError(
+                f"table {table!r} is captured, and its triggers would run as {name}: it has to read all of the table's "
+                f"rows, and the table's owner has to be a member of {name}. Nothing was changed: run this as a "
+                "superuser, or drop the capture first"
+            )
 
 
 def all_grants(roles: Sequence[Role], schema: str, logs: Sequence[Log]) -> Statements:
@@ -166,6 +188,7 @@ def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Stat
 
 def removal(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
     functions = rows_of(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
+    captured = rows_of(connection, schema, "captured", role=None)
     objects: list[tuple[sql.SQL, sql.Composable]] = [
         (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in owned_tables(connection, schema)
     ]
@@ -186,6 +209,9 @@ def removal(connection: Connection, schema: str, roles: Sequence[Role], *, every
         yield ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
         if role.kind == ADMIN:
             yield ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
+            for namespace, table, *_ in captured:
+                yield ddl("REVOKE ALL ON {} FROM {}", sql.Identifier(namespace, table), role.name)
+                yield ddl("REVOKE ALL ON SCHEMA {} FROM {}", namespace, role.name)
         else:
             for kind, granted in objects:
                 yield ddl("REVOKE ALL ON {} {} FROM {}", kind, granted, role.name)

@@ -39,12 +39,14 @@ class Roles:
 
         A role that exists stays, and gets the rights that it lacks. The admin role becomes the owner of the platform's
         tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` if a role
-        of the same name is not a group; `PermissionDeniedError` if the current role may not make roles.
+        of the same name is not a group; `PermissionDeniedError` if the current role may not make roles; `CaptureError` if
+        the triggers of a captured table could not run as the admin role.
         """
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
             made = self._wanted(connection, prefix, topics)
             role_statements.run(connection, self._statements(connection, made))
+            role_statements.check_captures(connection, self._database.schema, made[0].name)
             return [state.role for state in role_statements.states(connection, self._database.schema)]
 
     def sql(self, *, prefix: str = DEFAULT_PREFIX, topics: Sequence[str] = ()) -> str:
@@ -63,7 +65,8 @@ class Roles:
         """Drop the roles of `topics`, or all of this installation; returns the dropped roles.
 
         The admin role's tables become the current role's. Raises `RegistryError` if another database still grants
-        something to one of them.
+        something to one of them, and `CaptureError` if the triggers of a captured table could not run as the current
+        role.
         """
         schema = self._database.schema
         with self._database.transaction() as connection:
@@ -74,6 +77,8 @@ class Roles:
                 role_statements.run(
                     connection, role_statements.removal(connection, schema, roles, everything=not topics)
                 )
+                if not topics:
+                    role_statements.check_captures(connection, schema, None)
             except psycopg.errors.DependentObjectsStillExist as error:
                 raise RegistryError(
                     f"a role still has rights or tables elsewhere ({error.diag.message_detail or error}): drop the "

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import json
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from click.testing import CliRunner
 from psycopg import sql
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.cli import main
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import CaptureError, PermissionDeniedError
 
@@ -125,6 +128,12 @@ def test_a_table_whose_owner_is_less_than_the_platforms_is_refused(
         )
         with pytest.raises(psycopg.errors.ObjectNotInPrerequisiteState):
             other.execute("INSERT INTO public.theirs VALUES (2)")
+        (broken,) = owner.captures.list()
+        assert broken.problem is not None
+        assert broken.grants == f'GRANT "{prefix}_admin" TO "{other.info.user}"'
+        found = CliRunner().invoke(main, ["--dsn", owner.database.dsn, "doctor", "--json"])
+        remedies = [each["remedy"] for each in json.loads(found.stdout)["findings"] if each["check"] == "captures"]
+        assert remedies == [broken.grants]
         other.execute("DROP TABLE public.theirs")
 
 

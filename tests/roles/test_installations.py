@@ -17,7 +17,7 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Database, Queries, role_statements
 from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
-from eventsql_orchestration.errors import PermissionDeniedError
+from eventsql_orchestration.errors import CaptureError, PermissionDeniedError
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.topics.catalog import lock_registry
 from eventsql_orchestration.views import Retained, Timeline, Views
@@ -56,6 +56,51 @@ def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str,
         Roles(owner.database).drop()
         owner.publisher.publish(Publication("orders", b"v"))
         assert owner.transfer.run_once() == {"orders": 1}
+
+
+def test_a_table_that_is_captured_before_there_are_roles_can_be_written_with_roles_and_after_them(
+    plain_owner: str, prefix: str
+) -> None:
+    with EventSQL(plain_owner, schema="mine", transfer=False) as owner, psycopg.connect(plain_owner) as shop:
+        shop.autocommit = True
+        shop.execute("CREATE SCHEMA shop")
+        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
+        owner.registry.register_topic(Topic("purchases"))
+        owner.capture("shop.purchase", "purchases")
+        Roles(owner.database).create(prefix=prefix)
+        Roles(owner.database).create(prefix=prefix)
+        shop.execute("INSERT INTO shop.purchase VALUES (1)")
+        assert [each.problem for each in owner.captures.list()] == [None]
+
+        shop.execute(sql.SQL("REVOKE ALL ON shop.purchase FROM {}").format(sql.Identifier(f"{prefix}_admin")))
+        assert "GRANT SELECT" in str(owner.captures.list()[0].problem), "its writes would fail"
+        Roles(owner.database).drop()
+        shop.execute("INSERT INTO shop.purchase VALUES (2)")
+        assert owner.buffered() == {"purchases": 2}
+
+
+def test_roles_that_would_stop_the_writers_of_a_captured_table_are_not_made(
+    plain_owner: str, prefix: str, direct_dsn: str
+) -> None:
+    name, other = sql.Identifier(str(make_url(plain_owner).username)), sql.Identifier(f"{prefix}_other")
+    with (
+        EventSQL(plain_owner, schema="mine", transfer=False) as owner,
+        psycopg.connect(direct_dsn, autocommit=True) as shop,
+    ):
+        owner.registry.register_topic(Topic("purchases"))
+        # The platform's owner may read the table, and cannot let another role read it.
+        shop.execute(sql.SQL("CREATE ROLE {}; GRANT {} TO {}").format(other, name, other))
+        shop.execute("CREATE TABLE public.purchase (id integer PRIMARY KEY)")
+        shop.execute(sql.SQL("GRANT SELECT, TRIGGER ON public.purchase TO {}").format(name))
+        shop.execute(sql.SQL("ALTER TABLE public.purchase OWNER TO {}").format(other))
+        with EventSQL(direct_dsn, schema="mine", transfer=False) as superuser:
+            superuser.capture("public.purchase", "purchases")
+        with pytest.raises(CaptureError):
+            Roles(owner.database).create(prefix=prefix)
+        assert Roles(owner.database).states() == []
+        shop.execute("INSERT INTO public.purchase VALUES (1)")
+        assert owner.buffered() == {"purchases": 1}
+        shop.execute(sql.SQL("DROP OWNED BY {}; DROP ROLE {}").format(other, other))
 
 
 def test_an_owner_with_the_name_of_an_admin_makes_no_roles(direct_dsn: str, prefix: str) -> None:

@@ -14,7 +14,7 @@ SELECT c.oid::bigint, n.nspname, c.relname, c.relkind::text, c.relpersistence::t
            WHERE i.indrelid = c.oid AND i.indisprimary
            ORDER BY k.place
        )::text[],
-       has_table_privilege(f.proowner, c.oid, 'SELECT'),
+       has_table_privilege(f.proowner, c.oid, 'SELECT') AND has_schema_privilege(f.proowner, n.oid, 'USAGE'),
        c.relrowsecurity AND (c.relforcerowsecurity OR NOT pg_has_role(f.proowner, c.relowner, 'USAGE'))
            AND NOT EXISTS (SELECT FROM pg_roles r WHERE r.oid = f.proowner AND (r.rolsuper OR r.rolbypassrls)),
        quote_ident(n.nspname) || '.' || quote_ident(c.relname)
@@ -157,7 +157,8 @@ ARRAY(
 -- list -- The captures: id, table as in SQL, topic, key and columns as they are called now, state of the snapshot, its rows, time
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
 -- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
--- whether a crash empties it, and the columns that were dropped and added again.
+-- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether that
+-- role may read it, and its owner if that is no member of the role.
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
@@ -181,11 +182,17 @@ SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.
            JOIN pg_attribute again ON again.attrelid = c.oid AND again.attname = known.name AND NOT again.attisdropped
            WHERE c.oid = captured.eql_relation AND again.attnum <> ALL (captured.eql_column_numbers)
            ORDER BY known.place
-       )
+       ),
+       pg_get_userbyid(f.proowner),
+       has_schema_privilege(f.proowner, c.namespace, 'USAGE') AND has_table_privilege(f.proowner, c.oid, 'SELECT'),
+       CASE WHEN NOT pg_has_role(c.relowner, f.proowner, 'MEMBER') THEN pg_get_userbyid(c.relowner) END
 FROM {schema}.capture captured
 LEFT JOIN (
-    SELECT c.oid, n.nspname, c.relname, c.relpersistence FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+    SELECT c.oid, n.oid AS namespace, n.nspname, c.relname, c.relowner, c.relpersistence
+    FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
 ) c ON c.oid = {relation}
+JOIN pg_proc f ON f.proname = 'capture_changes'
+JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
 CROSS JOIN LATERAL (
     SELECT {names_now of key} AS key,
            CASE WHEN captured.eql_column_names IS NOT NULL THEN {names_now of column} END AS columns

@@ -76,6 +76,23 @@ WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
   )
 ORDER BY c.relname;
 
+-- captured -- The captured tables: schema, name, name as in SQL, and whether a role may use the schema, may read the table,
+-- sees all rows, and is one of which the table's owner is a member. The triggers run as that role if it owns the platform.
+-- Without a name, it is the current role.
+SELECT DISTINCT n.nspname, c.relname, quote_ident(n.nspname) || '.' || quote_ident(c.relname),
+       coalesce(has_schema_privilege(r.oid, n.oid, 'USAGE'), false),
+       coalesce(has_table_privilege(r.oid, c.oid, 'SELECT'), false),
+       r.rolsuper OR r.rolbypassrls OR NOT c.relrowsecurity
+           OR (NOT c.relforcerowsecurity AND pg_has_role(r.oid, c.relowner, 'USAGE')),
+       pg_has_role(c.relowner, r.oid, 'MEMBER')
+FROM pg_trigger g
+JOIN pg_proc f ON f.oid = g.tgfoid AND f.proname = 'capture_changes'
+JOIN pg_namespace own ON own.oid = f.pronamespace AND own.nspname = %(schema)s
+JOIN pg_class c ON c.oid = g.tgrelid
+JOIN pg_namespace n ON n.oid = c.relnamespace
+LEFT JOIN pg_roles r ON r.rolname = coalesce(%(role)s::name, current_user)
+ORDER BY 3;
+
 -- functions -- The platform's functions, and the owner of each.
 SELECT p.oid::regprocedure::text, pg_get_userbyid(p.proowner)
 FROM pg_proc p
