@@ -193,6 +193,15 @@ def test_a_claim_lost_before_the_run_began_fails_it(bench: Workbench) -> None:
     assert not result.get_asset_materialization_events()
 
 
+def test_a_queued_run_of_a_consumer_that_was_deleted_names_the_consumer(bench: Workbench) -> None:
+    definition = define()
+    bench.publish("rides", 1)
+    request = bench.request(definition)
+    bench.platform.registry.unregister_consumer("rides", definition.consumer.name)
+    failure = failure_of(bench.run(definition, request))
+    assert f"consumer '{definition.consumer.name}' of topic 'rides' is not registered" in failure["description"]
+
+
 def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch_and_fails_the_run(bench: Workbench) -> None:
     """A consumer without leases, for example one of the Java library, consumed the same events meanwhile."""
     overtaken = False

@@ -29,7 +29,7 @@ from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
-from eventsql_orchestration.dagster.register import failing_if_unregistered
+from eventsql_orchestration.dagster.register import failing_if_unregistered, why_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.dagster.steps import job_of_assets, step_of_assets
 from eventsql_orchestration.dagster.tags import CONSUMER_RUN, CONSUMER_TAG, SHARED_TAG, SPARK_POOL, TOPIC_TAG
@@ -295,7 +295,10 @@ class _Step:
         publishes = self.computation.publishes
         try:
             self._drain(context, config, resources, drained)
-            report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters)
+            missing = None
+            if drained.lost is not None:
+                missing = why_unregistered(eventsql.platform, self.topic, self.consumer)
+            report(context, self.key, self.consumer, drained, eventsql.platform.dead_letters, missing=missing)
         except BaseException:
             # A failing run has committed the events that it consumed, so they belong to the history of its assets.
             if drained.events:

@@ -27,10 +27,13 @@ def report(
     consumer: Consumer,
     drained: Drained,
     dead_letters: ClusterDeadLetters,
+    *,
+    missing: str | None = None,
 ) -> None:
-    """Report dead letters and failures.
+    """Report dead letters and failures. `missing` says why a lost claim has no consumer any more.
 
-    Raises `dagster.Failure` for an event that blocks its partition, and `ClaimLostFailure` if a claim was lost.
+    Raises `dagster.Failure` for an event that blocks its partition, and for a lost claim whose consumer is `missing`;
+    otherwise `ClaimLostFailure` if a claim was lost.
     """
     if drained.note is not None:
         context.log.info("the run ends: %s", drained.note)
@@ -51,6 +54,8 @@ def report(
     if drained.lost is not None:
         # The claim's new owner consumes its events, so a retry has nothing to do.
         forbid_retries(context.run, context.instance)
+        if missing is not None:
+            raise dg.Failure(f"the run lost its claim: {missing}", allow_retries=False)
         raise ClaimLostFailure(consumer, drained.lost)
 
 
