@@ -41,8 +41,8 @@ class Capture:
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
     table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
     renaming. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
-    that were dropped and added again: a `create` that names them too captures them again. `grants` end a `problem` of
-    missing rights.
+    that were dropped and added again: a `create` that names them too captures them again. If rights are
+    missing, `grants` has the statements that give them.
     """
 
     id: int

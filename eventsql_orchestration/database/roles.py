@@ -39,8 +39,8 @@ class Roles:
 
         A role that exists stays, and gets the rights that it lacks. The admin role becomes the owner of the platform's
         tables, and their former owner becomes a member of it. Raises `TopicNotFoundError`; `ValidationError` if a role
-        of the same name is not a group; `PermissionDeniedError` if the current role may not make roles; `CaptureError` if
-        the triggers of a captured table could not run as the admin role.
+        of the same name is not a group; `PermissionDeniedError` if the current role may not make roles; `CaptureError`
+        if the triggers of a captured table could not run as the admin role.
         """
         with self._database.transaction() as connection:
             connection.execute(_LOCK)
