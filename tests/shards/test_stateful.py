@@ -324,7 +324,7 @@ class ShardedMachine(RuleBasedStateMachine):
             events = shard.platform.reader.read(TOPIC)
             found = [(int(event.value), event.key, event.partition) for event in events]
             if in_blocks():
-                shard.topic.place_new([value for value, _, _ in found])
+                shard.topic.place_new([partition for _, _, partition in found])
             assert found == [(entry.value, entry.key, entry.partition) for entry in shard.topic.log]
             for event, entry in zip(events, shard.topic.log, strict=True):
                 assert entry.id in (0, event.id)
