@@ -137,6 +137,23 @@ def test_a_receive_fills_up_behind_spent_messages(database: Database) -> None:
     assert bodies(queue.receive(max_messages=3)) == [b"3", b"4", b"5"]
 
 
+def test_the_history_of_a_redriven_message_has_the_timeout_of_its_dead_letter(database: Database) -> None:
+    queue = Queue(database, "commands", max_receives=1)
+    queue.send(b"1")
+    queue.release(queue.receive()[0], reason="failed")
+    assert queue.receive() == []
+    Queue(database, "commands_dead").receive()
+    expire(database)
+    assert queue.redrive() == 1
+    (again,) = queue.receive()
+    assert [(entry["receive"], entry["reason"]) for entry in again.history] == [
+        (1, "failed"),
+        (1, "moved to the dead letters"),
+        (1, "the visibility timeout ended"),
+        (1, "redriven"),
+    ]
+
+
 def test_some_dead_letters_are_redriven(database: Database) -> None:
     queue = Queue(database, "commands", max_receives=1)
     queue.send_all([b"1", b"2", b"3"])

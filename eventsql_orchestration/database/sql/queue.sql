@@ -212,7 +212,10 @@ WITH chosen AS MATERIALIZED (
     SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_unhandled = 0,
         eql_receipt = NULL,
         eql_visible_at = clock_timestamp(), eql_in_order = %(ordered)s AND eql_key IS NOT NULL,
-        eql_history = {schema}.note_of_message(eql_history, eql_receives, clock_timestamp(), 'redriven')
+        eql_history = {schema}.note_of_message(
+            CASE WHEN eql_receipt IS NULL THEN eql_history ELSE {schema}.note_of_message(
+                eql_history, eql_receives, eql_visible_at, 'the visibility timeout ended') END,
+            eql_receives, clock_timestamp(), 'redriven')
     WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
 )
 SELECT left_queue, eql_key FROM chosen;
