@@ -15,6 +15,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.migrations import definitions
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.storage.log_form import form_in_transaction, in_blocks, store, written
 from eventsql_orchestration.storage.log_queries import LogQueries
@@ -22,21 +23,6 @@ from eventsql_orchestration.storage.log_table import identifier
 
 GUARD: Final = "eql_place_in_layout"
 """The name of the trigger on a guarded log."""
-
-
-_FUNCTION: Final = """
-CREATE FUNCTION {function}() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN
-    IF NEW.eql_key IS NULL THEN
-        NEW.eql_partition := pg_catalog.mod(NEW.eql_id, TG_ARGV[0]::bigint);
-    ELSE
-        NEW.eql_partition := {schema}.partition_of_key(NEW.eql_key, TG_ARGV[0]::integer);
-    END IF;
-    RETURN NEW;
-END
-$$
-"""
-"""Gives an event a partition by the rule of publishers: by its key, or any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +97,7 @@ def guard(connection: psycopg.Connection[Any], schema: str, topic: str, partitio
     function = sql.Identifier(schema, "place_in_layout")
     named = {"name": f"{function.as_string(connection)}()"}
     if fetch_first(connection, queries("has_guard_function"), named) != (True,):
-        connection.execute(sql.SQL(_FUNCTION).format(function=function, schema=sql.Identifier(schema)))
+        connection.execute(definitions("guards", schema).encode())
     connection.execute(
         sql.SQL(
             "CREATE OR REPLACE TRIGGER {guard} BEFORE INSERT ON {log} FOR EACH ROW "

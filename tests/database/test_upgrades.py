@@ -315,25 +315,43 @@ def test_a_database_of_the_java_library_comes_through_each_step_and_lacks_nothin
         assert len(rest) == len(events) - test_adoption._OFFSET
 
 
+_PUT = "put_messages(integer, bytea[], text[], text[], integer[], timestamptz[], double precision[], text[]"
+_TAKE_IN_ORDER = "take_in_order(integer, integer, double precision"
+
+
 @pytest.mark.parametrize(
-    ("before", "after", "given", "checked"),
+    ("revision", "given", "new"),
     [
-        ("0035", "0036", "take_messages", "take_messages(integer, integer, double precision, timestamptz)"),
-        ("0043", "0044", "take_in_order", "take_others_in_order(integer, integer, double precision, tid[], bytea)"),
-        ("0049", "0050", "filter_takes", "first_taken(text, smallint, bigint, bigint, jsonb)"),
+        (
+            "0036",
+            "take_messages(integer, integer, double precision)",
+            "take_messages(integer, integer, double precision, timestamptz)",
+        ),
+        ("0041", f"{_PUT})", f"{_PUT}, boolean)"),
+        ("0041", f"{_TAKE_IN_ORDER})", f"{_TAKE_IN_ORDER}, timestamptz)"),
+        (
+            "0044",
+            f"{_TAKE_IN_ORDER}, timestamptz)",
+            "take_others_in_order(integer, integer, double precision, tid[], bytea)",
+        ),
+        ("0050", "filter_takes(jsonb, text, json)", "first_taken(text, smallint, bigint, bigint, jsonb)"),
     ],
 )
-def test_rights_that_were_given_by_hand_outlive_a_new_function(
-    old: str, before: str, after: str, given: str, checked: str
-) -> None:
-    upgrade(old, before)
+def test_rights_that_were_given_by_hand_outlive_a_new_function(old: str, revision: str, given: str, new: str) -> None:
+    upgrade(old, REVISIONS[REVISIONS.index(revision) - 1])
     with psycopg.connect(old, autocommit=True) as connection:
+        # As an earlier version of this package left it: without the new function, and with the one that it replaced.
+        connection.execute(f"DROP FUNCTION eventsql.{new}".encode())
+        if connection.execute("SELECT to_regprocedure(%s)", [f"eventsql.{given}"]).fetchone() == (None,):
+            connection.execute(f"CREATE FUNCTION eventsql.{given} RETURNS void LANGUAGE sql AS ''".encode())
         connection.execute(f"REVOKE EXECUTE ON FUNCTION eventsql.{given} FROM PUBLIC".encode())
         connection.execute(f"GRANT EXECUTE ON FUNCTION eventsql.{given} TO pg_monitor".encode())
-        upgrade(old, after)
+        upgrade(old, revision)
         rights = "SELECT has_function_privilege(%s, %s, 'EXECUTE')"
         found = [
-            connection.execute(rights, [role, f"eventsql.{checked}"]).fetchone()
+            connection.execute(rights, [role, f"eventsql.{new}"]).fetchone()
             for role in ("pg_monitor", "pg_read_all_stats")
         ]
         assert found == [(True,), (False,)]
+        name = given.partition("(")[0]
+        assert connection.execute("SELECT FROM pg_proc WHERE proname = %s", [name]).rowcount == 1

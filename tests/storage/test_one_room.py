@@ -1,7 +1,7 @@
 """The room `storage` alone names the tables of events: all SQL and all Python of the other rooms is read.
 
-Migrations are released files and stay as they are. The database room has the pattern of the names, for roles and for
-messages of the server.
+Migrations are released files and stay as they are. The functions that they install run in the server, where a name is
+made from a topic. The database room has the pattern of the names, for roles and for messages of the server.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ import eventsql_orchestration
 
 PACKAGE = Path(eventsql_orchestration.__file__).parent
 
+EXEMPT = {"storage", "migrations", "functions"}
+
 OTHERS = sorted(
     path
     for path in PACKAGE.rglob("*")
-    if path.suffix in {".py", ".sql"} and not {"storage", "migrations"} & set(path.relative_to(PACKAGE).parts)
+    if path.suffix in {".py", ".sql"} and not EXEMPT & set(path.relative_to(PACKAGE).parts)
 )
 
 EVENT_TABLE = re.compile(r"\{event_table\}|(?<!spark_staged)(?<!dagster)_event\b")

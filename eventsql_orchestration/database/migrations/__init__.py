@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +22,28 @@ HEAD: Final = "0057"
 """The newest revision in `versions/`."""
 
 SYSTEM_PATH: Final = "SET LOCAL search_path TO pg_catalog, pg_temp"
+
+_REVOKE: Final = re.compile(r"^REVOKE EXECUTE ON FUNCTION \{schema\}\.(?P<function>.+) FROM PUBLIC;$", re.MULTILINE)
+
+_COPY_RIGHTS: Final = """
+DO $$
+DECLARE
+    rights aclitem[] := (SELECT p.proacl FROM pg_proc p WHERE p.oid = to_regprocedure('{schema}.{function}'));
+    grantee text;
+BEGIN
+    IF rights IS NULL THEN
+        RETURN;
+    END IF;
+    REVOKE EXECUTE ON FUNCTION {schema}.{to} FROM PUBLIC;
+    FOR grantee IN
+        SELECT CASE WHEN acl.grantee = 0 THEN 'PUBLIC' ELSE quote_ident(pg_get_userbyid(acl.grantee)) END
+        FROM aclexplode(rights) acl WHERE acl.privilege_type = 'EXECUTE'
+    LOOP
+        EXECUTE 'GRANT EXECUTE ON FUNCTION {schema}.{to} TO ' || grantee;
+    END LOOP;
+END
+$$;
+"""
 
 # One number for all installations: the lock is taken for the transaction that migrates, in the database at hand.
 _ADVISORY_LOCK: Final = 0x6576_656E_7473_716C  # "eventsql"
@@ -64,14 +88,62 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
 def run(statements: str) -> None:
     """Run statements of a revision, where unqualified tables are those of the schema that is migrated.
 
-    Everything else of a migration, such as Alembic's own queries, finds the system's names alone.
+    `{schema}` is that schema, `{literal}` its name as a text. Everything else of a migration, such as Alembic's own
+    queries, finds the system's names alone.
     """
     from alembic import context, op  # noqa: PLC0415 - see above
 
     connection = op.get_bind()
-    connection.exec_driver_sql(f'SET LOCAL search_path TO "{context.config.attributes["schema"]}", pg_temp')
-    connection.exec_driver_sql(statements.replace("%", "%%"))
+    schema = context.config.attributes["schema"]
+    connection.exec_driver_sql(f'SET LOCAL search_path TO "{schema}", pg_temp')
+    connection.exec_driver_sql(_in_schema(statements, schema).replace("%", "%%"))
     connection.exec_driver_sql(SYSTEM_PATH)
+
+
+def install(*files: str) -> None:
+    """Create or replace the functions of files in `database/functions`, each file once in a migration.
+
+    PostgreSQL lets everybody execute a new function. A REVOKE in the file takes that back when the function is made,
+    and never later: by then, an operator may have granted it to PUBLIC.
+    """
+    from alembic import context  # noqa: PLC0415 - see above
+
+    installed: set[str] = context.config.attributes["installed"]
+    for file in files:
+        if file not in installed:
+            run(_REVOKE.sub(lambda revoke: "" if exists(revoke["function"]) else revoke[0], _definitions(file)))
+            installed.add(file)
+
+
+def exists(function: str) -> bool:
+    """Whether the schema that is migrated has a function, such as `publish(text, text, bytea, json)`."""
+    from alembic import context, op  # noqa: PLC0415 - see above
+
+    named = _in_schema(f"{{schema}}.{function}", context.config.attributes["schema"])
+    found = op.get_bind().exec_driver_sql("SELECT pg_catalog.to_regprocedure(%s) IS NOT NULL", (named,))
+    return bool(found.scalar_one())
+
+
+def copy_rights(function: str, *, to: str) -> None:
+    """Let the roles that may execute a function execute another one, and no other role.
+
+    If the first function does not exist, or nobody has changed its rights, the other one stays as it is.
+    """
+    run(_COPY_RIGHTS.replace("{function}", function).replace("{to}", to))
+
+
+def definitions(file: str, schema: str) -> str:
+    """The statements that make the functions of a file in `database/functions`."""
+    return _in_schema(_definitions(file), schema)
+
+
+def _definitions(file: str) -> str:
+    package = resources.files(__package__.rpartition(".")[0])
+    return package.joinpath("functions", f"{file}.sql").read_text(encoding="utf-8")
+
+
+def _in_schema(statements: str, schema: str) -> str:
+    return statements.replace("{schema}", f'"{schema}"').replace("{literal}", f"'{schema}'")
 
 
 def _run(connection: Connection, schema: str, times_in: str, to: str) -> None:
@@ -81,4 +153,5 @@ def _run(connection: Connection, schema: str, times_in: str, to: str) -> None:
     config.attributes["connection"] = connection
     config.attributes["schema"] = schema
     config.attributes["times_in"] = times_in
+    config.attributes["installed"] = set()
     command.upgrade(config, to)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eventsql_orchestration.database.migrations import run
+from eventsql_orchestration.database.migrations import install, run
 
 revision = "0003"
 down_revision = "0002"
@@ -21,23 +21,7 @@ CREATE TABLE topic_layout (
 );
 """
 
-# As topics/partitioner.py has it: the hash of a key as one unsigned number of 256 bits, big end first, modulo.
-_PARTITION_OF_KEY = """
-CREATE FUNCTION partition_of_key(key text, partitions integer) RETURNS smallint
-LANGUAGE plpgsql IMMUTABLE STRICT PARALLEL SAFE AS $$
-DECLARE
-    hash bytea := sha256(convert_to(key, 'UTF8'));
-    rest bigint := 0;
-BEGIN
-    FOR byte IN 0..31 LOOP
-        rest := (rest * 256 + get_byte(hash, byte)) % partitions;
-    END LOOP;
-    RETURN rest;
-END
-$$;
-"""
-
 
 def upgrade() -> None:
-    for statements in (_ADDED, _PARTITION_OF_KEY):
-        run(statements)
+    run(_ADDED)
+    install("layouts")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from alembic import context
-
 from eventsql_orchestration.database.migrations import run
 
 revision = "0013"
@@ -46,5 +44,4 @@ $$;
 
 
 def upgrade() -> None:
-    name = context.config.attributes["schema"]
-    run(_KEEP_RIGHTS.replace("{schema}", f'"{name}"'))
+    run(_KEEP_RIGHTS)

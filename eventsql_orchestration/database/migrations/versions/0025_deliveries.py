@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from eventsql_orchestration.database.migrations import run
+from eventsql_orchestration.database.migrations import install, run
 
 revision = "0025"
 down_revision = "0024"
@@ -42,34 +42,7 @@ CREATE TABLE consumer_delivery (
 );
 """
 
-# The trigger of revision 0015, with the new tables. These go with their partition of a consumer.
-_FORGET_CONSUMER = """
-CREATE OR REPLACE FUNCTION forget_consumer() RETURNS trigger
-LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
-DECLARE
-    kept_by text;
-BEGIN
-    FOREACH kept_by IN ARRAY ARRAY['consumer_claim', 'finished_backfill', 'consumer_worker'] LOOP
-        EXECUTE format(
-            'DELETE FROM %1$I.%2$I WHERE (eql_topic, eql_consumer) IN ('
-            'SELECT eql_topic, eql_name FROM gone WHERE NOT EXISTS ('
-            'SELECT FROM %1$I.consumer c WHERE c.eql_topic = gone.eql_topic AND c.eql_name = gone.eql_name))',
-            TG_TABLE_SCHEMA, kept_by
-        );
-    END LOOP;
-    EXECUTE format(
-        'WITH cursors AS ('
-        'DELETE FROM %1$I.consumer_cursor k USING gone WHERE k.eql_topic = gone.eql_topic '
-        'AND k.eql_consumer = gone.eql_name AND k.eql_partition = gone.eql_partition RETURNING k.eql_id) '
-        'DELETE FROM %1$I.consumer_delivery d USING cursors WHERE d.eql_cursor = cursors.eql_id',
-        TG_TABLE_SCHEMA
-    );
-    RETURN NULL;
-END
-$$;
-"""
-
 
 def upgrade() -> None:
-    for statements in (_TABLES, _FORGET_CONSUMER):
-        run(statements)
+    run(_TABLES)
+    install("leftovers")

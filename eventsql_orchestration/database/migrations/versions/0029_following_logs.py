@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from alembic import context
-
 from eventsql_orchestration.database.migrations import run
 
 revision = "0029"
@@ -23,5 +21,4 @@ $$;
 
 
 def upgrade() -> None:
-    name = context.config.attributes["schema"]
-    run(_INDEXES.replace("{schema}", f'"{name}"').replace("{literal}", f"'{name}'"))
+    run(_INDEXES)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from alembic import context
-
 from eventsql_orchestration.database.migrations import run
 
 revision = "0038"
@@ -16,4 +14,4 @@ ALTER TABLE {schema}.topic ADD COLUMN eql_compression text NOT NULL DEFAULT 'non
 
 
 def upgrade() -> None:
-    run(_UPGRADE.replace("{schema}", f'"{context.config.attributes["schema"]}"'))
+    run(_UPGRADE)

@@ -2,26 +2,10 @@
 
 from __future__ import annotations
 
-from alembic import context
-
-from eventsql_orchestration.database.migrations import run
+from eventsql_orchestration.database.migrations import install, run
 
 revision = "0057"
 down_revision = "0056"
-
-# As in revision 0040. The whole name of a log is quoted, and not its part: the topic may be called `order`.
-_NAME = """
-DO $do$
-DECLARE
-    was CONSTANT text := pg_get_functiondef('{schema}.check_publication()'::regprocedure);
-    old CONSTANT text := $$'%I.%I_event', TG_TABLE_SCHEMA, pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C")$$;
-BEGIN
-    ASSERT strpos(was, old) > 0, 'the function is not the one of revision 0040';
-    EXECUTE replace(was, old, $$'%I.%I', TG_TABLE_SCHEMA,
-            pg_catalog.lower(NEW.eql_topic COLLATE pg_catalog."C") OPERATOR(pg_catalog.||) '_event'$$);
-END
-$do$;
-"""
 
 # Python has no infinite time, and none of the year 10000. Programs read the rows of all topics at once.
 _TIMES = """
@@ -51,6 +35,6 @@ $$;
 
 
 def upgrade() -> None:
-    schema = '"{}"'.format(context.config.attributes["schema"])
-    for statements in (_NAME, *(_TIMES.replace("{column}", each) for each in _COLUMNS), _IDS):
-        run(statements.replace("{schema}", schema))
+    install("publishing")
+    for statements in (*(_TIMES.replace("{column}", each) for each in _COLUMNS), _IDS):
+        run(statements)

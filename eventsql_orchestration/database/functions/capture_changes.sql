@@ -1,0 +1,245 @@
+-- Captured tables: the changes of statements, and the pages of a snapshot.
+--
+-- The text of a value must not depend on the settings of the session that changes the table: so the functions set them.
+
+-- Triggers of other names may change the same rows again within a statement, and their changes come first. So `after`
+-- is the row as it stands, not as this statement left it: the last event of a key always tells its state.
+--
+-- The table's owner must be able to become the platform's owner, because planning a query of a table runs functions
+-- that its owner can choose, such as those of an index's expression. A writer of the table needs no right on the
+-- platform.
+--
+-- The number of a transaction that this server has not reached yet is another server's. New keys are looked for before
+-- their rows are read. The partitions of many rows are computed by an expression: a call of `partition_of_key` for each
+-- takes twice as long. A row's image is a lateral subquery, which the planner makes part of the join; in the list of
+-- columns, it would run once for each row. The sum for a partition has few terms. The end that all values share and the
+-- metadata, a third of the bytes, are added after the sort. A row of the buffer that has a block has the partition -3.
+-- Few changes for each partition stay rows.
+--
+-- The event of a truncation has the number of partitions: a row's last event may be in a partition that the topic does
+-- not have any more, which gets no event of the truncation. The hint is a command that a shell takes, also for a name
+-- with quotes; it has no backslash, which sessions read differently.
+CREATE OR REPLACE FUNCTION {schema}.capture_changes() RETURNS trigger
+LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET datestyle = 'ISO, YMD'
+SET intervalstyle = 'postgres' SET bytea_output = 'hex' SET extra_float_digits = 1 SET lc_monetary = 'C'
+SET row_security = off AS $$
+DECLARE
+    captured {schema}.capture;
+    place smallint;
+    changes integer;
+    to_partition text := '-1';
+    part record;
+    source record;
+    changed text;
+    largest bigint;
+    in_blocks boolean := false;
+    value CONSTANT text := 'convert_to(head || $2, ''UTF8'')';
+    metadata CONSTANT text := 'CASE op WHEN ''c'' THEN $3 WHEN ''u'' THEN $4 ELSE $5 END';
+BEGIN
+    SELECT * INTO captured FROM {schema}.capture c WHERE c.eql_id = TG_ARGV[0]::bigint;
+    IF NOT FOUND THEN
+        -- A dropped capture. A transaction that began before the capture was made must begin anew.
+        IF current_setting('transaction_isolation') <> 'read committed'
+           AND NOT pg_visible_in_snapshot(TG_ARGV[1]::xid8, pg_current_snapshot()) THEN
+            BEGIN
+                PERFORM pg_xact_status(TG_ARGV[1]::xid8);
+            EXCEPTION WHEN invalid_parameter_value THEN
+                -- A number of another server's, from which this table was restored.
+                RETURN NULL;
+            END;
+            RAISE EXCEPTION 'could not serialize access: table % was captured after this transaction began',
+                TG_TABLE_NAME USING ERRCODE = 'serialization_failure', HINT = 'Try the transaction again.';
+        END IF;
+        RETURN NULL;
+    END IF;
+    IF TG_OP = 'INSERT' THEN
+        SELECT count(*) INTO changes FROM (SELECT FROM new_rows LIMIT 1000) counted;
+    ELSIF TG_OP <> 'TRUNCATE' THEN
+        SELECT count(*) INTO changes FROM (SELECT FROM old_rows LIMIT 1000) counted;
+    END IF;
+    IF changes = 0 THEN
+        RETURN NULL;
+    END IF;
+    place := {schema}.capture_destination(captured);
+    IF place IS NULL THEN
+        RETURN NULL;
+    END IF;
+    source := {schema}.capture_source(captured, TG_RELID, 'false');
+    IF TG_OP = 'TRUNCATE' THEN
+        INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata)
+        SELECT captured.eql_topic, partition, NULL,
+               convert_to('{"before":null,"after":null,"op":"t"' || source.tail, 'UTF8'),
+               json_build_object('op', 't', 'table', source.name, 'partitions', place::text)
+        FROM generate_series(CASE WHEN place < 0 THEN -1 ELSE 0 END, CASE WHEN place < 0 THEN -1 ELSE place - 1 END)
+            AS partition;
+        RETURN NULL;
+    END IF;
+
+    part := {schema}.capture_columns(captured, TG_RELID);
+    IF NOT pg_has_role((SELECT relowner FROM pg_class WHERE oid = TG_RELID), current_user, 'MEMBER') THEN
+        part.missing := format('its owner is not a member of role %I', current_user);
+    END IF;
+    IF part.missing IS NOT NULL THEN
+        RAISE EXCEPTION 'table % is captured to topic %, and %', source.name, captured.eql_topic, part.missing
+            USING ERRCODE = 'object_not_in_prerequisite_state',
+                  HINT = format('Run: eventsql capture drop %s %s', CASE WHEN strpos(captured.eql_table, '"') = 0
+                      THEN captured.eql_table
+                      ELSE '''' || replace(captured.eql_table, '''', '''"''"''') || '''' END, captured.eql_topic);
+    END IF;
+    IF TG_OP = 'INSERT' THEN
+        changed := format(
+            'SELECT %s AS key, NULL::text AS before, stands.image AS after, ''c'' AS op FROM new_rows n '
+            'JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image)',
+            part.current_key, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, part.current_image
+        );
+    ELSE
+        changed := format(
+            'SELECT key, before, after, CASE WHEN after IS NULL THEN ''d'' ELSE ''u'' END AS op FROM ('
+            'SELECT %s AS key, stood.image AS before, CASE WHEN c.ctid IS NOT NULL THEN stands.image END AS after '
+            'FROM old_rows o CROSS JOIN LATERAL %s stood (image) '
+            'LEFT JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image) OFFSET 0'
+            ') images WHERE before IS DISTINCT FROM after',
+            part.old_key, part.old_image, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.old_is_current, part.current_image
+        );
+    END IF;
+    IF TG_OP = 'UPDATE' THEN
+        -- Rows whose key is new.
+        changed := changed || format(
+            ' UNION ALL SELECT %s, NULL, stands.image, ''c'' FROM ('
+            'SELECT * FROM new_rows n WHERE NOT EXISTS (SELECT FROM old_rows o WHERE %s) OFFSET 0'
+            ') n JOIN ONLY %I.%I c ON %s CROSS JOIN LATERAL %s stands (image)',
+            part.current_key, part.old_is_new, TG_TABLE_SCHEMA, TG_TABLE_NAME, part.new_is_current, part.current_image
+        );
+    END IF;
+    IF place >= 0 AND changes < 1000 THEN
+        to_partition := format('{schema}.partition_of_key(key, %s)', place);
+    ELSIF place >= 0 THEN
+        -- The same: the remainder of each byte's place, times the sum of the bytes with this remainder.
+        WITH RECURSIVE bytes (number, weight) AS (
+            SELECT 31, 1 % place
+            UNION ALL
+            SELECT number - 1, weight * 256 % place FROM bytes WHERE number > 0
+        )
+        SELECT format('(%s) %% %s', coalesce(string_agg(format('(%s) * %s', terms, weight), ' + '), '0'), place)
+        INTO to_partition
+        FROM (
+            SELECT weight, string_agg(format('get_byte(hash, %s)', number), ' + ') AS terms
+            FROM bytes WHERE weight > 0 GROUP BY weight
+        ) weighted;
+        changed := 'SELECT *, sha256(convert_to(key, ''UTF8'')) AS hash FROM (' || changed || ') keyed OFFSET 0';
+    END IF;
+    changed := format(
+        'SELECT %s AS partition, key, op, ''{"before":'' || coalesce(before, ''null'') || '',"after":'' '
+        '|| coalesce(after, ''null'') || '',"op":"'' || op || ''"'' AS head FROM (%s) changed',
+        to_partition, changed
+    );
+    IF changes = 1000 AND place <= 100 THEN
+        SELECT t.eql_storage = 'blocks' INTO in_blocks FROM {schema}.topic t WHERE t.eql_name = captured.eql_topic;
+    END IF;
+    IF in_blocks THEN
+        -- As a publisher's: a block has less than a mebibyte besides its first change, and at most 10,000 changes. All
+        -- changes may be of one partition. A key has one change.
+        changed := format(
+            'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata, eql_events, '
+            'eql_block_partition, eql_keys, eql_values, eql_event_metadata) '
+            'SELECT $1, -3, '''', ''{}'', count(*), partition, array_agg(key), array_agg(%s), array_agg(%s) '
+            'FROM (SELECT *, (row_number() OVER own - 1) / 10000 AS by_number, '
+            'sum(octet_length(head) + octet_length($2)) OVER own / 1048576 AS by_size '
+            'FROM (%s OFFSET 0) headed WINDOW own AS (PARTITION BY partition ROWS UNBOUNDED PRECEDING)) numbered '
+            'GROUP BY partition, by_number, by_size '
+            'RETURNING CASE WHEN pg_column_size(eql_values) > 67108864 '
+            'THEN (SELECT max(octet_length(value)) FROM unnest(eql_values) AS value) END AS size',
+            value, metadata, changed
+        );
+    ELSE
+        changed := format(
+            'INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) '
+            'SELECT $1, partition, key, %s, %s FROM (%s) headed RETURNING octet_length(eql_value) AS size',
+            value, metadata, changed
+        );
+    END IF;
+    EXECUTE 'WITH written AS (' || changed || ') SELECT max(size) FROM written'
+    INTO largest
+    USING captured.eql_topic, source.tail, json_build_object('op', 'c', 'table', source.name),
+          json_build_object('op', 'u', 'table', source.name), json_build_object('op', 'd', 'table', source.name);
+    IF largest > 67108864 THEN
+        RAISE EXCEPTION 'a change of table % has % bytes, and an event of topic % takes 67108864', source.name, largest,
+            captured.eql_topic USING ERRCODE = 'program_limit_exceeded',
+            HINT = 'Capture the table again with the columns that are needed.';
+    END IF;
+    RETURN NULL;
+END
+$$;
+REVOKE EXECUTE ON FUNCTION {schema}.capture_changes() FROM PUBLIC;
+
+-- A row is read while it is locked, in the transaction that publishes it: its changes before have their places in the
+-- buffer, and its later changes wait. Without waiting for a lock while it holds others, a page cannot deadlock a
+-- writer.
+CREATE OR REPLACE FUNCTION {schema}.capture_page(of_capture bigint, most integer, waiting boolean) RETURNS integer
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET timezone = 'UTC' SET datestyle = 'ISO, YMD'
+SET intervalstyle = 'postgres' SET bytea_output = 'hex' SET extra_float_digits = 1 SET lc_monetary = 'C'
+SET row_security = off AS $$
+DECLARE
+    captured {schema}.capture;
+    relation record;
+    part record;
+    source record;
+    place smallint;
+    bound text[];
+    range text;
+    events integer;
+    largest bigint;
+BEGIN
+    SELECT * INTO captured FROM {schema}.capture c
+    WHERE c.eql_id = of_capture AND c.eql_snapshot = 'running' FOR UPDATE;
+    IF NOT FOUND THEN
+        RETURN NULL;
+    END IF;
+    SELECT c.oid, format('%I.%I', n.nspname, c.relname) AS name INTO relation
+    FROM pg_trigger g JOIN pg_class c ON c.oid = g.tgrelid JOIN pg_namespace n ON n.oid = c.relnamespace
+    WHERE g.tgname = 'eventsql_capture_' || of_capture || '_insert'
+      AND g.tgfoid = '{schema}.capture_changes()'::regprocedure;
+    part := {schema}.capture_columns(captured, relation.oid);
+    IF part.missing IS NOT NULL OR relation.oid IS NULL THEN
+        RAISE EXCEPTION 'table % %', captured.eql_table, coalesce(part.missing, 'has no trigger of this capture')
+            USING ERRCODE = 'object_not_in_prerequisite_state';
+    END IF;
+    range := CASE WHEN captured.eql_snapshot_after IS NULL THEN 'true'
+                  ELSE format('(%s) > (%s)', part.key_columns, part.key_values) END;
+    EXECUTE format(
+        'SELECT ARRAY[%s] FROM (SELECT %s FROM ONLY %s c WHERE %s ORDER BY %2$s LIMIT $2) c '
+        'ORDER BY (%2$s) DESC LIMIT 1',
+        part.key_texts, part.key_columns, relation.name, range
+    ) INTO bound USING captured.eql_snapshot_after, most;
+    IF bound IS NULL THEN
+        UPDATE {schema}.capture SET eql_snapshot = 'done', eql_snapshot_after = NULL WHERE eql_id = of_capture;
+        RETURN NULL;
+    END IF;
+    range := format('%s AND (%s) <= (%s)', range, part.key_columns, replace(part.key_values, '$1[', '$2['));
+    IF waiting THEN
+        EXECUTE format('SELECT FROM ONLY %s c WHERE %s FOR SHARE', relation.name, range)
+        USING captured.eql_snapshot_after, bound;
+    END IF;
+    place := {schema}.capture_destination(captured);
+    source := {schema}.capture_source(captured, relation.oid, 'true');
+    EXECUTE format(
+        'WITH locked AS MATERIALIZED (SELECT %s AS key, %s AS after FROM ONLY %s c WHERE %s FOR SHARE NOWAIT), '
+        'written AS (INSERT INTO {schema}.event_buffer (eql_topic, eql_partition, eql_key, eql_value, eql_metadata) '
+        'SELECT $3, CASE WHEN $4 < 0 THEN -1 ELSE {schema}.partition_of_key(key, $4) END, key, '
+        'convert_to(''{"before":null,"after":'' || after || '',"op":"r"'' || $5, ''UTF8''), $6 '
+        'FROM locked RETURNING octet_length(eql_value) AS size) SELECT count(*), max(size) FROM written',
+        part.current_key, part.current_image, relation.name, range
+    ) INTO events, largest
+    USING captured.eql_snapshot_after, bound, captured.eql_topic, place::integer, source.tail,
+          json_build_object('op', 'r', 'table', source.name);
+    IF largest > 67108864 THEN
+        RAISE EXCEPTION 'a row of table % has % bytes as an event, and an event takes 67108864', source.name, largest
+            USING ERRCODE = 'program_limit_exceeded',
+                  HINT = 'Capture the table again with the columns that are needed.';
+    END IF;
+    UPDATE {schema}.capture SET eql_snapshot_after = bound, eql_snapshot_rows = eql_snapshot_rows + events
+    WHERE eql_id = of_capture;
+    RETURN events;
+END
+$$;
+REVOKE EXECUTE ON FUNCTION {schema}.capture_page(bigint, integer, boolean) FROM PUBLIC;

@@ -1,0 +1,372 @@
+-- Receiving messages of queues. The functions have their caller's rights, as the library's statements have.
+--
+-- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
+-- session, and never a plan that reads a table without its index.
+
+CREATE OR REPLACE FUNCTION {schema}.note_of_message(
+    history jsonb, receive integer, at timestamptz, reason text
+) RETURNS jsonb LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE WHEN jsonb_array_length(history) >= 20 THEN history - 0 ELSE coalesce(history, '[]') END
+        || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
+$$;
+
+-- A message whose receives are spent goes to the dead letters instead of to a receiver.
+CREATE OR REPLACE FUNCTION {schema}.bury_messages(of_queue integer, to_queue integer, spent bigint[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    ordered boolean;
+BEGIN
+    SELECT q.eql_ordered INTO ordered FROM {schema}.queue q WHERE q.eql_id = to_queue;
+    UPDATE {schema}.queue_message m
+    SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_unhandled = 0,
+        eql_receipt = NULL,
+        eql_visible_at = clock_timestamp(), eql_due_at = NULL, eql_in_order = ordered AND m.eql_key IS NOT NULL,
+        eql_history = {schema}.note_of_message(
+            CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END,
+            m.eql_receives, clock_timestamp(), 'moved to the dead letters')
+    WHERE m.eql_id = ANY (spent);
+END
+$$;
+
+-- The orders and bounds of the key say which index is read.
+CREATE OR REPLACE FUNCTION {schema}.promote_keys(of_queue integer, keys text[]) RETURNS void
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+BEGIN
+    UPDATE {schema}.queue_message m
+    SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL
+    WHERE m.eql_id = ANY (ARRAY(
+        SELECT next.eql_id FROM unnest(keys) AS of_key
+        CROSS JOIN LATERAL (
+            SELECT n.eql_id FROM {schema}.queue_message n
+            WHERE n.eql_queue = of_queue AND n.eql_key >= of_key AND n.eql_key <= of_key AND n.eql_in_order
+              AND n.eql_visible_at = 'infinity'
+            ORDER BY n.eql_key, n.eql_id LIMIT 1
+        ) next
+    )) AND m.eql_visible_at = 'infinity';
+END
+$$;
+
+-- While an old snapshot is open, no vacuum removes the rows of acknowledged messages, and each receive would read all
+-- of them again. So a receive tells at which time it found its first message visible (`onwards`), and the next one may
+-- begin there (`since`). That time is 0.1 s ago or more, because senders commit after their messages become visible. A
+-- receiver leaves `since` out from time to time, and so finds every message. `since` is of priority 0 alone.
+--
+-- The function reads the options of the queue only if one of the messages was received before. The rows are locked, so
+-- their places (ctid) stay until the update. The update gives them in the order of their places; the receiver sorts
+-- them.
+CREATE OR REPLACE FUNCTION {schema}.take_messages(
+    of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
+) RETURNS TABLE (
+    id bigint, body bytea, key text, metadata text, receives integer, receipt integer, priority smallint,
+    sent_at timestamptz, history jsonb, onwards bytea
+)
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off ROWS 100 AS $$
+DECLARE
+    allowed integer;
+    dead integer;
+    ready tid[];
+    spent bigint[];
+    received boolean;
+    earliest timestamptz := coalesce(since, '-infinity');
+    first timestamptz;
+    until timestamptz;
+    proceed bytea;
+    taken integer := 0;
+BEGIN
+    LOOP
+        SELECT array_agg(found.place), bool_or(found.eql_receives > 0),
+               min(found.eql_visible_at) FILTER (WHERE found.level = 0)
+        INTO ready, received, first
+        FROM (
+            SELECT visible.place, visible.eql_receives, visible.eql_visible_at, level
+            FROM generate_series(9, 0, -1) AS level
+            CROSS JOIN LATERAL (
+                SELECT m.ctid AS place, m.eql_receives, m.eql_visible_at
+                FROM {schema}.queue_message m
+                WHERE m.eql_queue = of_queue AND m.eql_priority = level
+                  AND m.eql_visible_at >= CASE WHEN level = 0 THEN earliest ELSE '-infinity' END
+                  AND m.eql_visible_at <= now()
+                ORDER BY m.eql_visible_at, m.eql_id LIMIT most - taken
+                FOR UPDATE SKIP LOCKED
+            ) visible
+            LIMIT most - taken
+        ) found;
+        spent := NULL;
+        IF received THEN
+            SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead
+            FROM {schema}.queue q WHERE q.eql_id = of_queue;
+            SELECT array_agg(m.ctid) FILTER (WHERE (m.eql_receives - m.eql_unhandled >= allowed) IS NOT TRUE),
+                   array_agg(m.eql_id) FILTER (WHERE m.eql_receives - m.eql_unhandled >= allowed)
+            INTO ready, spent
+            FROM {schema}.queue_message m WHERE m.ctid = ANY (ready);
+            IF spent IS NOT NULL THEN
+                PERFORM {schema}.bury_messages(of_queue, dead, spent);
+            END IF;
+        END IF;
+        IF ready IS NOT NULL THEN
+            taken := taken + cardinality(ready);
+            until := clock_timestamp() + make_interval(secs => seconds);
+            IF first IS NOT NULL THEN
+                proceed := timestamptz_send(least(first, now() - interval '0.1 seconds'));
+            END IF;
+            RETURN QUERY
+            UPDATE {schema}.queue_message m
+            SET eql_visible_at = until,
+                eql_receives = m.eql_receives + 1,
+                eql_receipt = m.eql_receives + 1,
+                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+            WHERE m.ctid = ANY (ready)
+            RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
+                      m.eql_priority, m.eql_created_at, m.eql_history, proceed;
+        END IF;
+        IF ready IS NULL AND spent IS NULL AND earliest > '-infinity' THEN
+            earliest := '-infinity';
+        ELSE
+            EXIT WHEN spent IS NULL OR taken >= most;
+        END IF;
+    END LOOP;
+END
+$$;
+
+-- Only the first message of a key is given out, and only while no other one of the key is held. A sender's message may
+-- be visible: the receiver that finds it decides under a lock of the key, which it only tries and keeps for its own
+-- short transaction. It locks messages, and gives out at once the new ones among them that are the first of their keys.
+-- `take_others_in_order` decides on the others. `since` and `onwards` are those of `take_messages`. A sender's lock
+-- does not keep a receiver away.
+CREATE OR REPLACE FUNCTION {schema}.take_in_order(
+    of_queue integer, most integer, seconds double precision, since timestamptz DEFAULT NULL
+) RETURNS TABLE (
+    id bigint, body bytea, key text, metadata text, receives integer, receipt integer, priority smallint,
+    sent_at timestamptz, history jsonb, onwards bytea
+)
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off ROWS 100 AS $$
+DECLARE
+    ready tid[];
+    given integer;
+    taken integer := 0;
+    turns integer := 0;
+    look integer;
+    moment timestamptz;
+    earliest timestamptz := coalesce(since, '-infinity');
+    first timestamptz;
+    found_first timestamptz;
+    until timestamptz;
+    proceed bytea;
+BEGIN
+    WHILE taken < most AND turns < 50 LOOP
+        turns := turns + 1;
+        moment := clock_timestamp();
+        -- Far behind a long key, further each time.
+        look := CASE WHEN turns = 1 THEN most ELSE greatest(most - taken, 100 * turns) END;
+        SELECT array_agg(found.place), min(found.eql_visible_at) FILTER (WHERE found.level = 0)
+        INTO ready, found_first
+        FROM (
+            SELECT visible.place, visible.eql_visible_at, level
+            FROM generate_series(9, 0, -1) AS level
+            CROSS JOIN LATERAL (
+                SELECT m.ctid AS place, m.eql_visible_at FROM {schema}.queue_message m
+                WHERE m.eql_queue = of_queue AND m.eql_priority = level
+                  AND m.eql_visible_at >= CASE WHEN level = 0 THEN earliest ELSE '-infinity' END
+                  AND m.eql_visible_at <= moment
+                  AND (NOT m.eql_in_order OR pg_try_advisory_xact_lock(
+                      7310035 * 4294967296 + of_queue::bigint * 1024 + (hashtext(m.eql_key) & 1023)))
+                ORDER BY m.eql_visible_at, m.eql_id
+                LIMIT look
+                FOR NO KEY UPDATE SKIP LOCKED
+            ) visible
+            LIMIT look
+        ) found;
+        IF ready IS NULL AND taken = 0 AND earliest > '-infinity' THEN
+            earliest := '-infinity';
+            turns := 0;
+            CONTINUE;
+        END IF;
+        EXIT WHEN ready IS NULL;
+
+        first := least(first, found_first);
+        IF first IS NOT NULL THEN
+            proceed := timestamptz_send(least(first, now() - interval '0.1 seconds'));
+        END IF;
+        given := 0;
+        IF look <= most - taken THEN
+            until := clock_timestamp() + make_interval(secs => seconds);
+            -- Under the locks of their keys, in a new snapshot. A new message is first if it is the first entry of its
+            -- key: received ones would be before it, then earlier ones.
+            RETURN QUERY
+            UPDATE {schema}.queue_message m
+            SET eql_visible_at = until,
+                eql_receives = m.eql_receives + 1,
+                eql_receipt = m.eql_receives + 1,
+                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+            WHERE m.ctid = ANY (ready) AND m.eql_receives = 0 AND (NOT m.eql_in_order OR m.eql_id = (
+                SELECT o.eql_id FROM {schema}.queue_message o
+                WHERE o.eql_queue = of_queue AND o.eql_key >= m.eql_key AND o.eql_key <= m.eql_key
+                  AND o.eql_in_order AND o.eql_visible_at < 'infinity'
+                ORDER BY o.eql_key, o.eql_receipt, o.eql_id LIMIT 1
+            ))
+            RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
+                      m.eql_priority, m.eql_created_at, m.eql_history, proceed;
+            GET DIAGNOSTICS given = ROW_COUNT;
+            taken := taken + given;
+        END IF;
+        IF given < cardinality(ready) THEN
+            -- Messages that were given have other places by now.
+            RETURN QUERY SELECT * FROM {schema}.take_others_in_order(of_queue, most - taken, seconds, ready, proceed);
+            GET DIAGNOSTICS given = ROW_COUNT;
+            taken := taken + given;
+        ELSIF given < look THEN
+            EXIT;
+        END IF;
+    END LOOP;
+END
+$$;
+
+-- The second half of `take_in_order`: messages that were received before, and those behind others of their keys. The
+-- first receive of a connection reads the whole of its function, so these are in a function of their own.
+--
+-- A message that cannot go yet is parked at 'infinity' if another one of its key, which this transaction has locked,
+-- stays in sight; the acknowledgement of that one promotes the first parked message. If that other one cannot be
+-- locked, the message comes back into sight a second later.
+CREATE OR REPLACE FUNCTION {schema}.take_others_in_order(
+    of_queue integer, most integer, seconds double precision, others tid[], proceed bytea
+) RETURNS TABLE (
+    id bigint, body bytea, key text, metadata text, receives integer, receipt integer, priority smallint,
+    sent_at timestamptz, history jsonb, onwards bytea
+)
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    allowed integer;
+    dead integer;
+    ready tid[];
+    spent bigint[];
+    waiting bigint[];
+    waits_for bigint[];
+    witnesses bigint[];
+    gone_keys text[];
+    until timestamptz;
+BEGIN
+    SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead FROM {schema}.queue q WHERE q.eql_id = of_queue;
+
+    -- Each message that has to wait has a witness: another one that is held, an earlier one in sight, or, for one that
+    -- was received before, an earlier one that is parked.
+    SELECT array_agg(c.place) FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
+           array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
+           array_agg(DISTINCT c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
+           array_agg(c.eql_id) FILTER (WHERE c.witness IS NOT NULL),
+           array_agg(c.witness) FILTER (WHERE c.witness IS NOT NULL)
+    INTO ready, spent, gone_keys, waiting, waits_for
+    FROM (
+        SELECT m.ctid AS place, m.eql_id, m.eql_key, m.eql_in_order, m.eql_receives - m.eql_unhandled AS received,
+               coalesce(taken_before.eql_id, earlier.eql_id, parked.eql_id) AS witness
+        FROM {schema}.queue_message m
+        LEFT JOIN LATERAL (
+            SELECT o.eql_id FROM {schema}.queue_message o
+            WHERE m.eql_in_order AND o.eql_queue = of_queue AND o.eql_key = m.eql_key
+              AND o.eql_in_order AND o.eql_visible_at < 'infinity' AND o.eql_receipt IS NOT NULL
+              AND (o.eql_visible_at > clock_timestamp() OR o.eql_id < m.eql_id)
+            ORDER BY o.eql_receipt LIMIT 1
+        ) taken_before ON true
+        LEFT JOIN LATERAL (
+            SELECT o.eql_id FROM {schema}.queue_message o
+            WHERE m.eql_in_order AND o.eql_queue = of_queue AND o.eql_key = m.eql_key
+              AND o.eql_in_order AND o.eql_visible_at < 'infinity' AND o.eql_receipt IS NULL
+              AND o.eql_id < m.eql_id
+            ORDER BY o.eql_receipt, o.eql_id LIMIT 1
+        ) earlier ON true
+        LEFT JOIN LATERAL (
+            SELECT o.eql_id FROM {schema}.queue_message o
+            WHERE m.eql_in_order AND m.eql_receives > 0 AND o.eql_queue = of_queue
+              AND o.eql_key >= m.eql_key AND o.eql_key <= m.eql_key
+              AND o.eql_in_order AND o.eql_visible_at = 'infinity'
+            ORDER BY o.eql_key, o.eql_id LIMIT 1
+        ) parked ON parked.eql_id < m.eql_id
+        WHERE m.ctid = ANY (others)
+        ORDER BY m.eql_priority DESC, m.eql_visible_at, m.eql_id
+    ) c;
+    -- New ones and those that come again take turns as they were found.
+    ready := ready[:most];
+
+    IF spent IS NOT NULL THEN
+        PERFORM {schema}.bury_messages(of_queue, dead, spent);
+        PERFORM {schema}.promote_keys(of_queue, gone_keys);
+    END IF;
+    IF waiting IS NOT NULL THEN
+        SELECT array_agg(locked.eql_id) INTO witnesses
+        FROM (
+            SELECT m.eql_id FROM {schema}.queue_message m
+            WHERE m.eql_id = ANY (waits_for) AND m.eql_queue = of_queue FOR NO KEY UPDATE SKIP LOCKED
+        ) locked;
+        UPDATE {schema}.queue_message m
+        SET eql_visible_at = greatest(clock_timestamp(), m.eql_due_at), eql_due_at = NULL
+        WHERE m.eql_id = ANY (witnesses) AND m.eql_visible_at = 'infinity';
+        UPDATE {schema}.queue_message m
+        SET eql_visible_at = CASE WHEN w.witness = ANY (witnesses) AND w.witness <> ALL (waiting) THEN 'infinity'
+                             ELSE clock_timestamp() + interval '1 second' END,
+            eql_receipt = NULL
+        FROM unnest(waiting, waits_for) AS w (id, witness)
+        WHERE m.eql_id = w.id AND (spent IS NULL OR w.witness <> ALL (spent));
+    END IF;
+
+    IF ready IS NOT NULL THEN
+        until := clock_timestamp() + make_interval(secs => seconds);
+            RETURN QUERY
+            UPDATE {schema}.queue_message m
+            SET eql_visible_at = until,
+                eql_receives = m.eql_receives + 1,
+                eql_receipt = m.eql_receives + 1,
+                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+            WHERE m.ctid = ANY (ready)
+            RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
+                      m.eql_priority, m.eql_created_at, m.eql_history, proceed;
+    END IF;
+END
+$$;
+
+-- An ordered queue refuses a transaction that is not READ COMMITTED: its snapshot may be older than the statement, and
+-- miss that another message of the key is received.
+CREATE OR REPLACE FUNCTION {schema}.queue_receive(
+    queue text, max_messages integer DEFAULT 1, visibility_timeout double precision DEFAULT NULL
+) RETURNS TABLE (
+    id bigint, body bytea, key text, metadata json, receives integer, receipt integer, priority smallint,
+    sent_at timestamptz, history jsonb
+)
+LANGUAGE plpgsql VOLATILE ROWS 100 SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    known record;
+    seconds double precision;
+BEGIN
+    known := {schema}.queue_number(queue);
+    seconds := coalesce(visibility_timeout, known.timeout);
+    IF NOT (seconds > 0 AND seconds <= 31536000) OR (max_messages >= 1 AND max_messages <= 10000) IS NOT TRUE THEN
+        RAISE EXCEPTION 'max_messages must be 1 to 10000, and visibility_timeout up to 31536000 seconds'
+            USING ERRCODE = 'invalid_parameter_value';
+    END IF;
+    IF known.in_order THEN
+        IF current_setting('transaction_isolation') NOT IN ('read committed', 'read uncommitted') THEN
+            RAISE EXCEPTION 'queue % is ordered, and this transaction is not READ COMMITTED', quote_nullable(queue)
+                USING ERRCODE = 'object_not_in_prerequisite_state',
+                      HINT = 'It may miss an earlier message of a key, that is received by now. Take READ COMMITTED.';
+        END IF;
+        RETURN QUERY
+        SELECT t.id, t.body, t.key, t.metadata::json, t.receives, t.receipt, t.priority, t.sent_at, t.history
+        FROM {schema}.take_in_order(known.number, least(max_messages, 1000), seconds) t
+        ORDER BY t.priority DESC, t.id;
+    ELSE
+        RETURN QUERY
+        SELECT t.id, t.body, t.key, t.metadata::json, t.receives, t.receipt, t.priority, t.sent_at, t.history
+        FROM {schema}.take_messages(known.number, max_messages, seconds) t
+        ORDER BY t.priority DESC, t.id;
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION {schema}.queue_receive(text, integer, double precision) IS
+    'Receive visible messages of a queue. Commit at once: they are this receiver''s for the visibility timeout.';

@@ -1,0 +1,240 @@
+-- Sending messages to queues. The functions have their caller's rights, as the library's statements have.
+--
+-- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
+-- session, and never a plan that reads a table without its index.
+
+CREATE OR REPLACE FUNCTION {schema}.queue_number(
+    queue text, OUT number integer, OUT in_order boolean, OUT timeout double precision
+)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    SELECT q.eql_id, q.eql_ordered, q.eql_visibility_timeout INTO number, in_order, timeout
+    FROM {schema}.queue q WHERE q.eql_name = queue;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'queue % does not exist', quote_nullable(queue)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Create it with `eventsql queue create`, or by the first use in Python.';
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
+
+-- For a sender, which may not read or lock messages: it tells for each key whether a message was locked. The orders say
+-- which index is read: a plan made on an empty table might read another one.
+CREATE OR REPLACE FUNCTION {schema}.lock_last_of_keys(of_queue integer, keys text[]) RETURNS boolean[]
+SECURITY DEFINER LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+BEGIN
+    RETURN ARRAY(
+        SELECT coalesce(
+            (
+                SELECT true FROM {schema}.queue_message m
+                WHERE each.rank = 1 AND m.eql_queue = of_queue AND m.eql_key >= each.key AND m.eql_key <= each.key
+                  AND m.eql_in_order AND m.eql_visible_at = 'infinity'
+                ORDER BY m.eql_key DESC, m.eql_id DESC LIMIT 1
+                FOR KEY SHARE SKIP LOCKED
+            ),
+            (
+                SELECT true FROM {schema}.queue_message m
+                WHERE each.rank = 1 AND m.eql_queue = of_queue AND m.eql_key >= each.key AND m.eql_key <= each.key
+                  AND m.eql_in_order AND m.eql_visible_at < 'infinity'
+                ORDER BY m.eql_key, m.eql_receipt LIMIT 1
+                FOR KEY SHARE SKIP LOCKED
+            )
+        )
+        FROM (
+            SELECT g.key, g.place, row_number() OVER (PARTITION BY g.key ORDER BY g.place) AS rank
+            FROM unnest(keys) WITH ORDINALITY AS g (key, place)
+        ) each
+        ORDER BY each.place
+    );
+END
+$$;
+REVOKE EXECUTE ON FUNCTION {schema}.lock_last_of_keys(integer, text[]) FROM PUBLIC;
+
+-- A message that comes behind another one of its key waits out of sight from the start, parked behind a message that is
+-- locked: until this transaction ends, the locked one cannot be acknowledged, and then its acknowledgement sees the
+-- parked one. So only a transaction that ends at once (`alone`) locks, and it never waits for a lock: without one, the
+-- message is visible, and receivers decide.
+CREATE OR REPLACE FUNCTION {schema}.put_messages(
+    of_queue integer, bodies bytea[], keys text[] DEFAULT NULL, metadata text[] DEFAULT NULL,
+    priorities integer[] DEFAULT NULL, dues timestamptz[] DEFAULT NULL, delays double precision[] DEFAULT NULL,
+    deduplication_ids text[] DEFAULT NULL, alone boolean DEFAULT false
+) RETURNS bigint[] LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+DECLARE
+    in_order boolean;
+    seconds double precision;
+    ids bigint[];
+    repeated boolean[];
+    behind boolean[];
+    place integer;
+    sent bigint;
+BEGIN
+    SELECT q.eql_ordered, q.eql_deduplication_seconds INTO in_order, seconds
+    FROM {schema}.queue q WHERE q.eql_id = of_queue;
+    IF in_order IS NULL THEN
+        RETURN NULL;
+    END IF;
+
+    IF in_order OR deduplication_ids IS NOT NULL THEN
+        ids := ARRAY(SELECT nextval('{schema}.queue_message_eql_id_seq') FROM generate_series(1, cardinality(bodies)));
+    END IF;
+    IF deduplication_ids IS NOT NULL THEN
+        -- In full: an array that grows by an assignment begins at that place.
+        repeated := array_fill(false, ARRAY[cardinality(bodies)]);
+        -- In the order of the ids: of two such calls, neither then waits for the other in turn.
+        FOR place IN
+            SELECT given.place FROM unnest(deduplication_ids) WITH ORDINALITY AS given (id, place)
+            WHERE given.id IS NOT NULL ORDER BY given.id, given.place
+        LOOP
+            INSERT INTO {schema}.queue_deduplication AS d
+            VALUES (of_queue, deduplication_ids[place], ids[place], clock_timestamp() + make_interval(secs => seconds))
+            ON CONFLICT (eql_queue, eql_deduplication_id) DO UPDATE
+            SET eql_message = excluded.eql_message, eql_expires_at = excluded.eql_expires_at
+            WHERE d.eql_expires_at <= clock_timestamp();
+            IF NOT FOUND THEN
+                repeated[place] := true;
+                SELECT d.eql_message INTO sent FROM {schema}.queue_deduplication d
+                WHERE d.eql_queue = of_queue AND d.eql_deduplication_id = deduplication_ids[place];
+                ids[place] := sent;
+            END IF;
+        END LOOP;
+        DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
+            SELECT e.ctid FROM {schema}.queue_deduplication e
+            WHERE e.eql_queue = of_queue AND e.eql_expires_at < now()
+            ORDER BY e.eql_expires_at LIMIT 2 * cardinality(deduplication_ids) FOR UPDATE SKIP LOCKED
+        ));
+    END IF;
+
+    IF ids IS NOT NULL THEN
+        IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed'
+           AND has_function_privilege('{schema}.lock_last_of_keys(integer, text[])', 'EXECUTE') THEN
+            behind := {schema}.lock_last_of_keys(of_queue, keys);
+        END IF;
+        INSERT INTO {schema}.queue_message (
+            eql_id, eql_queue, eql_key, eql_body, eql_metadata, eql_priority, eql_in_order, eql_visible_at, eql_due_at
+        ) OVERRIDING SYSTEM VALUE
+        SELECT g.id, of_queue, g.key, g.body, coalesce(g.metadata, '{}')::json, coalesce(g.priority, 0), g.in_order,
+               CASE WHEN g.parked THEN 'infinity' ELSE g.due END, CASE WHEN g.parked THEN g.due END
+        FROM (
+            SELECT h.*, h.in_order AND (h.rank > 1 OR h.behind IS TRUE) AS parked
+            FROM (
+                SELECT h.id, h.key, h.body, h.metadata, h.priority, h.behind,
+                       in_order AND h.key IS NOT NULL AS in_order,
+                       row_number() OVER (PARTITION BY h.key ORDER BY h.id) AS rank,
+                       coalesce(h.due, clock_timestamp() + make_interval(secs => coalesce(h.delay, 0))) AS due
+                FROM unnest(ids, bodies, keys, metadata, priorities, dues, delays, repeated, behind)
+                    AS h (id, body, key, metadata, priority, due, delay, repeated, behind)
+                WHERE h.repeated IS NOT TRUE
+            ) h
+        ) g;
+        RETURN ids;
+    END IF;
+
+    WITH inserted AS (
+        INSERT INTO {schema}.queue_message (eql_queue, eql_key, eql_body, eql_metadata, eql_priority, eql_visible_at)
+        SELECT of_queue, g.key, g.body, coalesce(g.metadata, '{}')::json, coalesce(g.priority, 0),
+               coalesce(g.due, clock_timestamp() + make_interval(secs => coalesce(g.delay, 0)))
+        FROM unnest(bodies, keys, metadata, priorities, dues, delays)
+            AS g (body, key, metadata, priority, due, delay)
+        RETURNING eql_id
+    )
+    SELECT array_agg(eql_id) INTO ids FROM inserted;
+    RETURN ids;
+END
+$$;
+
+-- The rules are those of `queue.NewMessage`.
+CREATE OR REPLACE FUNCTION {schema}.queue_send_all(
+    queue text, bodies bytea[], keys text[] DEFAULT NULL, metadata json[] DEFAULT NULL,
+    delays double precision[] DEFAULT NULL, priorities integer[] DEFAULT NULL, deduplication_ids text[] DEFAULT NULL
+) RETURNS bigint[]
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    known record;
+    wrong bigint;
+    own text;
+    active boolean;
+    elsewhere text;
+BEGIN
+    known := {schema}.queue_number(queue);
+    IF bodies IS NULL OR cardinality(bodies) > 10000
+       OR cardinality(bodies) <> ANY (ARRAY[cardinality(keys), cardinality(metadata), cardinality(delays),
+                                            cardinality(priorities), cardinality(deduplication_ids)]) THEN
+        RAISE EXCEPTION 'bodies and the other arrays must have the same number of elements, up to 10000'
+            USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, give NULL.';
+    END IF;
+    SELECT min(each.position) INTO wrong
+    FROM unnest(bodies, keys, metadata, delays, priorities, deduplication_ids)
+        WITH ORDINALITY AS each (body, key, metadata, delay, priority, deduplication_id, position)
+    WHERE each.body IS NULL OR octet_length(each.body) > 67108864 OR octet_length(each.key) > 65536
+       OR NOT (each.delay >= 0 AND each.delay <= 31536000) OR NOT (each.priority >= 0 AND each.priority <= 9)
+       OR octet_length(each.deduplication_id) > 1024
+       OR json_typeof(each.metadata) <> 'object'
+       OR octet_length(each.metadata::text) > 2 AND EXISTS (
+           SELECT FROM json_each(each.metadata) field
+           HAVING coalesce(bool_or(json_typeof(field.value) <> 'string'), false)
+               OR count(*) <> count(DISTINCT field.key)
+               OR sum(octet_length(field.key) + octet_length(field.value #>> '{}')) > 16777216
+       );
+    IF wrong IS NOT NULL THEN
+        RAISE EXCEPTION 'message % for queue % cannot be stored', wrong, quote_nullable(queue)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'A body has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, a deduplication id '
+                         'up to 1024 bytes; metadata is a JSON object of strings, each name once, up to 16777216 '
+                         'bytes; a delay is 0 to 31536000 seconds; a priority is 0 to 9.';
+    END IF;
+
+    SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;
+    IF own IS NOT NULL THEN
+        IF known.in_order THEN
+            SELECT each.key INTO elsewhere
+            FROM (SELECT l.eql_shards FROM {schema}.shard_layout l ORDER BY l.eql_generation DESC LIMIT 1) layout
+            CROSS JOIN unnest(keys) AS each (key)
+            WHERE own <> (
+                SELECT name FROM unnest(layout.eql_shards) AS name
+                ORDER BY sha256(convert_to(name, 'UTF8') || decode('00', 'hex') || convert_to(each.key, 'UTF8')) DESC
+                LIMIT 1
+            ) AND each.key IS NOT NULL
+            LIMIT 1;
+        END IF;
+        IF elsewhere IS NOT NULL OR NOT active THEN
+            RAISE EXCEPTION 'shard % takes no message of key % for queue %',
+                own, quote_nullable(elsewhere), quote_nullable(queue)
+                USING ERRCODE = 'object_not_in_prerequisite_state',
+                      HINT = 'Send it on the shard of its key, or finish the addition of this shard.';
+        END IF;
+    END IF;
+    IF cardinality(bodies) = 0 THEN
+        RETURN '{}';
+    END IF;
+    RETURN {schema}.put_messages(
+        known.number, bodies, keys, metadata::text[], priorities, NULL, delays,
+        -- Its elements are found by their places from 1 on.
+        CASE WHEN deduplication_ids IS NOT NULL THEN ARRAY(SELECT unnest(deduplication_ids)) END
+    );
+END
+$$;
+COMMENT ON FUNCTION {schema}.queue_send_all(
+    text, bytea[], text[], json[], double precision[], integer[], text[]
+) IS 'Send messages to a queue in the order of the arrays, as part of this transaction. Gives their ids.';
+
+CREATE OR REPLACE FUNCTION {schema}.queue_send(
+    queue text, body bytea, key text DEFAULT NULL, metadata json DEFAULT NULL, delay double precision DEFAULT 0,
+    priority integer DEFAULT 0, deduplication_id text DEFAULT NULL
+) RETURNS bigint
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    ids bigint[];
+BEGIN
+    -- Without deduplication ids, a queue without order takes the shorter way.
+    ids := {schema}.queue_send_all(
+        queue, ARRAY[body], ARRAY[key], ARRAY[metadata], ARRAY[coalesce(delay, 0)], ARRAY[coalesce(priority, 0)],
+        CASE WHEN deduplication_id IS NOT NULL THEN ARRAY[deduplication_id] END
+    );
+    RETURN ids[1];
+END
+$$;
+COMMENT ON FUNCTION {schema}.queue_send(text, bytea, text, json, double precision, integer, text) IS
+    'Send one message to a queue, as part of this transaction. Gives its id.';

@@ -1,0 +1,117 @@
+"""Each function in SQL has one definition, and a revision brings it to the databases that exist."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator
+from importlib import resources
+from pathlib import Path
+
+import psycopg
+import pytest
+
+import eventsql_orchestration.database
+from eventsql_orchestration.database import Connection, migrations
+from tests.conftest import Administrator
+from tests.database.test_upgrades import upgrade
+
+FILES = {
+    entry.name.removesuffix(".sql"): entry.read_text(encoding="utf-8")
+    for entry in resources.files(eventsql_orchestration.database).joinpath("functions").iterdir()
+}
+
+NEWEST = {
+    "capture": ("0053", "e76de4198a0bf363"),
+    "capture_changes": ("0055", "cffde42c7450182a"),
+    "consuming": ("0056", "46ae80092fd5a088"),
+    "guards": ("0008", "ac9067bf381c0192"),
+    "layouts": ("0022", "49f1c7abf5c5720a"),
+    "leftovers": ("0025", "cfa11eda1ea84138"),
+    "log": ("0032", "f799357de6eeef1e"),
+    "publishing": ("0057", "0576c368c7808a23"),
+    "queue_receiving": ("0044", "2866bc0cf918ed87"),
+    "queue_sending": ("0043", "4680098a9dade1bc"),
+    "queue_settling": ("0051", "325dd37e6537d9ae"),
+    "reading": ("0056", "b41d265ed7c11b8f"),
+    "store": ("0023", "b23aa28548abfbba"),
+    "views": ("0021", "947ded5aa036b014"),
+}
+"""For each file of functions, the newest revision that installs it, and the digest of its statements."""
+
+
+@pytest.fixture
+def fresh(administrator: Administrator) -> Iterator[str]:
+    """A database with nothing in it."""
+    with administrator.copied(template="template1") as dsn:
+        yield dsn
+
+
+def names(file: str) -> list[str]:
+    return re.findall(r"^CREATE OR REPLACE FUNCTION \{schema\}\.(\w+)", FILES[file], re.MULTILINE)
+
+
+def digest(text: str) -> str:
+    statements = [line for line in text.splitlines() if not line.startswith("--")]
+    return hashlib.sha256("\n".join(statements).encode()).hexdigest()[:16]
+
+
+def newest_revision(file: str) -> str:
+    versions = Path(migrations.__file__).parent / "versions"
+    installing = [path for path in versions.glob("*.py") if re.search(rf'\binstall\([^)]*"{file}"', path.read_text())]
+    return max(installing).name[:4]
+
+
+def test_a_changed_function_comes_with_a_revision_that_installs_it() -> None:
+    found = {file: (newest_revision(file), digest(text)) for file, text in FILES.items()}
+    assert found == NEWEST, (
+        "A database at the newest revision never gets a change of these files: add a revision that installs them, and "
+        "note it here with the new digest."
+    )
+
+
+def test_a_function_has_one_definition() -> None:
+    defined = [name for file in FILES for name in names(file)]
+    assert len(defined) == len(set(defined))
+
+
+def test_an_upgrade_replaces_the_functions_of_each_file_that_changed_since(fresh: str) -> None:
+    before = "0040"
+    upgrade(fresh, before)
+    with psycopg.connect(fresh, autocommit=True) as connection:
+        connection.execute(
+            """
+            DO $$
+            DECLARE
+                function regprocedure;
+            BEGIN
+                FOR function IN SELECT oid FROM pg_proc WHERE pronamespace = 'eventsql'::regnamespace LOOP
+                    EXECUTE format('ALTER FUNCTION %s COST 7', function);
+                END LOOP;
+            END
+            $$
+            """
+        )
+        upgrade(fresh, migrations.HEAD)
+        kept = connection.execute(
+            "SELECT proname FROM pg_proc WHERE pronamespace = 'eventsql'::regnamespace AND procost = 7"
+        ).fetchall()
+    unchanged = [file for file, (revision, _) in NEWEST.items() if revision <= before and file != "guards"]
+    assert unchanged
+    assert {name for (name,) in kept} == {name for file in unchanged for name in names(file)}
+
+
+def is_everybodys(connection: Connection, function: str) -> bool:
+    found = connection.execute("SELECT has_function_privilege('pg_monitor', %s, 'EXECUTE')", (f"eventsql.{function}",))
+    return found.fetchone() == (True,)
+
+
+def test_an_upgrade_takes_a_function_from_everybody_when_it_makes_it_and_not_later(fresh: str) -> None:
+    upgrade(fresh, "0040")
+    with psycopg.connect(fresh, autocommit=True) as connection:
+        connection.execute("DROP FUNCTION eventsql.lock_last_of_keys")
+        assert not is_everybodys(connection, "hold_topics(text[])")
+        connection.execute("GRANT EXECUTE ON FUNCTION eventsql.hold_topics TO PUBLIC")
+        upgrade(fresh, migrations.HEAD)
+        assert is_everybodys(connection, "hold_topics(text[])")
+        assert not is_everybodys(connection, "lock_last_of_keys(integer, text[])")
