@@ -183,7 +183,7 @@ class Machine(RuleBasedStateMachine):
         self, place: Place, messages: list[Wanted], known: dict[str, int],
         *, sql: bool, connection: Connection | None = None,
     ) -> tuple[list[Entry], dict[str, int]]:  # fmt: skip
-        """Send messages. Gives the new ones, and the new deduplication ids with the messages that were sent first."""
+        """Send messages. Gives the new ones, and the deduplication ids with the messages that were sent first."""
         bodies = [next(self.bodies) for _ in messages]
         if sql:
             # It takes no due times.
@@ -215,11 +215,12 @@ class Machine(RuleBasedStateMachine):
         new: dict[str, int] = {}
         for each, body, id_ in zip(messages, bodies, ids, strict=True):
             first = {**known, **new}.get(each.deduplication_id or "")
+            if each.deduplication_id is not None:
+                # Also of a repeated one: its sender holds the id until its transaction ends.
+                new[each.deduplication_id] = id_
             if first is not None:
                 assert id_ == first
                 continue
-            if each.deduplication_id is not None:
-                new[each.deduplication_id] = id_
             entries.append(Entry(id_, body, each.key, each.priority, hidden=each.when in ("delay", "due")))
         return entries, new
 
