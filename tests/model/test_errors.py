@@ -68,7 +68,7 @@ def test_events_and_messages_that_may_have_been_committed_are_not_told_as_missin
     assert partly.startswith(
         "published 3 events on 'east', and perhaps the events of 'south', and nothing on other shards"
     )
-    assert "look first whether those of 'south' were sent" in PartlySentError([3, None], failed).message
+    assert "look first whether the messages of 'south' were sent" in PartlySentError([3, None], failed).message
     assert first_error(failed) is failed["south"]
 
 
