@@ -45,7 +45,7 @@ def backoff_after(attempts: int) -> float:
 def without_letter(failure: str, problem: BaseException) -> str:
     """A failure of an event, why no dead letter could be made of it, and what to do, as one storable line."""
     noted = f"{failure[: MAX_MESSAGE_LENGTH // 2]} (its dead letter could not be made: {describe(problem)}"
-    advice = "; mend the cause, or pass over the event with `eventsql seek`)"
+    advice = "; correct the cause, or pass over the event with `eventsql seek`)"
     return noted[: MAX_MESSAGE_LENGTH - len(advice)] + advice
 
 

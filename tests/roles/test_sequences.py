@@ -1,4 +1,4 @@
-"""The faults of sequences that each role sees, and mends."""
+"""The faults of sequences that each role sees and corrects."""
 
 from __future__ import annotations
 
