@@ -106,10 +106,7 @@ def _name(handler: object) -> str:
 
 
 def check_returned(returned: object) -> None:
-    """Raise `TypeError` if a handler returned work that nobody would do.
-
-    Such work is an awaitable or a generator, as a lambda around a coroutine returns, and publications.
-    """
+    """Raise `TypeError` if a handler returned an awaitable, a generator or publications: nobody would use them."""
     if returned is None:
         return
     check_ran(returned)
