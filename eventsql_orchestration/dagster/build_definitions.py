@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, Unpack
 
@@ -35,7 +35,7 @@ from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.registration import Registration
-from eventsql_orchestration.validation import DEFAULT_SCHEMA, check_several
+from eventsql_orchestration.validation import DEFAULT_SCHEMA
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
 
@@ -256,7 +256,7 @@ def build_register_job(
     repeatable. Raises `ValidationError` as `build_definitions` does, and for an asynchronous `prepare`.
     """
     check_distinct(consumers)
-    check_several("workers", workers, Collection)
+    queues_of(workers)
     if prepare is not None:
         check_runs(prepare)
     declared = _declared(consumers, topics, workers)

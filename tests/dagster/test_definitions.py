@@ -230,6 +230,7 @@ def test_consumers_that_would_take_one_anothers_place_are_refused(
         lambda: build_definitions([], workers=(each for each in [])),  # type: ignore[arg-type,var-annotated]
         lambda: build_register_job(each for each in [consumer("a")]),  # type: ignore[arg-type]
         lambda: build_register_job([], workers=(each for each in [])),  # type: ignore[arg-type,var-annotated]
+        lambda: build_register_job([], workers=[consumer("a")]),  # type: ignore[list-item]
         lambda: build_lag_sensor(each for each in [consumer("a")]),  # type: ignore[arg-type]
         lambda: build_lag_sensor([], topics=(each for each in [TOPIC])),  # type: ignore[arg-type]
         lambda: build_queue_sensor([], checks=(each for each in [])),  # type: ignore[arg-type,var-annotated]
