@@ -56,12 +56,12 @@ class BufferMover:
                 return Moved(moved, whole=True)
         tried: int | None = None
         while (first := self._log.first_row(connection, topic, **bounds)) is not None:
-            if first[0] == tried:
-                # A trigger or a policy of others keeps it there, and each further look would find it again.
-                raise psycopg.errors.DataException(f"row {tried} of the buffer was moved, and is still there")
+            buffer_id, partition = first
+            if buffer_id == tried:
+                # A trigger or a policy of others keeps the row there, and each further look would find it again.
+                raise psycopg.errors.DataException(f"row {buffer_id} of the buffer was moved, and is still there")
             if moved and time.monotonic() > end:
                 return Moved(moved, whole=False)
-            buffer_id, partition = first
             tried = buffer_id
             if partition >= -1:
                 moved += self._log.move(
