@@ -1,7 +1,7 @@
 -- A deleted topic or consumer leaves nothing behind.
 
--- EventSQL's Java library deletes the rows of its own tables and knows none of ours. The events in the buffer stay with
--- the program that deletes the topic.
+-- EventSQL's Java library deletes the rows of its own tables, and does not know the others. The events in the buffer stay
+-- with the program that deletes the topic.
 CREATE OR REPLACE FUNCTION {schema}.forget_topic() RETURNS trigger
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp AS $$
 DECLARE

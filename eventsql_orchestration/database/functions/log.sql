@@ -1,4 +1,4 @@
--- Segments of logs, and reading a range of a log.
+-- Segments of logs, the view of a log in blocks, and reading a range of a log.
 
 -- A segment belongs to the owner of its log, so only the owner can make it. New segments belong to the table that new
 -- events enter. Of a log in both forms, `{topic}_block` is a view. Both tables' segments share the ids.

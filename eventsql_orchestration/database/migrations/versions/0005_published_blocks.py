@@ -14,7 +14,6 @@ CREATE UNIQUE INDEX spark_staged_event_published ON spark_staged_event (eql_buff
     WHERE eql_buffer_id IS NOT NULL;
 """
 
-# Who moves rows of the buffer without knowing of blocks fails with this, and takes nothing out of it.
 _GUARD = """
 CREATE TRIGGER event_buffer_published_block AFTER DELETE ON event_buffer
     FOR EACH ROW WHEN (OLD.eql_partition < -1) EXECUTE FUNCTION keep_published_block();

@@ -7,21 +7,10 @@ from eventsql_orchestration.database.migrations import install, run
 revision = "0009"
 down_revision = "0008"
 
-# EventSQL's Java library deletes the rows of its own tables and knows none of ours. The events in the buffer stay with
-# whoever deletes the topic.
-_FORGET_TOPIC = """
+_TRIGGERS = """
 CREATE TRIGGER topic_forgotten AFTER DELETE ON topic FOR EACH ROW EXECUTE FUNCTION forget_topic();
-"""
-
-# A consumer may lose some of its partitions; its claims go with the last one.
-_FORGET_CONSUMER = """
 CREATE TRIGGER consumer_forgotten AFTER DELETE ON consumer REFERENCING OLD TABLE AS gone
     FOR EACH STATEMENT EXECUTE FUNCTION forget_consumer();
-"""
-
-# EventSQL's Java library gives an empty topic another number of partitions and leaves its layout as it is. The layouts
-# of before are void, and publishers have to look the topic up again.
-_REDEFINE = """
 CREATE TRIGGER topic_redefined BEFORE UPDATE OF eql_partitions ON topic FOR EACH ROW
     WHEN (NEW.eql_partitions <> OLD.eql_partitions AND NEW.eql_layout = OLD.eql_layout)
     EXECUTE FUNCTION redefine_topic();
@@ -44,5 +33,5 @@ _OLDEST = "ALTER TABLE spark_publication ADD COLUMN eql_oldest boolean NOT NULL 
 
 def upgrade() -> None:
     install("leftovers", "layouts")
-    for statements in (_FORGET_TOPIC, _FORGET_CONSUMER, _REDEFINE, _MEND, _OLDEST):
+    for statements in (_TRIGGERS, _MEND, _OLDEST):
         run(statements)

@@ -28,7 +28,6 @@ CREATE TABLE capture (
 CREATE INDEX capture_topic ON capture (eql_topic);
 """
 
-# Without the row, the triggers on the table do nothing.
 _FORGET_CAPTURES = """
 CREATE TRIGGER topic_captures_forgotten AFTER DELETE ON {schema}.topic
     FOR EACH ROW EXECUTE FUNCTION {schema}.forget_captures();

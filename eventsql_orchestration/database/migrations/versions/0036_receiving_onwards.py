@@ -7,7 +7,6 @@ from eventsql_orchestration.database.migrations import copy_rights, install, run
 revision = "0036"
 down_revision = "0035"
 
-
 _BEFORE = "take_messages(integer, integer, double precision)"
 
 

@@ -7,7 +7,6 @@ from eventsql_orchestration.database.migrations import copy_rights, install, run
 revision = "0041"
 down_revision = "0040"
 
-
 _REPLACED = {
     "put_messages(integer, bytea[], text[], text[], integer[], timestamptz[], double precision[], text[])": "boolean",
     "take_in_order(integer, integer, double precision)": "timestamptz",
