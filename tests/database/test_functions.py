@@ -21,6 +21,8 @@ FILES = {
     for entry in resources.files(eventsql_orchestration.database).joinpath("functions").iterdir()
 }
 
+REVISIONS = {path.name: path.read_text() for path in Path(migrations.__file__).parent.glob("versions/*.py")}
+
 NEWEST = {
     "capture": ("0053", "e76de4198a0bf363"),
     "capture_changes": ("0055", "cffde42c7450182a"),
@@ -57,9 +59,8 @@ def digest(text: str) -> str:
 
 
 def newest_revision(file: str) -> str:
-    versions = Path(migrations.__file__).parent / "versions"
-    installing = [path for path in versions.glob("*.py") if re.search(rf'\binstall\([^)]*"{file}"', path.read_text())]
-    return max(installing).name[:4]
+    installing = [name for name, text in REVISIONS.items() if re.search(rf'\binstall\([^)]*"{file}"', text)]
+    return max(installing)[:4]
 
 
 def test_a_changed_function_comes_with_a_revision_that_installs_it() -> None:
@@ -73,6 +74,7 @@ def test_a_changed_function_comes_with_a_revision_that_installs_it() -> None:
 def test_a_function_has_one_definition() -> None:
     defined = [name for file in FILES for name in names(file)]
     assert len(defined) == len(set(defined))
+    assert [name for name, text in REVISIONS.items() if re.search(r"CREATE (OR REPLACE )?FUNCTION", text)] == []
 
 
 def test_an_upgrade_replaces_the_functions_of_each_file_that_changed_since(fresh: str) -> None:
