@@ -262,7 +262,10 @@ class PartlyPublishedError(ShardError):
         faults = "; ".join(f"shard {name!r}: {error}" for name, error in failed.items())
         others = "nothing on the other shards: publish their events again"
         if lost := _lost(failed):
-            others = f"perhaps the events of {lost}, and nothing on other shards: look before you publish those again"
+            others = (
+                f"perhaps the events of {lost}, and nothing on other shards: before you publish these shards' events "
+                f"again, look whether the events of {lost} are there"
+            )
         super().__init__(f"published {done}, and {others} ({faults})")
         self.committed = dict(committed)
         self.failed = dict(failed)
