@@ -119,7 +119,8 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
     elif outsider is not None:
         grants = f'GRANT "{runs_as}" TO "{outsider}"'
         problem = (
-            f"its owner {outsider} is no member of {runs_as}, as whom its triggers run, and writes to it fail: {grants}"
+            f"its triggers run as {runs_as}, its owner {outsider} is not a member of that role, and writes to it fail: "
+            f"{grants}"
         )
     return Capture(
         number, table, topic, tuple(key), None if columns is None else tuple(columns), snapshot, rows, created_at,

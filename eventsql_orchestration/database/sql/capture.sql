@@ -157,8 +157,8 @@ ARRAY(
 -- list -- The captures: id, table as in SQL, topic, key and columns as they are called now, state of the snapshot, its rows, time
 -- of creation, whether the table exists, the columns that a restored table lacks, whether the table is a restored one or has
 -- renamed or dropped columns, how many of its four triggers would run, whether the table is a partition or has inheritance,
--- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether that
--- role may read it, and its owner if that is no member of the role.
+-- whether a crash empties it, the columns that were dropped and added again, the role as which its triggers run, whether
+-- that role may read it, and its owner if the owner is not a member of that role.
 SELECT captured.eql_id, coalesce(quote_ident(c.nspname) || '.' || quote_ident(c.relname), captured.eql_table), captured.eql_topic,
        now.key, now.columns, captured.eql_snapshot, captured.eql_snapshot_rows,
        captured.eql_created_at, c.relname IS NOT NULL, ARRAY(
