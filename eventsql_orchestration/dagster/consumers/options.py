@@ -108,8 +108,9 @@ class AssetOptions(dg.Resolvable):
         policy = self.retry_policy or dg.RetryPolicy()
         # A larger number of attempts could overflow.
         longest = policy._replace(jitter=None).calculate_delay(min(policy.max_retries, 60))
-        jitter = policy.delay if policy.jitter is dg.Jitter.PLUS_MINUS else None
-        return float(longest + (jitter or 0.0))
+        if policy.jitter is dg.Jitter.PLUS_MINUS:
+            longest += policy.delay or 0.0
+        return float(longest)
 
     def spec(
         self, name: str, docstring: str | None, *, deps: Iterable[dg.AssetKey], metadata: Mapping[str, Any]
