@@ -98,7 +98,7 @@ class EventFilter:
         if conditions is None:
             return None
         if not isinstance(conditions, dict) or not conditions.keys() <= {"keys", "key_prefix", "metadata"}:
-            raise ValidationError(f"a consumer's filter is not understood by this version, upgrade it: {conditions!r}")
+            raise ValidationError(f"a consumer's filter is not understood by this version: upgrade it ({conditions!r})")
         return cls(**conditions)
 
     def __str__(self) -> str:

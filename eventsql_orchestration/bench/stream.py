@@ -67,7 +67,7 @@ class Stream(OnTopic, BesideRawCopy):
     rate: float | None = option(None, "Offer N events per second instead", kind=float)
     seconds: float = duration(60.0, "How long, with --rate", quick=2.0)
     handler_delay: float = option(
-        0.0, "The handler sleeps for up to N milliseconds on each batch",
+        0.0, "The handler sleeps for up to MS milliseconds on each batch",
         least=0, most=60_000, metavar="MS",
     )  # fmt: skip
     compression: str = option(UNCOMPRESSED, "How the blocks of the topic are compressed", choices=COMPRESSIONS)

@@ -18,7 +18,7 @@ _TRANSIENT: Final = ("40", "55", "57")
 """Conflicts, locks, statement timeouts."""
 
 _PERMANENT: Final = frozenset({"40002", "55000"})
-"""SQLSTATEs of the transient classes that no retry can change: a violated constraint, an object in the wrong state."""
+"""SQLSTATEs of the transient classes for which no retry helps: a violated constraint, an object in the wrong state."""
 
 
 def is_rejection(error: BaseException) -> bool:
