@@ -37,16 +37,17 @@ class Offsets:
 class Consumed:
     """A feed's consumer at one time: its offsets and filter, the topic's layout, and reasons against a rebuild.
 
-    `keys_moved`: the topic was repartitioned, so a key may have events in several partitions.
+    `repartitioned`: a key may have events in several partitions of the topic. `in_former_layout`: an offset bounds the
+    consumer until it has consumed all events from before the change of partitions or shards.
     """
 
     feed: ViewFeed
     offsets: Offsets
     filter: EventFilter | None
     layout: int
-    keys_moved: bool = False
-    repartitioned: bool = False
-    in_queue: bool = False
+    repartitioned: bool
+    in_former_layout: bool
+    in_queue: bool
 
     @classmethod
     def read(cls, connection: Connection, schema: str, feed: ViewFeed) -> Consumed:
@@ -68,7 +69,7 @@ class Consumed:
         before = self if since is None else since
         same_partitions = self.offsets.by_partition.keys() == before.offsets.by_partition.keys()
         for what, wrong in (
-            ("follows a change of the topic's partitions", self.repartitioned),
+            ("follows a change of the topic's partitions", self.in_former_layout),
             ("is consumed as a queue, out of order", self.in_queue),
             ("got other partitions meanwhile", self.layout != layout or not same_partitions),
             ("got another filter meanwhile", self.filter != before.filter),
@@ -93,7 +94,7 @@ class Consumed:
         """Events as the consumer's handler gets them."""
         if NOT_PARTITIONED in self.offsets.by_partition:
             return [events]
-        if self.keys_moved:
+        if self.repartitioned:
             # Events of a key come first from one partition, and then from another.
             return [list(group) for _, group in groupby(events, attrgetter("partition"))]
         by_partition: dict[int, list[Event]] = {}
