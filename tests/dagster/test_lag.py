@@ -269,16 +269,21 @@ def test_a_sensor_that_is_switched_off_is_named(bench: Workbench) -> None:
         ("SENSOR", "transfer", "STOPPED", False),
     ],
 )
-def test_a_transfer_that_is_switched_off_is_named_as_the_cause(
-    bench: Workbench, kind: str, name: str, status: str, off: bool
+def test_the_state_of_the_schedule_says_whether_the_transfer_is_switched_off(
+    kind: str, name: str, status: str, off: bool
 ) -> None:
     value = SimpleNamespace
     state = value(instigator_type=value(value=kind), instigator_name=name, status=value(value=status))
+    assert transfer_is_off([state]) is off
+
+
+def test_a_transfer_that_is_switched_off_is_named_as_the_cause(bench: Workbench) -> None:
     with bench.platform.database.transaction() as connection:
         bench.platform.publisher.publish(Publication("rides", b"1"), connection=connection)
-    found = observe_lag(bench.platform, [eager], cursor=None, now=0.0, transfer_off=transfer_is_off([state]))
-    assert cause(found, "eager").startswith("transfer: ")
-    assert ("schedule transfer is switched off" in cause(found, "eager")) is off
+    for off in (False, True):
+        found = observe_lag(bench.platform, [eager], cursor=None, now=0.0, transfer_off=off)
+        assert cause(found, "eager").startswith("transfer: ")
+        assert ("schedule transfer is switched off" in cause(found, "eager")) is off
 
 
 def test_reports_of_the_sensor_carry_a_tag(bench: Workbench) -> None:
