@@ -188,7 +188,6 @@ def policies(connection: Connection, roles: Sequence[Role], schema: str) -> Stat
 
 def removal(connection: Connection, schema: str, roles: Sequence[Role], *, everything: bool) -> Statements:
     functions = rows_of(connection, schema, "functions", functions=list(grants.GRANTED_FUNCTIONS))
-    captured = rows_of(connection, schema, "captured", role=None)
     objects: list[tuple[sql.SQL, sql.Composable]] = [
         (sql.SQL("TABLE"), sql.Identifier(*row[:2])) for row in owned_tables(connection, schema)
     ]
@@ -209,9 +208,8 @@ def removal(connection: Connection, schema: str, roles: Sequence[Role], *, every
         yield ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
         if role.kind == ADMIN:
             yield ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
-            for namespace, table, *_ in captured:
-                yield ddl("REVOKE ALL ON {} FROM {}", sql.Identifier(namespace, table), role.name)
-                yield ddl("REVOKE ALL ON SCHEMA {} FROM {}", namespace, role.name)
+            # It owns nothing now: this takes its rights, on tables that are captured or were captured before.
+            yield ddl("DROP OWNED BY {}", role.name)
         else:
             for kind, granted in objects:
                 yield ddl("REVOKE ALL ON {} {} FROM {}", kind, granted, role.name)

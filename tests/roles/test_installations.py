@@ -79,6 +79,19 @@ def test_a_table_that_is_captured_before_there_are_roles_can_be_written_with_rol
         assert owner.buffered() == {"purchases": 2}
 
 
+def test_roles_are_dropped_after_a_table_is_captured_no_more(plain_owner: str, prefix: str) -> None:
+    with EventSQL(plain_owner, schema="mine", transfer=False) as owner, psycopg.connect(plain_owner) as shop:
+        shop.autocommit = True
+        shop.execute("CREATE SCHEMA shop")
+        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
+        owner.registry.register_topic(Topic("purchases"))
+        owner.capture("shop.purchase", "purchases")
+        Roles(owner.database).create(prefix=prefix)
+        owner.captures.drop("shop.purchase", "purchases")
+        Roles(owner.database).drop()
+        assert Roles(owner.database).states() == []
+
+
 def test_roles_that_would_stop_the_writers_of_a_captured_table_are_not_made(
     plain_owner: str, prefix: str, direct_dsn: str
 ) -> None:
