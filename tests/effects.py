@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+import psycopg
+
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.database import Connection
 
 DISK_IS_FULL: Final = "DO $$ BEGIN RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END $$"
 """A statement of a handler that fails as on a server whose disk is full."""
+
+
+def find_disk_full(connection: Connection) -> None:
+    """Fail as a handler that wraps the driver's errors in its own."""
+    try:
+        connection.execute(DISK_IS_FULL)
+    except psycopg.Error as error:
+        raise RuntimeError("the order was not stored") from error
 
 
 class MuteError(Exception):

@@ -32,7 +32,7 @@ from eventsql_orchestration.consuming.partition import (
     advance,
 )
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.load import disk_is_full, too_much
+from eventsql_orchestration.database.load import raise_if_disk_is_full, too_much
 from eventsql_orchestration.errors import ConsumptionError, DatabaseError, ValidationError
 from eventsql_orchestration.model import Event, Publication
 from eventsql_orchestration.signatures import signature_of
@@ -369,8 +369,9 @@ def _all(connection: Connection, events: Sequence[Event], handler: BatchHandler)
     try:
         call_handler(connection, events, handler)
     except OF_HANDLER as error:
-        if ends_program(error) or disk_is_full(error):
+        if ends_program(error):
             raise
+        raise_if_disk_is_full(error)
         # A statement that failed leaves the transaction open, and only a rollback can follow.
         if transaction_lost(connection) and connection.info.transaction_status is not TransactionStatus.INERROR:
             raise
@@ -391,8 +392,9 @@ def _each(
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except OF_HANDLER as error:
-            if transaction_lost(connection) or ends_program(error) or disk_is_full(error):
+            if transaction_lost(connection) or ends_program(error):
                 raise
+            raise_if_disk_is_full(error)
             return _FailedEvent(index, event.id, error)
     return None
 

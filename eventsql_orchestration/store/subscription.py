@@ -15,7 +15,7 @@ from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler, che
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.load import disk_is_full
+from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import (
@@ -191,8 +191,9 @@ class Subscription:
         try:
             call_handler(connection, change, self._handler)
         except OF_HANDLER as error:
-            if connection.closed or ends_program(error) or disk_is_full(error):
+            if connection.closed or ends_program(error):
                 raise
+            raise_if_disk_is_full(error)
             raise _FailedError(change, number, error) from error
 
     def _lock(self, connection: Connection) -> tuple[StoreCheckpoint, int, float] | None:
