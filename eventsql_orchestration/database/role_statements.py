@@ -133,11 +133,12 @@ def check_captures(connection: Connection, schema: str, role: str | None) -> Non
     """
     for _, _, table, uses, reads, sees_all, trusted in rows_of(connection, schema, "captured", role=role):
         if not (uses and reads and sees_all and trusted):
-            name = role or "the current role"
+            # A superuser that drops roles would own the triggers, and the table's owner is no member of it.
+            name, by = (role, "a superuser") if role else ("the current role", "the table's owner")
             raise CaptureError(
                 f"table {table!r} is captured, and its triggers would run as {name}: it has to read all of the table's "
-                f"rows, and the table's owner has to be a member of {name}. Nothing was changed: run this as a "
-                "superuser, or drop the capture first"
+                f"rows, and the table's owner has to be a member of {name}. Nothing was changed: run this as {by}, "
+                "or drop the capture first"
             )
 
 

@@ -77,7 +77,7 @@ class Roles:
                 role_statements.run(
                     connection, role_statements.removal(connection, schema, roles, everything=not topics)
                 )
-                if not topics:
+                if roles and not topics:
                     role_statements.check_captures(connection, schema, None)
             except psycopg.errors.DependentObjectsStillExist as error:
                 raise RegistryError(

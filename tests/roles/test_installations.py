@@ -92,6 +92,27 @@ def test_roles_are_dropped_after_a_table_is_captured_no_more(plain_owner: str, p
         assert Roles(owner.database).states() == []
 
 
+def test_a_superuser_drops_no_roles_that_a_captured_table_needs_and_finds_none_to_drop(
+    plain_owner: str, prefix: str, direct_dsn: str
+) -> None:
+    with (
+        EventSQL(plain_owner, schema="mine", transfer=False) as owner,
+        EventSQL(direct_dsn, schema="mine", transfer=False) as superuser,
+        psycopg.connect(plain_owner, autocommit=True) as shop,
+    ):
+        shop.execute("CREATE SCHEMA shop")
+        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
+        owner.registry.register_topic(Topic("purchases"))
+        owner.capture("shop.purchase", "purchases")
+        assert Roles(superuser.database).drop() == []
+        Roles(owner.database).create(prefix=prefix)
+        with pytest.raises(CaptureError):
+            Roles(superuser.database).drop()
+        shop.execute("INSERT INTO shop.purchase VALUES (1)")
+        assert owner.buffered() == {"purchases": 1}
+        Roles(owner.database).drop()
+
+
 def test_roles_that_would_stop_the_writers_of_a_captured_table_are_not_made(
     plain_owner: str, prefix: str, direct_dsn: str
 ) -> None:
