@@ -14,12 +14,12 @@ DISK_IS_FULL: Final = "DO $$ BEGIN RAISE 'could not extend file' USING ERRCODE =
 """A statement of a handler that fails as on a server whose disk is full."""
 
 
-def find_disk_full(connection: Connection) -> None:
-    """Fail as a handler that wraps the driver's errors in its own."""
-    try:
-        connection.execute(DISK_IS_FULL)
-    except psycopg.Error as error:
-        raise RuntimeError("the order was not stored") from error
+class FullDiskError(Exception):
+    """The error of a handler that wraps the driver's errors, and found the server's disk full."""
+
+    def __init__(self) -> None:
+        super().__init__("the order was not stored")
+        self.__cause__ = psycopg.errors.DiskFull("could not extend file")
 
 
 class MuteError(Exception):

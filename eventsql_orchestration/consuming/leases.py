@@ -22,6 +22,7 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database
+from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumptionError,
@@ -182,6 +183,7 @@ class LeasedPolls:
         """Raise a handler's error if no event is to blame for it."""
         if isinstance(error, DatabaseUnavailableError | DatabaseFullError):
             raise error
+        raise_if_disk_is_full(error)
         if isinstance(error, ClaimLostError):
             # This claim is lost, or another claim that the handler works with.
             with self.database.transaction() as connection:

@@ -12,6 +12,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery
+from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     DatabaseFullError,
@@ -74,5 +75,5 @@ class HandlerOfOne:
             if self._cancellation.cancelled:
                 logger.info("%s was stopped in the middle of event %d: %s", self._name, delivery.event.id, error)
                 return None
-            return Outcome(delivery, error, counts=not is_transient(error))
+            return Outcome(delivery, error, counts=not (is_transient(error) or disk_is_full(error)))
         return None

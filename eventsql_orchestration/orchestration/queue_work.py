@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
@@ -206,4 +207,6 @@ class QueueRun:
 
 
 def _is_outside(error: BaseException) -> bool:
+    if disk_is_full(error):
+        return True
     return isinstance(error, _OUTSIDE) and getattr(error.__cause__, "sqlstate", None) not in _ENDED_FOR_TIME

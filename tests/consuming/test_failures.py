@@ -39,7 +39,7 @@ from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
 )
-from tests.effects import effects, find_disk_full, make_table, write
+from tests.effects import FullDiskError, effects, make_table, write
 from tests.fixtures import Terminate, Until
 from tests.forms import in_blocks, stored
 
@@ -418,7 +418,7 @@ def test_a_full_disk_is_never_the_failure_of_an_event(platform: EventSQL) -> Non
     def find_it_full(events: Sequence[Event], connection: Connection) -> None:
         write(events, connection)
         if events[-1].id > 4:
-            find_disk_full(connection)
+            raise FullDiskError
 
     with pytest.raises(DatabaseFullError):
         for _ in range(20):

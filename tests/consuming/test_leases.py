@@ -16,7 +16,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
-from tests.effects import effects, make_table, write
+from tests.effects import FullDiskError, effects, make_table, write
 from tests.forms import ids_in
 
 if TYPE_CHECKING:
@@ -358,6 +358,18 @@ def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_even
         until(lambda: state(platform).last_event_id == ids[-1])
     platform.transfer.run_once()
     assert [letter.origin for letter in platform.dead_letters.list("payments")] == [f"payments:-1:{ids[0]}"]
+
+
+def test_a_full_disk_fails_no_event_and_leaves_no_lease(platform: EventSQL, until: Until) -> None:
+    fill(platform, 1)
+
+    def find_it_full(_: Sequence[Event]) -> None:
+        raise FullDiskError
+
+    seen = Seen(find_it_full)
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: bool(seen.batches) and state(platform).lease_owner is None)
+    assert state(platform).failed_event_id is None
 
 
 def test_a_range_that_fails_is_handed_over_one_by_one_and_only_the_guilty_event_is_tried_again(

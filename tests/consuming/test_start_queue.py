@@ -24,14 +24,13 @@ from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
     DatabaseUnavailableError,
-    EventSQLError,
     PartitionLeasedError,
     RedefinitionError,
     ValidationError,
 )
 from eventsql_orchestration.model import STORAGES, Storage
 from eventsql_orchestration.topics.positions import AtOffset
-from tests.effects import effects, make_table, write
+from tests.effects import FullDiskError, effects, make_table, write
 
 if TYPE_CHECKING:
     from tests.fixtures import Sessions, Spawn, Until, UntilBlocked
@@ -196,11 +195,12 @@ def test_a_failing_event_is_tried_again_before_the_later_ones_of_its_key(platfor
     [
         # A busy database costs no attempt.
         [DatabaseBusyError("no connection is free") for _ in range(4)],
+        [FullDiskError() for _ in range(4)],
         [ClaimLostError("of another consumer")],
     ],
 )
 def test_an_event_whose_handler_fails_for_something_else_is_tried_again(
-    platform: EventSQL, until: Until, failures: list[EventSQLError]
+    platform: EventSQL, until: Until, failures: list[Exception]
 ) -> None:
     ids, left = fill(platform, "a"), list(failures)
 

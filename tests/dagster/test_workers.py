@@ -39,6 +39,7 @@ from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
 from tests.dagster.conftest import Workbench
 from tests.dagster.test_documents import DAGSTER, examples
+from tests.effects import FullDiskError
 from tests.fixtures import Until
 
 LIMITS = WorkLimits(max_wait=0.0, drain_idle=0.0, batch=5)
@@ -222,7 +223,7 @@ def test_a_run_ends_if_every_message_of_a_large_batch_fails_and_runs_that_fail_a
     assert "2 runs in a row failed; the next is requested in" in work.tick(definition)
 
 
-@pytest.mark.parametrize("error", [DatabaseUnavailableError, PermissionDeniedError])
+@pytest.mark.parametrize("error", [DatabaseUnavailableError, FullDiskError, PermissionDeniedError])
 def test_a_database_that_refuses_costs_no_message_a_receive_and_the_retried_step_goes_on(
     work: Work, error: type[Exception]
 ) -> None:

@@ -13,7 +13,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
-from tests.effects import MuteError, find_disk_full
+from tests.effects import FullDiskError, MuteError
 from tests.fixtures import Sessions, Spawn, Until
 from tests.store.test_order import adopted, put, restored
 
@@ -289,7 +289,7 @@ def test_a_change_whose_handler_rolls_back_fails(store: Store) -> None:
 def test_a_full_disk_is_never_the_failure_of_a_change(store: Store) -> None:
     def finds_it_full(change: RecordedChange, connection: Connection) -> None:
         effect(change, connection)
-        find_disk_full(connection)
+        raise FullDiskError
 
     put(store, "1", 1)
     full = subscribed(store, finds_it_full, max_attempts=1)
