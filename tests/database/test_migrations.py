@@ -269,3 +269,26 @@ def test_a_migration_comes_through_between_transactions_that_overlap(
         second.rollback()
         migrating.result()
         assert database.revision() == migrations.HEAD
+
+
+def test_threads_of_a_process_migrate_two_databases_one_after_the_other(
+    administrator: Administrator, fresh: str, until: Until
+) -> None:
+    waits = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LOCK TABLE%'"
+    with (
+        administrator.copied(template="template1") as other_dsn,
+        Database(fresh) as first,
+        Database(other_dsn) as second,
+        psycopg.connect(fresh) as handling,
+        psycopg.connect(fresh, autocommit=True) as looking,
+        ThreadPoolExecutor(2) as executor,
+    ):
+        migrations.upgrade(first.engine.execution_options(isolation_level="READ COMMITTED"), "eventsql", to="0056")
+        handling.execute("LOCK TABLE eventsql.consumer IN ROW EXCLUSIVE MODE")
+        migrating = executor.submit(first.migrate)
+        until(lambda: looking.execute(waits).rowcount == 1)
+        after_it = executor.submit(second.migrate)
+        handling.rollback()
+        migrating.result()
+        after_it.result()
+        assert {first.revision(), second.revision()} == {migrations.HEAD}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Engine
 from eventsql_orchestration.database.connections import driver_connection
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.sessions import let_last
+from eventsql_orchestration.forks import after_fork
 
 # Alembic takes 0.25 s to import, and only a schema that is not current needs it.
 if TYPE_CHECKING:
@@ -49,6 +51,20 @@ $$;
 _ADVISORY_LOCK: Final = 0x6576_656E_7473_716C  # "eventsql"
 
 
+class _Turns:
+    """Lets one thread of this process migrate at a time: Alembic keeps the current migration in globals."""
+
+    def __init__(self) -> None:
+        self._after_fork()
+        after_fork(self, _Turns._after_fork)
+
+    def _after_fork(self) -> None:
+        self.lock = threading.Lock()
+
+
+_TURNS: Final = _Turns()
+
+
 def _config() -> Config:
     from alembic.config import Config  # noqa: PLC0415 - see above
 
@@ -72,10 +88,10 @@ def known(revision: str) -> bool:
 def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEAD) -> None:
     """Bring `schema` up to a revision, the newest by default, in one transaction.
 
-    Processes that come at the same time wait for the first and find nothing left to do. `times_in` is the time zone of
-    the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
+    Processes and threads that come at the same time wait for the first and find nothing left to do. `times_in` is the
+    time zone of the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
-    with engine.begin() as connection:
+    with _TURNS.lock, engine.begin() as connection:
         # A limit of the role would end the same building of an index at each attempt. Its `lock_timeout` counts: an
         # operator sets it so that a migration gives way to the transactions of others.
         let_last(driver_connection(connection))
