@@ -37,7 +37,8 @@ _CONNECTION: Final = ("08", _CRASHED)
 
 _LOST: Final = re.compile(
     r"(?:consuming input|sending [a-z ]+|flushing|receiving copy data) failed|the connection is lost|"
-    r"server closed the connection|server conn crashed|SSL |could not (?:receive|send) data"
+    r"server closed the connection|SSL |could not (?:receive|send) data|"
+    r"server conn crashed|(?:query|transaction) timeout|admin forced disconnect"
 )
 """How the driver, or PgBouncer, begins to tell that an open connection to the server was lost. Other errors without a
 SQLSTATE are of connecting."""

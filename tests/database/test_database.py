@@ -469,7 +469,17 @@ def test_a_lack_of_locks_names_the_setting_that_gives_more(database: Database) -
         run(database, f"DO $$ BEGIN RAISE 'out of shared memory' USING ERRCODE = '53200', HINT = '{hint}'; END $$")()
 
 
-@pytest.mark.parametrize(("sqlstate", "said"), [("57P02", "another server process"), ("08P01", "server conn crashed?")])
+@pytest.mark.parametrize(
+    ("sqlstate", "said"),
+    [
+        ("57P02", "another server process"),
+        ("08P01", "server conn crashed?"),
+        # A pooler that ends a COMMIT for its time: the server may go on with it.
+        ("08P01", "query timeout"),
+        ("08P01", "transaction timeout"),
+        ("08P01", "admin forced disconnect"),
+    ],
+)
 def test_a_server_or_a_pooler_that_lost_the_connection_leaves_the_outcome_unknown(
     database: Database, sqlstate: str, said: str
 ) -> None:
