@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import TypeAlias
+from itertools import groupby
+from operator import attrgetter
+from typing import NamedTuple, TypeAlias
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
@@ -16,8 +17,9 @@ from eventsql_orchestration.database.rows import fetch_all, query_all
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.metrics import LogMetrics, Place
+from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import layouts, named
-from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 from eventsql_orchestration.validation import advised
 
@@ -26,15 +28,30 @@ __all__ = ["ConsumerLag", "LagCause", "LagReader"]
 Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
 """Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
 
+Buffered: TypeAlias = dict[tuple[str, int], tuple[int, float]]
+"""By topic and partition, and by topic and -1 for all partitions: number of buffered events, seconds since the oldest
+came."""
+
+
+class Backlog(NamedTuple):
+    """The events of the log that a consumer partition has left, seconds since the first was published, and the newest
+    offset of the partition.
+    """
+
+    events: int
+    seconds: float
+    end: int
+
 
 @checked
 class LagReader:
-    """Reads lag, by a few statements per consumer partition, all of them served by indexes."""
+    """Reads lag, by a few statements per topic, and one for each long backlog; indexes serve all of them."""
 
-    def __init__(self, database: Database, registry: Registry, reader: Reader) -> None:
+    def __init__(self, database: Database, registry: Registry) -> None:
         self._database = database
         self._registry = registry
-        self._reader = reader
+        self._logs = LogMetrics(database.schema)
+        self._log = LogReader(database.schema)
         self._queries = Queries("log", database.schema)
         self._on_log = LogQueries("consumers", database.schema)
 
@@ -47,18 +64,39 @@ class LagReader:
         buffered = self._buffered({state.topic for state in states})
         # Read once for all partitions of a consumer, and only if the layout of its topic changes.
         ahead = cache(self._ahead)
-        return [self._lag(state, buffered, ahead) for state in states]
+        lags: list[ConsumerLag] = []
+        for name, of_topic in groupby(states, attrgetter("topic")):
+            own = list(of_topic)
+            backlogs = self._backlogs(name, {(state.partition, state.last_event_id) for state in own})
+            lags += [self._lag(state, backlogs[state.partition, state.last_event_id], buffered, ahead) for state in own]
+        return lags
 
     def buffered(self) -> dict[str, int]:
         """The number of buffered events of each topic that has some."""
-        counts: Counter[str] = Counter()
-        for (topic, _), (count, _) in self._buffered(topic.name for topic in self._registry.topics()).items():
-            counts[topic] += count
-        return dict(counts)
+        found = self._buffered(topic.name for topic in self._registry.topics())
+        return {topic: count for (topic, partition), (count, _) in found.items() if partition == NOT_PARTITIONED}
 
-    def _buffered(self, topics: Iterable[str]) -> dict[tuple[str, int], tuple[int, float]]:
+    def _buffered(self, topics: Iterable[str]) -> Buffered:
         rows = query_all(self._database, self._queries("buffered"), {"topics": sorted(topics)}, prepare=False)
-        return {(topic, partition): (count, seconds) for topic, partition, count, seconds in rows}
+        found: Buffered = {}
+        for topic, partition, count, seconds in rows:
+            for counted in {partition, NOT_PARTITIONED}:
+                before, longest = found.get((topic, counted), (0, 0.0))
+                found[topic, counted] = before + count, max(longest, seconds)
+        return found
+
+    def _backlogs(self, topic: str, places: set[Place]) -> dict[Place, Backlog]:
+        with self._database.connection() as connection:
+            waiting = self._logs.waiting(connection, topic, places)
+            ends = self._logs.ends(connection, topic, {partition for partition, _ in places})
+            found: dict[Place, Backlog] = {}
+            for (partition, after), own in waiting.items():
+                events = own.total
+                if events is None:
+                    # Planned for one partition, so that the server counts many events on several processors.
+                    events = self._log.count(connection, topic, partition=partition, after=after)
+                found[partition, after] = Backlog(events, own.seconds, ends[partition])
+        return found
 
     def _ahead(self, topic: str, consumer: str, until: int) -> tuple[Sequence[int], str]:
         own = {"topic": topic, "consumer": consumer}
@@ -81,29 +119,17 @@ class LagReader:
         # A consumer whose partitions all reached the end of the layout continues at the next look.
         return None if not partitions or state.partition in partitions else detail
 
-    def _lag(
-        self, state: ConsumerState, buffered: dict[tuple[str, int], tuple[int, float]], ahead: Ahead
-    ) -> ConsumerLag:
-        partition = None if state.partition == NOT_PARTITIONED else state.partition
-        in_buffer = [
-            entry
-            for (topic, held), entry in buffered.items()
-            if topic == state.topic and (partition is None or held == partition)
-        ]
-        not_moved, waits = sum(count for count, _ in in_buffer), [max(0.0, seconds) for _, seconds in in_buffer]
-        after = state.last_event_id
-        in_log = self._reader.count(state.topic, after=after, partition=partition)
-        if in_log:
-            waits.append(self._reader.seconds_behind(state.topic, after=after, partition=partition))
-        cause, detail = cause_of(state, in_log, not_moved)
+    def _lag(self, state: ConsumerState, in_log: Backlog, buffered: Buffered, ahead: Ahead) -> ConsumerLag:
+        not_moved, waited = buffered.get((state.topic, state.partition), (0, 0.0))
+        cause, detail = cause_of(state, in_log.events, not_moved)
         if cause is LagCause.WAITING and (until := self._held_back(state, ahead)) is not None:
             cause, detail = LagCause.HELD_BACK, until
         return ConsumerLag(
             state.topic, state.name, state.partition,
-            events=in_log + not_moved,
-            seconds=max(waits, default=0.0),
-            last_event_id=after,
-            end=self._reader.end(state.topic, partition),
+            events=in_log.events + not_moved,
+            seconds=max(in_log.seconds, waited),
+            last_event_id=state.last_event_id,
+            end=in_log.end,
             buffered=not_moved, cause=cause, detail=detail,
         )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from psycopg.rows import TupleRow
 
@@ -16,15 +16,13 @@ from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import RestoredStoreError
 from eventsql_orchestration.model import DEAD_LETTER_SUFFIX, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.queue.lag import QueueLag, QueueLagReader
-from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Waiting
+from eventsql_orchestration.storage.metrics import COUNTED, LogFigures, LogMetrics, Place, Waiting
 from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.topics.catalog import all_topics, consumer_states
 from eventsql_orchestration.topics.side_consumers import backfill_of
 
 Buffered: TypeAlias = Mapping[int, tuple[int, float]]
 """Of a topic's events in the buffer: number and seconds since the oldest came, by partition."""
-
-NONE_WAITING: Final = Waiting(0, 0, 0.0, bounded=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +118,10 @@ class FiguresReader:
             buffered = self._buffered(connection, list(topics))
             readable = self._logs.readable(connection, list(topics))
             logs = {name: self._logs.log(connection, name) for name in readable}
-            consumed = {state.topic for state in states}
-            waiting = {name: self._logs.waiting(connection, name) for name in readable if name in consumed}
+            places: dict[str, set[Place]] = defaultdict(set)
+            for state in states:
+                places[state.topic].add((state.partition, state.last_event_id))
+            waiting = {name: self._logs.waiting(connection, name, places[name]) for name in readable if name in places}
             letters = {
                 name: self._logs.open_letters(connection, name + DEAD_LETTER_SUFFIX)
                 for name in readable
@@ -134,7 +134,7 @@ class FiguresReader:
             tuple(_topic(topics[name], logs[name], buffered[name], letters.get(name)) for name in readable),
             tuple(
                 _partition(
-                    state, logs[state.topic], waiting[state.topic].get((state.name, state.partition), NONE_WAITING),
+                    state, logs[state.topic], waiting[state.topic][state.partition, state.last_event_id],
                     buffered[state.topic], given_up[state.topic, state.name, state.partition],
                 )
                 for state in states
@@ -191,7 +191,7 @@ def _partition(
     own = list(buffered.values()) if whole else [buffered[each] for each in buffered if each == state.partition]
     not_moved = sum(count for count, _ in own)
     cause, detail = cause_of(state, waiting.events, not_moved)
-    if cause is LagCause.WAITING and waiting.bounded:
+    if cause is LagCause.WAITING and state.until is not None and waiting.first > state.until:
         cause, detail = LagCause.HELD_BACK, "`eventsql lag` says by what"
     return PartitionFigures(
         state.topic,

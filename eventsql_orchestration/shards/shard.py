@@ -76,7 +76,7 @@ class Shard:
         self.consumers = Consumers(self.database, self.registry, self.dead_letters, listener=self.listener)
         self.claims = Claims(self.database, self.dead_letters)
         self.seeker = Seeker(self.database, self.registry, announce=self.announce)
-        self._lag = LagReader(self.database, self.registry, self.reader)
+        self._lag = LagReader(self.database, self.registry)
         self._background: threading.Thread | None = None
         self._background_lock = threading.Lock()
         self._unsubscribe: Callable[[], None] = lambda: None

@@ -1,10 +1,10 @@
-"""The readings of topics' logs for a scrape of metrics, with few statements for each topic."""
+"""The readings of topics' logs for the lag and for a scrape of metrics, with few statements for each topic."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeAlias
 
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all, fetch_one
@@ -14,6 +14,9 @@ from eventsql_orchestration.storage.log_queries import LogQueries
 COUNTED: Final = 10_000
 """Events that are counted for each consumer partition, and dead letters for each topic. Counting a long backlog at each
 scrape would cost more than consuming it."""
+
+Place: TypeAlias = tuple[int, int]
+"""A partition of a topic, or -1 for all of them, and the offset up to which its events are consumed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,14 +35,16 @@ class LogFigures:
 class Waiting:
     """The events of a log that a consumer partition has left.
 
-    `events` is at most `COUNTED`, and `furthest` is the offset of the last counted event. `seconds` is the age of the
-    oldest event. `bounded` says that the oldest event lies beyond the last offset that the partition may consume now.
+    `events` is at most `COUNTED`, and `furthest` is the offset of the last counted event. `total` is the number of all
+    events; None if they are `COUNTED` rows or blocks or more. `first` is the offset of the oldest event, and `seconds`
+    its age. Without events, all are 0.
     """
 
     events: int
+    total: int | None
     furthest: int
+    first: int
     seconds: float
-    bounded: bool
 
 
 class LogMetrics:
@@ -59,14 +64,20 @@ class LogMetrics:
         """The figures of a topic's log."""
         return LogFigures(*fetch_one(connection, self._queries.on(connection, "log", topic), prepare=False))
 
-    def waiting(self, connection: Connection, topic: str) -> dict[tuple[str, int], Waiting]:
-        """The events that wait for each consumer of a topic and each of its partitions."""
-        values = {"topic": topic, "most": COUNTED}
+    def waiting(self, connection: Connection, topic: str, places: Collection[Place]) -> dict[Place, Waiting]:
+        """The events that wait at each of the places."""
+        partitions, offsets = [partition for partition, _ in places], [after for _, after in places]
+        values = {"partitions": partitions, "offsets": offsets, "most": COUNTED}
         rows = fetch_all(connection, self._queries.on(connection, "waiting", topic), values, prepare=False)
         return {
-            (consumer, partition): Waiting(events, furthest or 0, max(0.0, seconds or 0.0), below is False)
-            for consumer, partition, events, furthest, seconds, below in rows
+            (partition, after): Waiting(events, total, furthest or 0, first or 0, max(0.0, seconds or 0.0))
+            for partition, after, events, total, furthest, first, seconds in rows
         }
+
+    def ends(self, connection: Connection, topic: str, partitions: Collection[int]) -> dict[int, int]:
+        """The newest offset of each of the partitions, and with -1 that of the log; 0 without events."""
+        values = {"partitions": list(partitions)}
+        return dict(fetch_all(connection, self._queries.on(connection, "ends", topic), values, prepare=False))
 
     def open_letters(self, connection: Connection, topic: str) -> int:
         """How many of the newest letters of a dead letter topic were not redriven."""

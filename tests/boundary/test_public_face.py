@@ -294,7 +294,7 @@ class Face:
             made += [
                 lambda: self.queue,
                 lambda: SnapshotReader(database, "change", ["eql_id"]),
-                lambda: LagReader(database, platform.shards[0].registry, platform.reader),
+                lambda: LagReader(database, platform.shards[0].registry),
                 lambda: Store(database),
                 lambda: Repository(Store(database), Order, platform.publisher),
                 lambda: Order("7"),

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
-from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import NOT_PARTITIONED, Consumer, Event, EventFilter, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause, cause_of
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.errors import TopicNotFoundError
+from eventsql_orchestration.model import Storage
+from eventsql_orchestration.storage import metrics as storage_metrics
+from eventsql_orchestration.storage.compacting import LogCompactor
 from tests.forms import stored
+
+if TYPE_CHECKING:
+    from tests.fixtures import SaidBy
 
 
 def prepare(platform: EventSQL) -> None:
@@ -168,3 +177,100 @@ def test_a_lease_ends_by_the_databases_clock(platform: EventSQL) -> None:
     ended = platform.registry.consumer("orders", "mailer")[0]
     held = replace(ended, read_at=ended.read_at - timedelta(hours=2))
     assert [cause_of(each, 1, 0)[0] for each in (held, ended)] == [LagCause.LEASED, LagCause.WAITING]
+
+
+def test_the_number_of_statements_is_the_same_for_one_partition_and_for_many(
+    platform: EventSQL, said_by: SaidBy
+) -> None:
+    counted = []
+    for topic, partitions in (("one", 1), ("many", 50)):
+        platform.registry.register_topic(Topic(topic, partitions))
+        platform.registry.register_consumer(Consumer(topic, "mailer", partitioned=True))
+        platform.registry.register_consumer(Consumer(topic, "auditor"))
+        for moved in (True, False):
+            platform.publisher.publish_all(Publication(topic, b"", partition=each) for each in range(partitions))
+            if moved:
+                platform.transfer.run_once()
+        platform.lag(topic)
+        said = said_by(platform.database)
+        assert [lag.events for lag in platform.lag(topic)] == [2 * partitions] + [2] * partitions
+        counted.append(len([each for each in said.statements() if each != ";"]))
+    assert counted[0] == counted[1]
+
+
+def mixed(platform: EventSQL, rng: random.Random) -> None:
+    """Logs in rows, in blocks with gaps and in both forms, of topics with consumers of all kinds somewhere in them."""
+    registry = platform.registry
+
+    def publish(topic: str, partitions: int, rounds: int) -> None:
+        for _ in range(rounds):
+            platform.publisher.publish_all(
+                Publication(topic, b"", partition=rng.randrange(partitions)) for _ in range(rng.randrange(1, 4))
+            )
+            platform.transfer.run_once()
+
+    logs: tuple[tuple[str, Storage, str], ...] = (
+        ("rows", "rows", "rows_event"), ("blocks", "blocks", "blocks_block"), ("changed", "blocks", "changed_block"),
+    )  # fmt: skip
+    for topic, storage, table in logs:
+        registry.register_topic(Topic(topic, 3, storage=storage))
+        for name in ("mailer", "paused", "mailer__backfill_b1_0_10"):
+            registry.register_consumer(Consumer(topic, name, partitioned=True))
+        registry.register_consumer(Consumer(topic, "picky", partitioned=True), filter=EventFilter(keys=frozenset("a")))
+        registry.register_consumer(Consumer(topic, "auditor"))
+        registry.register_consumer(Consumer(topic, "follower"))
+        registry.pause(topic, "paused")
+        publish(topic, 3, 15)
+        with platform.database.connection() as connection:
+            connection.execute(
+                f"UPDATE eventsql.{table} SET eql_buffered_at = now() - make_interval(days => 30, hours => "
+                "-eql_id::int)".encode()
+            )
+    with platform.database.transaction() as connection:
+        LogCompactor("eventsql", "blocks").merge(connection, after=2, upto=24, partitions=[0, 2])
+        gaps = connection.execute("SELECT count(*) FROM eventsql.blocks_block WHERE eql_span IS NOT NULL").fetchone()
+    assert gaps == (2,)
+    registry.set_storage("changed", "rows")
+    for topic in ("rows", "blocks", "changed"):
+        platform.repartitioner.repartition(topic, 5)
+        publish(topic, 5, 5)
+    with platform.database.connection() as connection:
+        places = connection.execute("SELECT ctid, eql_topic FROM eventsql.consumer").fetchall()
+        for place, topic in places:
+            offset = rng.randrange(platform.reader.end(topic) + 2)
+            connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s WHERE ctid = %s", (offset, place))
+    for topic in ("rows", "blocks"):
+        platform.publisher.publish_all(Publication(topic, b"", partition=each) for each in (0, 0, 3))
+    age(platform, "event_buffer", "eql_created_at", 3 * 86_400)
+
+
+def read_one_by_one(platform: EventSQL, state: ConsumerState) -> tuple[int, float, int, int]:
+    """Events, seconds, end and buffered events of a consumer partition, each by a statement for the partition alone."""
+    whole = state.partition == NOT_PARTITIONED
+    reader, topic, partition = platform.reader, state.topic, None if whole else state.partition
+    with platform.database.connection() as connection:
+        rows = connection.execute(Queries("log", "eventsql")("buffered"), {"topics": [topic]}).fetchall()
+    own = [(count, seconds) for _, number, count, seconds in rows if whole or number == partition]
+    buffered = sum(count for count, _ in own)
+    waits = [seconds for _, seconds in own]
+    waits.append(reader.seconds_behind(topic, after=state.last_event_id, partition=partition))
+    events = reader.count(topic, after=state.last_event_id, partition=partition) + buffered
+    return events, max(waits), reader.end(topic, partition), buffered
+
+
+@pytest.mark.parametrize("counted", [storage_metrics.COUNTED, 3], ids=["at once", "long backlogs on their own"])
+def test_all_partitions_together_have_the_lag_that_each_has_alone(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, counted: int
+) -> None:
+    mixed(platform, random.Random(7))
+    monkeypatch.setattr(storage_metrics, "COUNTED", counted)
+    states, lags = platform.registry.consumers(), platform.lag()
+    assert {lag.cause for lag in lags} >= {LagCause.NONE, LagCause.PAUSED, LagCause.WAITING, LagCause.HELD_BACK}
+    for state, lag in zip(states, lags, strict=True):
+        events, seconds, end, buffered = read_one_by_one(platform, state)
+        assert (lag.topic, lag.consumer, lag.partition) == (state.topic, state.name, state.partition)
+        assert (lag.events, lag.end, lag.buffered) == (events, end, buffered), lag
+        assert lag.last_event_id == state.last_event_id
+        assert lag.seconds == pytest.approx(seconds, abs=1_200), lag
+        if lag.cause is not LagCause.HELD_BACK:
+            assert (lag.cause, lag.detail) == cause_of(state, events - buffered, buffered)

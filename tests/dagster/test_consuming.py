@@ -12,11 +12,11 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Topic
-from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.storage.metrics import Place
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 from tests.waiting import wait_until
@@ -53,19 +53,19 @@ def test_a_run_counts_only_its_own_lag_and_gives_up_if_that_takes_long(
 ) -> None:
     definition = define()
     bench.platform.registry.register_consumer(Consumer("rides", "other"))
-    bench.publish("rides", 5)
+    ids = bench.publish("rides", 5)
     requested = bench.request(definition)
-    counted: list[str] = []
+    counted: list[set[Place]] = []
 
-    def too_slow(reader: LagReader, state: ConsumerState, *_: object) -> None:
-        counted.append(state.name)
+    def too_slow(reader: LagReader, _topic: str, places: set[Place]) -> None:
+        counted.append(places)
         with reader._database.connection() as connection:
             connection.execute("SELECT pg_catalog.pg_sleep(60)")
 
-    monkeypatch.setattr(LagReader, "_lag", too_slow)
+    monkeypatch.setattr(LagReader, "_backlogs", too_slow)
     result = bench.run(definition, requested)
     assert result.success
-    assert counted == ["c"]
+    assert counted == [{(-1, ids[-1])}]
     (found,) = result.asset_materializations_for_node("c")
     assert "Lag events" not in found.metadata
 

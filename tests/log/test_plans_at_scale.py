@@ -35,6 +35,7 @@ from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
 from eventsql_orchestration.storage import log_form, segments
 from eventsql_orchestration.storage.log_queries import LogQueries
+from eventsql_orchestration.storage.metrics import LogMetrics
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
 from tests.plans import custom_plan, numbered
 
@@ -454,6 +455,22 @@ def test_the_oldest_event_after_an_offset_is_one_step(
         platform.reader.seconds_behind("orders", after=after, partition=partition)
     (plan,) = watch.of("oldest" if partition is None else "oldest_partition")
     check(plan, within(platform, after, 2**63), rows=1, steps=len(names_of(platform)))
+
+
+@pytest.mark.parametrize("partitions", [(3, RARE, EMPTY), (NOT_PARTITIONED,)], ids=["partitions", "whole"])
+@pytest.mark.parametrize("after", PLACES.values(), ids=PLACES)
+def test_the_lag_is_a_step_for_each_partition_and_segment_and_one_for_each_counted_event(
+    platform: EventSQL, watch: Watch, after: int, partitions: tuple[int, ...]
+) -> None:
+    logs, count = LogMetrics("eventsql"), len(names_of(platform))
+    with watch.watching(), platform.database.connection() as connection:
+        waiting = logs.waiting(connection, "orders", [(each, after) for each in partitions])
+        logs.ends(connection, "orders", partitions)
+    rows, steps = sum(each.events for each in waiting.values()), len(partitions) * count
+    for plan in watch.of("waiting"):
+        check(plan, within(platform, after, 2**63), rows=2 * rows + 1, steps=2 * steps)
+    for plan in watch.of("ends"):
+        check(plan, set(names_of(platform)), rows=len(partitions), steps=steps)
 
 
 # Consuming

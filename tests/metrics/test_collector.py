@@ -17,6 +17,7 @@ from eventsql_orchestration.metrics import figures as figures_module
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.queue import NewMessage, Queue
 from eventsql_orchestration.queue import lag as queue_lag
+from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.storage import metrics as storage_metrics
 from eventsql_orchestration.store import Change
 from tests.fixtures import SaidBy, Sessions
@@ -119,6 +120,8 @@ def test_a_scrape_follows_events_from_the_buffer_to_the_consumer(
 def test_the_lag_is_that_of_the_command_lag_for_every_cause(orders: EventSQL, scrape: Callable[[], Scrape]) -> None:
     publish(orders, "orders", 2, 3, 4)
     orders.registry.pause("orders", "auditor")
+    orders.registry.register_consumer(Consumer("orders", "follower"))
+    execute(orders, f"UPDATE eventsql.consumer SET eql_until = {HELD} WHERE eql_name = 'follower'")
     execute(orders, "UPDATE eventsql.consumer SET eql_until = 1 WHERE eql_name = 'mailer'")
     execute(
         orders,

@@ -22,6 +22,7 @@ from eventsql_orchestration.publishing.block_format import encode_blocks
 from eventsql_orchestration.storage import copy_out, log_form, log_table, reading, segments
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.storage.compacting import LogCompactor
+from eventsql_orchestration.storage.metrics import LogMetrics, Place
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
 from tests.fixtures import Sessions
@@ -124,6 +125,12 @@ def is_behind(session: Connection, topic: str, **wanted: Any) -> bool:
     return reader.seconds_behind(session, topic, **wanted) is not None
 
 
+def left(session: Connection, topic: str, *places: Place) -> dict[Place, object]:
+    """All but the seconds, which pass."""
+    found = LogMetrics(SCHEMA).waiting(session, topic, places)
+    return {place: (each.events, each.total, each.furthest, each.first) for place, each in found.items()}
+
+
 def in_sql(session: Connection, topic: str, after: int, upto: int) -> list[object]:
     columns = "eql_id, eql_partition, eql_key, eql_value, eql_buffered_at, eql_created_at, eql_metadata::text"
     view = sql.SQL(f"SELECT {columns} FROM {{}} WHERE eql_id > %s AND eql_id <= %s ORDER BY eql_id")
@@ -172,6 +179,8 @@ def test_events_of_a_range_are_read_and_counted_alike_in_both_forms(both: Both) 
         both.same(reader.end, partition)
         both.same(reader.before_time, NOON + timedelta(minutes=both.rng.randrange(-60, 32 * 60)))
         both.same(is_behind, partition=partition, after=after)
+    both.same(left, *((partition, after) for partition, after, _ in both.ranges()))
+    both.same(LogMetrics(SCHEMA).ends, range(-1, PARTITIONS + 1))
 
 
 @SEEDS

@@ -17,52 +17,66 @@ SELECT log.tables[1]::bigint,
         ) AS own (id))::bigint
 FROM (SELECT {stores}) AS log (tables);
 
--- waiting -- The events of a log that each consumer partition has left: consumer, partition, number of at most `most`,
--- the last offset of these, seconds since the first was published, and whether a partition with a bound may go on below
--- it. The conditions are those of `ready`: an index step for each partition, and one for each counted event.
-SELECT c.eql_name, c.eql_partition, counted.events, counted.furthest, first.seconds, first.id <= c.eql_until
-FROM {schema}.consumer c
+-- waiting -- The events of a log after places, each of which is a partition (-1 for all of them) and an offset: the place,
+-- number of at most `most` events, the number of all (NULL from `most` rows or blocks on), the last offset of the counted
+-- events, the offset of the first, and seconds since the first was published. The conditions are those of `ready`: an
+-- index step for each place, and one for each counted event. The subquery hides `most` from the planner: where it expects
+-- to read all of a small log, it would sort the log for each place.
+SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
+FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
 CROSS JOIN LATERAL (
-    SELECT count(*) AS events, max(eql_id) AS furthest
+    SELECT count(*) AS events, CASE WHEN count(*) < %(most)s THEN count(*) END AS total, max(eql_id) AS furthest
     FROM (
         SELECT e.eql_id FROM {schema}.{event_table} e
-        WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-          AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-          AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+        WHERE (e.eql_partition, e.eql_id) > (c.partition, c.after)
+          AND (e.eql_partition, e.eql_id) <= (c.partition, 9223372036854775807)
+          AND e.eql_id > c.after
         ORDER BY e.eql_partition, e.eql_id
-        LIMIT %(most)s
+        LIMIT (SELECT %(most)s::bigint)
     ) next
 ) counted
 LEFT JOIN LATERAL (
     SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
     FROM {schema}.{event_table} e
-    WHERE (e.eql_partition, e.eql_id) > (c.eql_partition, coalesce(c.eql_last_event_id, 0))
-      AND (e.eql_partition, e.eql_id) <= (c.eql_partition, 9223372036854775807)
-      AND e.eql_id > coalesce(c.eql_last_event_id, 0)
+    WHERE (e.eql_partition, e.eql_id) > (c.partition, c.after)
+      AND (e.eql_partition, e.eql_id) <= (c.partition, 9223372036854775807)
+      AND e.eql_id > c.after
     ORDER BY e.eql_partition, e.eql_id
     LIMIT 1
 ) first ON true
-WHERE c.eql_topic = %(topic)s AND c.eql_partition >= 0
+WHERE c.partition >= 0
 UNION ALL
-SELECT c.eql_name, c.eql_partition, counted.events, counted.furthest, first.seconds, NULL
-FROM {schema}.consumer c
+SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
+FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
 CROSS JOIN LATERAL (
-    SELECT count(*) AS events, max(eql_id) AS furthest
+    SELECT count(*) AS events, CASE WHEN count(*) < %(most)s THEN count(*) END AS total, max(eql_id) AS furthest
     FROM (
         SELECT e.eql_id FROM {schema}.{event_table} e
-        WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
+        WHERE e.eql_id > c.after
         ORDER BY e.eql_id
-        LIMIT %(most)s
+        LIMIT (SELECT %(most)s::bigint)
     ) next
 ) counted
 LEFT JOIN LATERAL (
-    SELECT extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
+    SELECT e.eql_id AS id, extract(epoch FROM clock_timestamp() - e.eql_buffered_at::timestamptz)::float8 AS seconds
     FROM {schema}.{event_table} e
-    WHERE e.eql_id > coalesce(c.eql_last_event_id, 0)
+    WHERE e.eql_id > c.after
     ORDER BY e.eql_id
     LIMIT 1
 ) first ON true
-WHERE c.eql_topic = %(topic)s AND c.eql_partition < 0;
+WHERE c.partition < 0;
+
+-- ends -- The newest offset of each of these partitions, and with -1 that of the whole log; 0 without events.
+SELECT own.partition, coalesce(
+    CASE WHEN own.partition < 0 THEN (SELECT max(eql_id) FROM {schema}.{log_table}) ELSE (
+        SELECT e.eql_id FROM {schema}.{log_table} e
+        WHERE (e.eql_partition, e.eql_id) >= (own.partition, 0)
+          AND (e.eql_partition, e.eql_id) <= (own.partition, 9223372036854775807)
+        ORDER BY e.eql_partition DESC, e.eql_id DESC
+        LIMIT 1
+    ) END, 0
+)
+FROM unnest(%(partitions)s::smallint[]) AS own (partition);
 
 -- open_letters -- How many of the newest `most` dead letters were not redriven.
 SELECT count(*)
