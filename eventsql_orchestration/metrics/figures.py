@@ -188,7 +188,7 @@ def _partition(
     state: ConsumerState, log: LogFigures, waiting: Waiting, buffered: Buffered, given_up: int
 ) -> PartitionFigures:
     whole = state.partition == NOT_PARTITIONED
-    own = list(buffered.values()) if whole else [buffered[each] for each in buffered if each == state.partition]
+    own = list(buffered.values()) if whole else [buffered.get(state.partition, (0, 0.0))]
     not_moved = sum(count for count, _ in own)
     cause, detail = cause_of(state, waiting.events, not_moved)
     if cause is LagCause.WAITING and state.until is not None and waiting.first > state.until:
