@@ -53,7 +53,7 @@ class PartitionFigures:
 
     `detail` is a sentence about the cause.
 
-    `events` above `COUNTED` is an estimate by the density of the partition's next events.
+    From `COUNTED` waiting rows or blocks on, `events` is an estimate by the density of the partition's next events.
     """
 
     topic: str
@@ -207,7 +207,7 @@ def _partition(
 
 
 def _estimated(waiting: Waiting, after: int, end: int) -> int:
-    """The number of waiting events. The uncounted events are assumed to be as dense as the counted ones."""
-    if waiting.events < COUNTED:
-        return waiting.events
+    """The number of waiting events. Uncounted events are assumed to be as dense as the counted events."""
+    if waiting.total is not None:
+        return waiting.total
     return round(waiting.events * max(1.0, (end - after) / (waiting.furthest - after)))
