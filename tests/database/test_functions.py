@@ -33,7 +33,7 @@ NEWEST = {
     "log": ("0032", "f799357de6eeef1e"),
     "publishing": ("0057", "0576c368c7808a23"),
     "queue_receiving": ("0044", "2866bc0cf918ed87"),
-    "queue_sending": ("0043", "4680098a9dade1bc"),
+    "queue_sending": ("0058", "d9f5479b919b7038"),
     "queue_settling": ("0051", "325dd37e6537d9ae"),
     "reading": ("0056", "b41d265ed7c11b8f"),
     "store": ("0023", "b23aa28548abfbba"),

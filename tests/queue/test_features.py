@@ -103,6 +103,22 @@ def test_deduplication_counts_when_the_first_sender_commits(database: Database, 
     assert bodies(queue.receive(max_messages=9)) == [b"second"]
 
 
+def test_a_sender_does_not_wait_for_the_transaction_of_a_sender_of_another_id(
+    dsn: str, database: Database, queue: Queue
+) -> None:
+    for name in ("x", "y"):
+        queue.send(b"before", deduplication_id=name)
+    with database.connection() as connection:
+        connection.execute("UPDATE eventsql.queue_deduplication SET eql_expires_at = now() - interval '1 s'")
+        with connection.transaction(), Database(f"{dsn}?options=-clock_timeout%3D100") as impatient:
+            queue.send(b"open", deduplication_id="z", connection=connection)
+            Queue(impatient, queue.name).send(b"beside", deduplication_id="x")
+    queue.send(b"after", deduplication_id="w")
+    with database.connection() as connection:
+        rows = connection.execute("SELECT eql_deduplication_id FROM eventsql.queue_deduplication").fetchall()
+    assert sorted(rows) == [("w",), ("x",), ("z",)], "a send by itself deletes the ids whose time has ended"
+
+
 def test_spent_messages_move_to_the_dead_letters_with_their_history(database: Database) -> None:
     queue = Queue(database, "commands", max_receives=2, dead_letters="graveyard")
     queue.send(b"bad", metadata={"a": "b"})

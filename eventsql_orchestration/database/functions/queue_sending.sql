@@ -100,11 +100,14 @@ BEGIN
                 ids[place] := sent;
             END IF;
         END LOOP;
-        DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
-            SELECT e.ctid FROM {schema}.queue_deduplication e
-            WHERE e.eql_queue = of_queue AND e.eql_expires_at < now()
-            ORDER BY e.eql_expires_at LIMIT 2 * cardinality(deduplication_ids) FOR UPDATE SKIP LOCKED
-        ));
+        IF alone THEN
+            -- In a transaction that goes on, the next sender of a deleted id would wait for the transaction's end.
+            DELETE FROM {schema}.queue_deduplication d WHERE d.ctid = ANY (ARRAY(
+                SELECT e.ctid FROM {schema}.queue_deduplication e
+                WHERE e.eql_queue = of_queue AND e.eql_expires_at < now()
+                ORDER BY e.eql_expires_at LIMIT 2 * cardinality(deduplication_ids) FOR UPDATE SKIP LOCKED
+            ));
+        END IF;
     END IF;
 
     IF ids IS NOT NULL THEN

@@ -1,0 +1,12 @@
+"""A send in a transaction that goes on deletes no expired deduplication ids: their next senders would wait for it."""
+
+from __future__ import annotations
+
+from eventsql_orchestration.database.migrations import install
+
+revision = "0058"
+down_revision = "0057"
+
+
+def upgrade() -> None:
+    install("queue_sending")
