@@ -98,6 +98,16 @@ def test_a_receiver_finds_other_keys_behind_thousands_of_a_key_that_is_held(data
     assert bodies(queue.receive(max_messages=10)) == [b"other"]
 
 
+def test_a_message_that_comes_again_does_not_come_before_a_higher_priority(database: Database, queue: Queue) -> None:
+    queue.send(b"again", key="b")
+    queue.release(queue.receive()[0])
+    with database.connection() as connection, connection.transaction():
+        # A send in a transaction that goes on does not park the message behind its key: the receive does so first.
+        queue.send(b"behind", key="b", priority=9, connection=connection)
+    queue.send(b"urgent", priority=9)
+    assert [message.body for message in queue.receive()] == [b"urgent"]
+
+
 def test_a_released_message_keeps_its_priority_behind_a_key_that_is_held(database: Database, queue: Queue) -> None:
     queue.send(b"again", key="again", priority=9)
     (again,) = queue.receive()

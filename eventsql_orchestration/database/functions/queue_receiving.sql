@@ -256,10 +256,11 @@ BEGIN
     SELECT q.eql_max_receives, q.eql_dead_letters INTO allowed, dead FROM {schema}.queue q WHERE q.eql_id = of_queue;
 
     -- Each message that has to wait has a witness: another one that is held, an earlier one in sight, or, for one that
-    -- was received before, an earlier one that is parked.
+    -- was received before, an earlier one that is parked. At most one message of a key has none. No aggregate has DISTINCT:
+    -- from PostgreSQL 16 on, it would sort the messages of all aggregates by itself.
     SELECT array_agg(c.place) FILTER (WHERE c.witness IS NULL AND (c.received >= allowed) IS NOT TRUE),
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NULL AND c.received >= allowed),
-           array_agg(DISTINCT c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
+           array_agg(c.eql_key) FILTER (WHERE c.witness IS NULL AND c.received >= allowed AND c.eql_in_order),
            array_agg(c.eql_id) FILTER (WHERE c.witness IS NOT NULL),
            array_agg(c.witness) FILTER (WHERE c.witness IS NOT NULL)
     INTO ready, spent, gone_keys, waiting, waits_for
