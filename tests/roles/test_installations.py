@@ -14,7 +14,7 @@ from psycopg import sql
 from sqlalchemy import make_url
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from eventsql_orchestration.database import Database, Queries, role_statements
+from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.installation import CurrentRole
 from eventsql_orchestration.database.roles import Roles
 from eventsql_orchestration.errors import CaptureError, PermissionDeniedError
@@ -58,15 +58,20 @@ def test_an_owner_that_is_no_superuser_makes_roles_and_goes_on(plain_owner: str,
         assert owner.transfer.run_once() == {"orders": 1}
 
 
+def capture_purchases(owner: EventSQL, shop: Connection) -> None:
+    """Make the table `shop.purchase`, whose changes are the events of the topic `purchases`."""
+    shop.execute("CREATE SCHEMA shop")
+    shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
+    owner.registry.register_topic(Topic("purchases"))
+    owner.capture("shop.purchase", "purchases")
+
+
 def test_a_table_that_is_captured_before_there_are_roles_can_be_written_with_roles_and_after_them(
     plain_owner: str, prefix: str
 ) -> None:
     with EventSQL(plain_owner, schema="mine", transfer=False) as owner, psycopg.connect(plain_owner) as shop:
         shop.autocommit = True
-        shop.execute("CREATE SCHEMA shop")
-        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
-        owner.registry.register_topic(Topic("purchases"))
-        owner.capture("shop.purchase", "purchases")
+        capture_purchases(owner, shop)
         Roles(owner.database).create(prefix=prefix)
         Roles(owner.database).create(prefix=prefix)
         shop.execute("INSERT INTO shop.purchase VALUES (1)")
@@ -82,10 +87,7 @@ def test_a_table_that_is_captured_before_there_are_roles_can_be_written_with_rol
 def test_roles_are_dropped_after_a_table_is_captured_no_more(plain_owner: str, prefix: str) -> None:
     with EventSQL(plain_owner, schema="mine", transfer=False) as owner, psycopg.connect(plain_owner) as shop:
         shop.autocommit = True
-        shop.execute("CREATE SCHEMA shop")
-        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
-        owner.registry.register_topic(Topic("purchases"))
-        owner.capture("shop.purchase", "purchases")
+        capture_purchases(owner, shop)
         Roles(owner.database).create(prefix=prefix)
         owner.captures.drop("shop.purchase", "purchases")
         Roles(owner.database).drop()
@@ -100,10 +102,7 @@ def test_a_superuser_drops_no_roles_that_a_captured_table_needs_and_finds_none_t
         EventSQL(direct_dsn, schema="mine", transfer=False) as superuser,
         psycopg.connect(plain_owner, autocommit=True) as shop,
     ):
-        shop.execute("CREATE SCHEMA shop")
-        shop.execute("CREATE TABLE shop.purchase (id integer PRIMARY KEY)")
-        owner.registry.register_topic(Topic("purchases"))
-        owner.capture("shop.purchase", "purchases")
+        capture_purchases(owner, shop)
         assert Roles(superuser.database).drop() == []
         Roles(owner.database).create(prefix=prefix)
         with pytest.raises(CaptureError):
