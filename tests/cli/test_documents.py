@@ -57,13 +57,13 @@ def test_the_outboxes_of_the_guide_for_services_publish_each_order_and_its_consu
     outboxes, consumer, *_ = examples(REPOSITORY / "docs" / "services.md")
     play(outboxes, localhost=dsn)
     platform.transfer.run_once()
-    assert sorted(event.key or "" for event in platform.reader.read("order_placed")) == ["1", "2", "3"]
+    assert sorted(event.key or "" for event in platform.reader.read("order_placed")) == ["11", "12", "13"]
     with psycopg.connect(dsn) as connection:
-        assert connection.execute("SELECT id FROM shop_order ORDER BY id").fetchall() == [(2,), (3,)]
+        assert connection.execute("SELECT id FROM shop_order ORDER BY id").fetchall() == [(12,), (13,)]
 
     play(consumer, localhost=dsn)
     with psycopg.connect(dsn) as connection:
-        assert connection.execute("SELECT * FROM mail ORDER BY 1").fetchall() == [("1",), ("2",), ("3",)]
+        assert connection.execute("SELECT * FROM mail ORDER BY 1").fetchall() == [("11",), ("12",), ("13",)]
 
 
 def test_the_example_of_a_seek_hands_the_events_of_the_last_hour_to_a_consumer_that_began_at_the_end(
