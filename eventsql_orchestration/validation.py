@@ -60,6 +60,11 @@ def shown(value: object) -> str:
         return f"this {type(value).__name__}"
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 event`, `2 events`: for messages."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def advised(words: str, *names: str) -> str:
     """The command `eventsql` that a message advises, as a shell takes it: its words and options, then the names."""
     end = "-- " if any(name.startswith("-") for name in names) else ""

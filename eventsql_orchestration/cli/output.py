@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import click
 
+from eventsql_orchestration import validation
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.redaction import hide_passwords
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.segment import Segment
     from rich.table import Table
+
+counted: Final = validation.counted
 
 Column: TypeAlias = str | Callable[[Any], object]
 """The name of an attribute, or a function of the object."""
@@ -366,8 +369,3 @@ def partition_of(item: Any) -> str:
 def partition_name(partition: int) -> str:
     """A partition for people. Without partitioning, it has no number."""
     return "all" if partition == NOT_PARTITIONED else str(partition)
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 event`, `2 events`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

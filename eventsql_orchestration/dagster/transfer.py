@@ -19,6 +19,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLErro
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.publishing.transfer import OnMoved, Transfer
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import counted
 
 TRANSFER: Final = "transfer"
 """The name of the schedule and its job, unless the location gives another one."""
@@ -128,7 +129,7 @@ def _said(moved: Mapping[str, int]) -> str:
     if not moved:
         return "no events were in the buffer since the last tick"
     topics = ", ".join(f"{count:,} of {topic}" for topic, count in sorted(moved.items(), key=lambda each: -each[1]))
-    return f"moved {sum(moved.values()):,} events since the last tick: {topics}"
+    return f"moved {counted(sum(moved.values()), 'event')} since the last tick: {topics}"
 
 
 class BackgroundTransfer:

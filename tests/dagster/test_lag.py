@@ -133,6 +133,17 @@ def test_a_consumer_that_is_not_behind_is_observed_seldom(bench: Workbench) -> N
     assert set(observed(third)) == {"ledger", "eager"}
 
 
+def test_the_skip_reason_and_the_check_of_a_lag_of_one_event_say_one_event(bench: Workbench) -> None:
+    bench.publish("rides", 1)
+    check = build_lag_check(eager, max_events=1_000)
+    result = observe_lag(bench.platform, [eager], checks=[check], cursor=None, now=0.0)
+    assert result.skip_reason is not None
+    assert (result.skip_reason.skip_message or "").startswith("eager is 1 event behind")
+    (found,) = [event for event in result.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
+    assert (found.description or "").startswith("1 event and ")
+    assert (found.description or "").endswith("within 1,000 events")
+
+
 def test_the_end_of_a_lag_is_observed_at_once(bench: Workbench) -> None:
     bench.publish("rides", 2)
     behind = observe(bench, now=1_000.0)

@@ -68,7 +68,7 @@ def test_a_subscription_is_observed_while_it_is_behind_and_rarely_afterwards(
     (found,) = numbers(first)
     assert found.pop("Lag seconds") >= 0
     assert found == {"Lag changes": 1, "Held back": 0, "Dead letters": 0, "cause": "waiting"}
-    assert "mailer is 1 changes behind" in str(first.skip_reason)
+    assert "mailer is 1 change behind" in str(first.skip_reason)
 
     mailer.run_once()
     second = observed(platform, cursor=first.cursor)

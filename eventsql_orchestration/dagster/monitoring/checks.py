@@ -16,6 +16,7 @@ from eventsql_orchestration.dagster.consumers.definition import ConsumerDefiniti
 from eventsql_orchestration.dagster.consumers.options import LagLimits
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.resources import EventSQLResource
+from eventsql_orchestration.validation import counted
 
 LAG_CHECK: Final = "lag"
 
@@ -210,12 +211,12 @@ class _LagRule:
     def bounds(self) -> str:
         events, seconds = self.limits.max_events, self.limits.max_seconds
         return " and ".join(
-            [*([] if events is None else [f"{events} events"]), *([] if seconds is None else [f"{seconds:g} s"])]
+            [*([] if events is None else [counted(events, "event")]), *([] if seconds is None else [f"{seconds:g} s"])]
         )
 
     def __call__(self, look: Look[AssetLag]) -> Verdict:
         lag = look.state
-        behind = f"{lag.events} events and {lag.seconds:.1f} s behind"
+        behind = f"{counted(lag.events, 'event')} and {lag.seconds:.1f} s behind"
         if not lag.registered:
             return unregistered(self.consumer)
         if lag.unknown is not None:

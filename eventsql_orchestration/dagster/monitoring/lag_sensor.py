@@ -25,7 +25,7 @@ from eventsql_orchestration.dagster.topics import topic_observations
 from eventsql_orchestration.dagster.transfer import TRANSFER
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
-from eventsql_orchestration.validation import check_several
+from eventsql_orchestration.validation import check_several, counted
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +160,8 @@ def _summary(consumers: Sequence[ConsumerDefinition], lags: Mapping[dg.AssetKey,
     """Which consumers are behind and why, the largest lag first, and which consumers are not registered."""
     behind = sorted(((lag, key) for key, lag in lags.items() if lag.causes), key=lambda each: -each[0].events)
     said = [
-        f"{key.to_user_string()} is {lag.events:,} events behind ({', '.join(sorted({why for _, why in lag.causes}))})"
+        f"{key.to_user_string()} is {counted(lag.events, 'event')} behind "
+        f"({', '.join(sorted({why for _, why in lag.causes}))})"
         for lag, key in behind[:SHOWN_CONSUMERS]
     ]
     if len(behind) > SHOWN_CONSUMERS:

@@ -17,7 +17,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationEr
 from eventsql_orchestration.orchestration.limits import check_not_negative
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.queue.lag import COUNTED, QueueLag, queue_lags
-from eventsql_orchestration.validation import advised, check_several
+from eventsql_orchestration.validation import advised, check_several, counted
 
 AGE: Final = "Age seconds"
 DEPTH: Final = "Depth"
@@ -113,7 +113,7 @@ def build_queue_checks(
         key = dg.AssetCheckKey(asset.key, LAG_CHECK)
         checks.append(_define(key, queue, f"Messages of queue {queue} wait within limits.", severity, _LagRule(limits)))
     if limits.max_dead_letters is not None:
-        description = f"Queue {queue} has at most {limits.max_dead_letters} dead letters."
+        description = f"Queue {queue} has at most {counted(limits.max_dead_letters, 'dead letter')}."
         rule = _DeliveredRule(queue, limits.max_dead_letters)
         checks.append(_define(dg.AssetCheckKey(asset.key, DELIVERED_CHECK), queue, description, severity, rule))
     return checks
@@ -140,14 +140,17 @@ class _LagRule:
         state, limits = look.state, self.limits
         if (unknown := _unknown(state)) is not None:
             return unknown
-        said = f"{state.depth} messages wait, one for {state.seconds:.1f} s"
+        said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
         over_messages = limits.max_messages is not None and state.depth > limits.max_messages
         over_seconds = limits.max_seconds is not None and state.seconds > limits.max_seconds
         if not over_messages and not over_seconds:
             return Verdict(True, f"{said}: within the limits", state.metadata(), "within")
 
-        bounds = [f"{limits.max_messages} messages"] if over_messages else []
-        bounds += [f"{limits.max_seconds:g} s"] if over_seconds else []
+        bounds = []
+        if limits.max_messages is not None and over_messages:
+            bounds.append(counted(limits.max_messages, "message"))
+        if over_seconds:
+            bounds.append(f"{limits.max_seconds:g} s")
         fault = f"{said}: beyond {' and '.join(bounds)}"
         return Verdict.beyond(fault, state.metadata(), look, limits.grace, face="beyond")
 
@@ -162,11 +165,11 @@ class _DeliveredRule:
         if (unknown := _unknown(state)) is not None:
             return unknown
         if state.dead <= self.most:
-            return Verdict(True, f"{state.dead} dead letters", state.metadata(), "delivered")
+            return Verdict(True, counted(state.dead, "dead letter"), state.metadata(), "delivered")
         return Verdict(
             False,
-            f"{state.dead} dead letters: `eventsql queue peek` on the queue of dead letters shows their history, "
-            f"`{advised('queue redrive', self.queue)}` moves them back",
+            f"{counted(state.dead, 'dead letter')}: `eventsql queue peek` on the queue of dead letters shows their "
+            f"history, `{advised('queue redrive', self.queue)}` moves them back",
             state.metadata(),
             # More dead letters are reported at once, up to the number that is counted.
             f"{state.dead} dead",
@@ -261,7 +264,7 @@ def observe_queues(
             continue
         idle = not state.depth and not state.unreachable
         if not idle:
-            said.append(f"{name} has {state.depth:,} messages, one waits for {state.seconds:.0f} s")
+            said.append(f"{name} has {counted(state.depth, 'message')}, one waits for {state.seconds:.0f} s")
         reports.observe(key, state.metadata(), idle=idle)
     for check in checks:
         reports.evaluate(check, check.judge, Look(platform, states[check.queue], now))

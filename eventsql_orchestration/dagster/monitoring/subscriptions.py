@@ -14,6 +14,7 @@ from eventsql_orchestration.dagster.monitoring.reports import Reports, monitorin
 from eventsql_orchestration.dagster.read_models import SUBSCRIPTION
 from eventsql_orchestration.errors import RestoredStoreError, ValidationError
 from eventsql_orchestration.store import SubscriptionLag
+from eventsql_orchestration.validation import counted
 
 LAG_CHANGES: Final = "Lag changes"
 HELD_BACK: Final = "Held back"
@@ -72,7 +73,7 @@ def observe_subscriptions(
             continue
         behind = lag.waiting > 0 or lag.held_back > 0
         if behind:
-            said.append(f"{name} is {lag.waiting + lag.held_back:,} changes behind ({lag.why or 'waiting'})")
+            said.append(f"{name} is {counted(lag.waiting + lag.held_back, 'change')} behind ({lag.why or 'waiting'})")
         reports.observe(key, _metadata(lag), idle=not behind)
     return reports.result("; ".join(said) or "no subscription is behind")
 

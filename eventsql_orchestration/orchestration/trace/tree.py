@@ -13,6 +13,7 @@ from rich.tree import Tree
 from eventsql_orchestration.orchestration.owners import read_airflow_run
 from eventsql_orchestration.orchestration.trace.tracer import AIRFLOW, TracedEvents, TracedInput, orchestrator_of
 from eventsql_orchestration.orchestration.webservers import without_credentials
+from eventsql_orchestration.validation import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class TraceTree:
             for each in read.origins:
                 self._grow(below.add(_events(each)), each)
             if read.left_out:
-                below.add(Text(f"{_counted(read.left_out, 'publisher')} more: {self.wider}", style="italic"))
+                below.add(Text(f"{counted(read.left_out, 'publisher')} more: {self.wider}", style="italic"))
 
 
 def link_to(run_id: str | None, urls: Mapping[str, str]) -> str | None:
@@ -81,7 +82,7 @@ def _events(origin: TracedEvents) -> Text:
     on = "" if origin.shard is None else f" on {origin.shard}"
     if origin.events == 1:
         return Text.assemble((origin.topic, "bold"), f" event {origin.first}{on}")
-    offsets = f" {_counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}{on}"
+    offsets = f" {counted(origin.events, 'event')}, offsets {origin.first} to {origin.last}{on}"
     return Text.assemble((origin.topic, "bold"), offsets)
 
 
@@ -105,7 +106,3 @@ def _range(read: TracedInput) -> Text:
     line.append("" if given.shard is None else f" on {_plain(given.shard)}")
     line.append("" if given.consumer is None else f" as consumer {_plain(given.consumer)}")
     return line.append("" if given.claim is None else f", claim {given.claim}")
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
