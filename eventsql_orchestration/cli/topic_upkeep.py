@@ -56,7 +56,9 @@ def erase(
     if not execute:
         say("a plan, nothing is erased: run it again with --execute")
         return
-    say(f"erased; `eventsql topic erasures {topic}` shows the record")
+    found = done.events or done.buffered or done.dead_letters
+    what = "erased" if found else "nothing to erase: these keys have no events, or their events are erased already"
+    say(f"{what}; `eventsql topic erasures {topic}` shows the record")
     if not done.vacuumed:
         say(
             "former rows may stay on the disk until the next vacuum: this role does not own the tables, or an open "

@@ -384,6 +384,12 @@ def test_erasing_is_a_plan_first_and_is_recorded(run: Run, platform: EventSQL, t
     assert "ticket 812" in run("topic", "erasures", topic).stdout
 
 
+def test_an_erasure_of_a_key_without_events_says_so(run: Run, topic: str) -> None:
+    said = run("topic", "erase", topic, "--key", "nobody", "--execute").stderr
+    assert "nothing to erase" in said
+    assert "erasures" in said
+
+
 def test_an_erasure_needs_keys(run: Run, topic: str, tmp_path: Path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff")
     assert run("topic", "erase", topic).exit_code == 2
