@@ -10,7 +10,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.output import (
     Columns,
-    counted,
     on_shard,
     partition_name,
     picked,
@@ -31,6 +30,7 @@ from eventsql_orchestration.orchestration.backfills.windows import (
     resume_command,
 )
 from eventsql_orchestration.orchestration.errors import RunFailedError
+from eventsql_orchestration.validation import counted
 
 RUNS_SHOWN: Final = 50
 

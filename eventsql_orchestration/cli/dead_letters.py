@@ -12,7 +12,6 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import (
     Columns,
-    counted,
     event_object,
     harmless,
     partition_name,
@@ -28,6 +27,7 @@ from eventsql_orchestration.cli.output import (
 from eventsql_orchestration.cli.parameters import CONSUMER, POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetter, LetterFilter
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL

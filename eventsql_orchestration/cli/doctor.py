@@ -24,7 +24,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
 )
 from eventsql_orchestration.cli.doctor_database import creator_findings, schema_finding, server_finding
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
-from eventsql_orchestration.cli.output import Columns, counted, picked, redact, same, show_items, timestamp, write_json
+from eventsql_orchestration.cli.output import Columns, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.database import Queries
@@ -44,7 +44,7 @@ from eventsql_orchestration.storage import sequences
 from eventsql_orchestration.storage.legacy_writer_trigger import order, stranded
 from eventsql_orchestration.storage.log_table import broken_blocks
 from eventsql_orchestration.store.store import Store
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, counted
 from eventsql_orchestration.views.catalog import Views
 
 _JSON: Final[Columns] = same("check", "status", "message", "remedy")

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 
 from eventsql_orchestration.cli.findings import Finding, ok, problem, warning
-from eventsql_orchestration.cli.output import counted
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.dead_letter_values import refused, tried
 from eventsql_orchestration.consuming.deliveries import unattended
@@ -16,7 +15,7 @@ from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.storage.metrics import COUNTED, LogMetrics
 from eventsql_orchestration.topics.leftovers import Leftovers
 from eventsql_orchestration.topics.side_consumers import without_backfills
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, counted
 
 
 def leftover_findings(shard: Shard) -> Iterator[Finding]:

@@ -15,7 +15,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import EVENT_FORMATS, EventWriter, counted, say, write_events
+from eventsql_orchestration.cli.output import EVENT_FORMATS, EventWriter, say, write_events
 from eventsql_orchestration.cli.parameters import (
     ConsumerName,
     Follow,
@@ -30,6 +30,7 @@ from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, Place
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import click
 
-from eventsql_orchestration import validation
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.redaction import hide_passwords
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
     from rich.segment import Segment
     from rich.table import Table
-
-counted: Final = validation.counted
 
 Column: TypeAlias = str | Callable[[Any], object]
 """The name of an attribute, or a function of the object."""

@@ -15,11 +15,12 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.csv_input import CsvForm
 from eventsql_orchestration.cli.input import open_source, stdin_is_terminal
-from eventsql_orchestration.cli.output import counted, progress_bar, say, write_json
+from eventsql_orchestration.cli.output import progress_bar, say, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, Number, TopicName, command, option
 from eventsql_orchestration.cli.sources import BadRecord, Record, Source
 from eventsql_orchestration.errors import EventSQLError, InputError, InvalidPublicationError
 from eventsql_orchestration.model import Publication, check_partition
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.publisher import ClusterPublisher

@@ -14,15 +14,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
-from eventsql_orchestration.cli.output import (
-    Columns,
-    counted,
-    same,
-    say,
-    show_fields,
-    show_items,
-    write_json,
-)
+from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.topic_output import age
@@ -39,7 +31,7 @@ from eventsql_orchestration.queue import (
     list_queues,
 )
 from eventsql_orchestration.queue.queue import MAX_WORKERS
-from eventsql_orchestration.validation import advised, check_name
+from eventsql_orchestration.validation import advised, check_name, counted
 
 _SENT_AT_ONCE: Final = 1_000
 

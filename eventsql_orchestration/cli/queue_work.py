@@ -14,13 +14,14 @@ from typing import Final
 
 import click
 
-from eventsql_orchestration.cli.output import counted, say
+from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import EventSQLError, QueueNotFoundError
 from eventsql_orchestration.orchestration.local_processes import signal_group
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import QueueWorkers
 from eventsql_orchestration.signals import handling, setting
+from eventsql_orchestration.validation import counted
 
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two looks whether the queue is drained."""

@@ -19,7 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import lag_table, live_lag
-from eventsql_orchestration.cli.output import Columns, complain, counted, is_quiet, same, say, show_items
+from eventsql_orchestration.cli.output import Columns, complain, is_quiet, same, say, show_items
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import MissingExtraError
@@ -31,6 +31,7 @@ from eventsql_orchestration.spark.connect_server import ConnectServer, connect_i
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.topics.side_consumers import without_backfills
+from eventsql_orchestration.validation import counted
 
 Run = TypeVar("Run")
 

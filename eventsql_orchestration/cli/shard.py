@@ -10,16 +10,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Columns,
-    counted,
-    keep_secret,
-    same,
-    say,
-    show_fields,
-    show_items,
-    write_json,
-)
+from eventsql_orchestration.cli.output import Columns, keep_secret, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import FILE, AsJson, command, option
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
@@ -27,6 +18,7 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import ConfigurationError
 from eventsql_orchestration.shards.add_shard import Addition, ShardAddition
 from eventsql_orchestration.shards.shard import Shard
+from eventsql_orchestration.validation import counted
 
 
 @click.group()

@@ -16,18 +16,9 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Columns,
-    counted,
-    same,
-    say,
-    show_items,
-    timestamp,
-    write_json,
-    write_lines,
-)
+from eventsql_orchestration.cli.output import Columns, same, say, show_items, timestamp, write_json, write_lines
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
-from eventsql_orchestration.validation import check_name
+from eventsql_orchestration.validation import check_name, counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.store.change import RecordedChange

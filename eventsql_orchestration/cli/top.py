@@ -15,7 +15,6 @@ from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.lag import QUEUE_COLUMNS, SAMPLES, WIDE, sparkline
 from eventsql_orchestration.cli.output import (
     Columns,
-    counted,
     partition_of,
     same,
     show,
@@ -27,6 +26,7 @@ from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, Opti
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

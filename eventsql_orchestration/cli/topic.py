@@ -9,13 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Columns,
-    counted,
-    say,
-    show_items,
-    write_json,
-)
+from eventsql_orchestration.cli.output import Columns, say, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -49,6 +43,7 @@ from eventsql_orchestration.model import (
     check_partitions,
     check_topic_name,
 )
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL

@@ -14,7 +14,6 @@ from eventsql_orchestration.cli.output import (
     Column,
     Columns,
     complain,
-    counted,
     partition_of,
     same,
     say,
@@ -26,6 +25,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLErro
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics.positions import Back, Earliest, Place
+from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL

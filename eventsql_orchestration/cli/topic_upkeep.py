@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, counted, picked, same, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, picked, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -22,6 +22,7 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.cli.topic_output import size
 from eventsql_orchestration.errors import InputError
+from eventsql_orchestration.validation import counted
 
 
 @command()

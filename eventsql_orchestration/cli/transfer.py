@@ -9,10 +9,11 @@ from collections import Counter
 from typing import Annotated, Final
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import counted, say
+from eventsql_orchestration.cli.output import say
 from eventsql_orchestration.cli.parameters import Number, command, option
 from eventsql_orchestration.signals import setting
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import counted
 
 _REPORT_SECONDS: Final = 1.0
 

@@ -17,21 +17,10 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import (
-    Columns,
-    cell,
-    counted,
-    picked,
-    same,
-    say,
-    show_items,
-    timestamp,
-    write,
-    write_json,
-)
+from eventsql_orchestration.cli.output import Columns, cell, picked, same, say, show_items, timestamp, write, write_json
 from eventsql_orchestration.cli.parameters import FILE, POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.cli.topic_output import age
-from eventsql_orchestration.validation import advised, check_name
+from eventsql_orchestration.validation import advised, check_name, counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.views import (
