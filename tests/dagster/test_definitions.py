@@ -352,9 +352,12 @@ def test_limits_that_exclude_one_another_are_refused_when_they_are_defined(limit
     ],
 )
 def test_a_retry_policy_that_outlasts_the_lease_is_refused(policy: dg.RetryPolicy, fits: bool) -> None:
-    """The run would lose its claim while it waits."""
+    """The run would lose its claim while it waits, and a worker's run would count as dead."""
+    options = AssetOptions(retry_policy=policy)
     with nullcontext() if fits else pytest.raises(ValidationError):
-        consumer("a", options=AssetOptions(retry_policy=policy))
+        consumer("a", options=options)
+    with nullcontext() if fits else pytest.raises(ValidationError):
+        worker_asset(queue="mails", options=options)
 
 
 def test_a_batch_has_at_least_one_event() -> None:

@@ -200,12 +200,7 @@ class _Declared:
         check_kind("options", self.options, AssetOptions)
         check_kind("ticks", self.ticks, TickOptions)
         starting_at(self.start)
-        longest, lease = self.options.longest_delay, self.limits.lease
-        if longest >= lease:
-            raise ValidationError(
-                f"the retry policy waits up to {longest:g} s, and a run that waits loses its claim after the lease of "
-                f"{lease:g} s: give the policy shorter delays, or the limits a longer lease"
-            )
+        self.options.check_retries(self.limits.lease)
 
     def define(self, user: UserFunction, make_consume: _MakeConsume) -> ConsumerDefinition:
         """Make the consumer from its function."""

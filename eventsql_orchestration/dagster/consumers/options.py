@@ -68,7 +68,7 @@ class AssetOptions(dg.Resolvable):
     - `pool`: the pool that limits its runs (docs/dagster_operations.md). An asset of kind `pyspark` is in `SPARK_POOL`
       by default; name that pool for any other function that starts a session.
     - `retry_policy`: Dagster's retry policy, for faults outside of events, for example an unreachable database. The run
-      goes on with its claim from the offset reached. Its delays must be shorter than the lease of a consumer's limits.
+      goes on with its claim from the offset reached. Its delays must be shorter than the lease of the limits.
       A failing event is tried `max_attempts` times, whatever the policy.
     """
 
@@ -102,15 +102,18 @@ class AssetOptions(dg.Resolvable):
         """The code version. If a template in defs.yaml resolves to digits, Dagster makes it a number."""
         return None if self.code_version is None else str(self.code_version)
 
-    @property
-    def longest_delay(self) -> float:
-        """The longest delay of the retry policy, in seconds."""
+    def check_retries(self, lease: float) -> None:
+        """Raise `ValidationError` if the retry policy lets a run wait for as long as its lease, or longer."""
         policy = self.retry_policy or dg.RetryPolicy()
         # A larger number of attempts could overflow.
         longest = policy._replace(jitter=None).calculate_delay(min(policy.max_retries, 60))
         if policy.jitter is dg.Jitter.PLUS_MINUS:
             longest += policy.delay or 0.0
-        return float(longest)
+        if longest >= lease:
+            raise ValidationError(
+                f"the retry policy waits up to {longest:g} s, and a run that waits counts as dead after the lease of "
+                f"{lease:g} s: give the policy shorter delays, or the limits a longer lease"
+            )
 
     def spec(
         self, name: str, docstring: str | None, *, deps: Iterable[dg.AssetKey], metadata: Mapping[str, Any]

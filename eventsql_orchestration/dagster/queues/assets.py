@@ -149,6 +149,7 @@ def worker_asset(
     check_kind("queue_options", queue_options, QueueOptions)
     check_kind("limits", limits, WorkLimits)
     check_kind("options", options, AssetOptions)
+    options.check_retries(limits.lease)
     declared = checked_options(check_name("queue name", queue), queue_options)
     topics = (publishes,) if isinstance(publishes, Topic) else tuple(publishes)
 
