@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.held_messages import HeldMessages
-from eventsql_orchestration.queue.worker import Backoff, after_failure, pause_after, reason_of
+from eventsql_orchestration.queue.worker import Backoff, after_failure, ended_for_time, pause_after, reason_of
 
 SHOWN_FAILURES: Final = 20
 """The most failed messages whose reasons a run keeps."""
@@ -35,9 +35,6 @@ on would spend the receives of all others."""
 
 _OUTSIDE: Final = (DatabaseUnavailableError, DatabaseFullError, PermissionDeniedError, SchemaOutdatedError)
 """Errors that no message is to blame for. They end the run."""
-
-_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
-"""SQLSTATEs of a session that the server ended because its transaction idled or took too long: the handler's fault."""
 
 MessagesHandler: TypeAlias = Callable[[Sequence[Message], Connection], Mapping[str, int]]
 """Takes messages, and the connection whose transaction acknowledges them. Gives the number of events that it published
@@ -209,4 +206,4 @@ class QueueRun:
 def _is_outside(error: BaseException) -> bool:
     if disk_is_full(error):
         return True
-    return isinstance(error, _OUTSIDE) and getattr(error.__cause__, "sqlstate", None) not in _ENDED_FOR_TIME
+    return isinstance(error, _OUTSIDE) and not ended_for_time(error)

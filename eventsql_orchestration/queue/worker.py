@@ -17,6 +17,7 @@ from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseError,
+    DatabaseUnavailableError,
     EventSQLError,
     MessageNotFoundError,
     QueueNotFoundError,
@@ -39,6 +40,9 @@ Backoff: TypeAlias = Callable[[int], float]
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 300.0
 """Seconds that a message waits after its first failure, and at most."""
+
+_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
+"""SQLSTATEs of a session that the server ended because its transaction idled or took too long."""
 
 _LONGEST_REASON: Final = 1_000
 """The most characters of an error in a message's history."""
@@ -73,6 +77,20 @@ def _note_held(message: Message, failure: EventSQLError) -> None:
 def reason_of(error: BaseException) -> str:
     """An error as the reason in a message's history."""
     return describe(error)[:_LONGEST_REASON]
+
+
+def ended_for_time(error: BaseException) -> bool:
+    """Whether the server ended a session because its transaction idled or took too long: the handler's fault."""
+    return getattr(error.__cause__, "sqlstate", None) in _ENDED_FOR_TIME
+
+
+def was_lost(connection: Connection | None, error: BaseException) -> bool:
+    """Whether the connection of a message could not be opened, or was lost: no message is to blame.
+
+    The database that cannot be reached may be another one, which the handler uses: then `connection` is open.
+    """
+    ours = connection is None or connection.closed
+    return ours and isinstance(error, DatabaseUnavailableError) and not ended_for_time(error)
 
 
 class QueueWorkers:
@@ -188,6 +206,7 @@ class QueueWorkers:
                 self._held.let_go(message)
 
     def _handle(self, message: Message) -> None:
+        connection: Connection | None = None
         try:
             with self._queue.transaction(message) as connection:
                 call_handler(connection, message, self._handler)
@@ -202,6 +221,9 @@ class QueueWorkers:
                 self._give_back(message)
                 logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
                 self._stop.wait(LONGEST_AWAY)
+            elif was_lost(connection, error):
+                logger.warning("message %s of queue %r lost its connection: %s", message.id, self._queue.name, error)
+                self._give_back_once_possible(message)
             else:
                 self._fail(message, error)
         else:
@@ -223,6 +245,21 @@ class QueueWorkers:
             message.id, self._queue.name, message.receives, after_failure(pause, dead_letters), reason,
             exc_info=None if isinstance(error, DatabaseError) else error,
         )  # fmt: skip
+
+    def _give_back_once_possible(self, message: Message) -> None:
+        """Give a message back when its database can be reached again, or the workers stop."""
+        failures = 1
+        while not self._stop.wait(pause_while_away(failures)):
+            try:
+                self._queue.give_back([message])
+            except DatabaseUnavailableError:
+                failures += 1
+            except EventSQLError as failure:
+                _note_held(message, failure)
+                return
+            else:
+                return
+        self._give_back(message)
 
     def _give_back(self, message: Message) -> None:
         try:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import threading
 from contextlib import ExitStack
+from typing import Final
 
 import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import Handler
 from tests.effects import DISK_IS_FULL, MuteError
 from tests.fixtures import Until
 from tests.waiting import PATIENCE
+
+LOST: Final = 2
+"""Receives whose connection is lost: as many as `max_receives`."""
 
 
 @pytest.fixture
@@ -101,6 +106,41 @@ def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Qu
         assert workers.failed == 0
     (message,) = queue.receive()
     assert (message.receives, message.history) == (3, ())
+
+
+def test_a_message_whose_connection_is_lost_spends_no_receive(queue: Queue, dsn: str, until: Until) -> None:
+    def lose_it(message: Message, connection: Connection) -> None:
+        if message.receives <= LOST:
+            with psycopg.connect(dsn, autocommit=True) as other:
+                other.execute("SELECT pg_terminate_backend(%s, 60000)", [connection.info.backend_pid])
+        write(message, connection)
+
+    queue.send(b"1")
+    with queue.work(lose_it) as workers:
+        until(lambda: workers.handled or workers.failed)
+        assert (workers.handled, workers.failed) == (1, 0)
+
+
+def test_a_session_that_its_handler_lets_idle_for_too_long_is_a_failure(queue: Queue, until: Until) -> None:
+    def idle(_: Message, connection: Connection) -> None:
+        connection.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
+        until(lambda: select.select([connection], [], [], 0)[0])
+        connection.execute("SELECT 1")
+
+    queue.send(b"1")
+    with queue.work(idle, backoff=lambda _: 0.0) as workers:
+        until(lambda: queue.statistics().dead == 1)
+        assert workers.failed == 2
+
+
+def test_another_database_that_is_away_is_a_failure(queue: Queue, until: Until) -> None:
+    def reach_another(_: Message, __: Connection) -> None:
+        raise DatabaseUnavailableError("the other database cannot be reached")
+
+    queue.send(b"1")
+    with queue.work(reach_another, backoff=lambda _: 0.0) as workers:
+        until(lambda: queue.statistics().dead == 1)
+        assert workers.failed == 2
 
 
 def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
