@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database
-from eventsql_orchestration.model import MAX_PARTITIONS, NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
 from eventsql_orchestration.storage import segments
 from eventsql_orchestration.storage.reading import MAX_OFFSET, LogReader
+from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.registry import Registry
 
 
@@ -19,18 +20,18 @@ class Reader:
     def __init__(self, database: Database, registry: Registry) -> None:
         self._database = database
         self._registry = registry
+        self._layouts = Layouts(database)
         self._log = LogReader(database.schema)
 
     def _partition(self, topic: str, partition: int | None) -> int:
         found = self._registry.cached_topic(topic)
         if partition is None:
             return NOT_PARTITIONED
-        if partition >= found.partitions and found.layout == 1:
-            # The topic may have been repartitioned a moment ago.
+        most = found.partitions
+        if partition >= max(most, 0):
+            # A repartitioned topic may have had more partitions. It may have been repartitioned a moment ago.
             self._registry.forget(topic)
-            found = self._registry.cached_topic(topic)
-        # A repartitioned topic may have had more partitions.
-        most = found.partitions if found.layout == 1 else MAX_PARTITIONS
+            most = self._layouts.most_partitions(self._registry.cached_topic(topic))
         return check_partition(topic, partition, most)
 
     def read(

@@ -102,6 +102,13 @@ def test_a_missing_topic_or_partition_is_named(platform: EventSQL) -> None:
         platform.reader.count("orders", partition=-1)
 
 
+def test_a_repartitioned_topic_has_its_former_partitions_and_no_others(platform: EventSQL) -> None:
+    platform.repartitioner.repartition("orders", 2)
+    assert [event.id for event in platform.reader.read("orders", partition=2)] == [2, 5, 8, 11]
+    with pytest.raises(PartitionOutOfRangeError):
+        platform.reader.read("orders", partition=3)
+
+
 def test_offsets_of_any_size_are_possible(platform: EventSQL) -> None:
     assert platform.reader.read("orders", after=2**62) == []
     assert len(platform.reader.read("orders", upto=2**63 - 1)) == 12
