@@ -409,7 +409,7 @@ def test_an_unrelated_error_of_the_commit_is_never_the_failure_of_an_event(
     platform.shards[0].consumers.commit_retry = CommitRetryLimits(attempts=1, seconds=0.0)
     refusing("true", "53100")
     for _ in range(3):
-        with pytest.raises(DatabaseFullError, match="has no room left"):
+        with pytest.raises(DatabaseFullError):
             consume(platform, write)
     assert state_of(platform).failed_event_id is None
 

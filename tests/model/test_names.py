@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -103,7 +102,7 @@ def test_a_range_of_offsets_excludes_its_beginning_and_includes_its_end() -> Non
 
 @pytest.mark.parametrize(("after", "upto"), [(-1, 3), (4, 3)])
 def test_a_range_of_offsets_does_not_end_before_it_begins(after: int, upto: int) -> None:
-    with pytest.raises(ValidationError, match=re.escape("not a range of offsets")):
+    with pytest.raises(ValidationError):
         OffsetRange("t", 0, after, upto)
 
 
