@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from eventsql_orchestration import NOT_PARTITIONED, Shard
-from eventsql_orchestration.errors import ShardSetError, ValidationError
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.model import check_topic_name
+from eventsql_orchestration.orchestration.shards import shard_named
 from eventsql_orchestration.validation import check_name, check_whole
 
 Kind = Literal["events", "max_lag", "offset"]
@@ -66,10 +67,7 @@ class Condition:
         return Found(waiting >= self.number if self.kind == "events" else waiting <= self.number, waiting)
 
     def _offset(self, shards: Sequence[Shard]) -> Found:
-        chosen = [shard for shard in shards if len(shards) == 1 or shard.name == self.shard]
-        if len(chosen) != 1:
-            raise ShardSetError("an offset means another event on each shard: name an existing shard (shard=…)")
-        shard = chosen[0]
+        shard = shards[0] if len(shards) == 1 else shard_named(shards, self.shard)
         # Retention may have emptied the log.
         end = max(shard.reader.end(self.topic, None), shard.reader.floor(self.topic) - 1)
         if end < self.number or self.consumer is None:

@@ -14,14 +14,19 @@ from airflow.sdk.exceptions import AirflowException, TaskDeferred
 from airflow.sdk.observability import stats
 from airflow.sdk.providers_manager_runtime import ProvidersManagerTaskRuntime
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.airflow import EventSQLHook, EventSQLLagOperator, EventSQLSensor, claims_asset, topic_asset
 from eventsql_orchestration.airflow.assets import topic_of
 from eventsql_orchestration.airflow.conditions import Condition
 from eventsql_orchestration.airflow.hook import urls_of
 from eventsql_orchestration.airflow.provider import get_provider_info
 from eventsql_orchestration.database.urls import connect_arguments, parse_dsn
-from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
+from eventsql_orchestration.errors import (
+    ConfigurationError,
+    ConsumerNotFoundError,
+    ShardUnavailableError,
+    ValidationError,
+)
 from eventsql_orchestration.model import Retention
 from tests.airflow.conftest import context_of
 
@@ -159,6 +164,13 @@ def test_an_offset_is_reached_when_the_consumer_has_nothing_left_up_to_there(rid
     with rides.database.transaction() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = 2")
     assert condition.look([shard]).holds
+
+
+def test_an_offset_on_a_shard_that_is_down_is_no_wrong_name(dsn: str) -> None:
+    """The name of a shard that was never reached is not known. A sensor looks again after this error."""
+    condition = Condition("rides", None, "offset", 2, shard="east")
+    with Shard(dsn) as one, Shard(dsn) as two, pytest.raises(ShardUnavailableError):
+        condition.look([one, two])
 
 
 def test_an_offset_is_reached_though_retention_has_emptied_the_log(rides: EventSQL) -> None:
