@@ -87,9 +87,10 @@ def ended_for_time(error: BaseException) -> bool:
 def was_lost(connection: Connection | None, error: BaseException) -> bool:
     """Whether the connection of a message could not be opened, or was lost: no message is to blame.
 
-    The database that cannot be reached may be another one, which the handler uses: then `connection` is open.
+    The database that cannot be reached may be another one, which the handler uses: then `connection` is open. A handler
+    that closes `connection` is to blame.
     """
-    ours = connection is None or connection.closed
+    ours = connection is None or connection.broken
     return ours and isinstance(error, DatabaseUnavailableError) and not ended_for_time(error)
 
 

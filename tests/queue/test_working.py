@@ -133,6 +133,17 @@ def test_a_session_that_its_handler_lets_idle_for_too_long_is_a_failure(queue: Q
         assert workers.failed == 2
 
 
+def test_a_handler_that_closes_its_connection_fails(queue: Queue, until: Until) -> None:
+    def close(_: Message, connection: Connection) -> None:
+        connection.close()
+        connection.execute("SELECT 1")
+
+    queue.send(b"1")
+    with queue.work(close, backoff=lambda _: 0.0) as workers:
+        until(lambda: queue.statistics().dead == 1)
+        assert workers.failed == 2
+
+
 def test_another_database_that_is_away_is_a_failure(queue: Queue, until: Until) -> None:
     def reach_another(_: Message, __: Connection) -> None:
         raise DatabaseUnavailableError("the other database cannot be reached")
