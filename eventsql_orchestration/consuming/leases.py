@@ -76,7 +76,8 @@ class Lease:
         with self._database.transaction() as connection, self._cancellation.connection(connection):
             self._claims.check(connection, self.claim)
             try:
-                yield connection
+                with self.claim.key.held(connection, self._database.schema):
+                    yield connection
             except psycopg.Rollback as error:
                 # psycopg would take the error for success, and the events would pass without their effects.
                 raise psycopg.ProgrammingError(ROLLED_BACK) from error

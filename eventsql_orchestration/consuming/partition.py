@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
 
@@ -11,6 +12,7 @@ from psycopg.rows import tuple_row
 
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.storage.reading import MAX_OFFSET
@@ -33,6 +35,11 @@ class ConsumerPartition:
 
     def parameters(self) -> dict[str, object]:
         return {"topic": self.topic, "consumer": self.consumer, "partition": self.partition}
+
+    def held(self, connection: Connection, schema: str) -> AbstractContextManager[None]:
+        """A block for a handler whose transaction has locked the partition."""
+        what = f"consumer {self.consumer!r} of topic {self.topic!r}"
+        return holding(connection, schema, what, "consumer", self.topic, self.consumer, str(self.partition))
 
     def __str__(self) -> str:
         partition = "" if self.partition < 0 else f" partition {self.partition}"

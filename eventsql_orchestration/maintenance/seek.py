@@ -12,6 +12,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
+from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Announce
@@ -115,7 +116,10 @@ class Seeker:
                     connection, topic, consumer, partitions=None if known else partitions, lock=True
                 )
                 own = {"topic": topic, "consumer": consumer, "partitions": [state.partition for state in locked]}
-                driver_connection(connection).execute(self._deliveries("hold"), own)
+                driver = driver_connection(connection)
+                for state in locked:
+                    check_not_held(driver, schema, "delivery", topic, consumer, str(state.partition))
+                driver.execute(self._deliveries("hold"), own)
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
                 f"consumer {consumer!r} of topic {topic!r} did not move, because others held its partitions for "

@@ -11,6 +11,7 @@ from sqlalchemy import Connection, any_, func, select, true
 
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
+from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
@@ -105,7 +106,12 @@ def consumer_states(
     """Consumer partitions by topic, name and partition. With `lock`, waits for their consumptions and locks them.
 
     Every lock of several partitions is taken here: in different orders, two transactions could wait for each other.
+    Raises `ValidationError` if a handler of this thread has locked one of them.
     """
+    if lock:
+        names = [name for name in (topic, consumer) if name is not None]
+        for own in [[]] if partitions is None else [[str(partition)] for partition in partitions]:
+            check_not_held(driver_connection(connection), schema_of(connection), "consumer", *names, *own)
     query = select(
         _c.eql_topic, _c.eql_name, _c.eql_partition, func.coalesce(_c.eql_last_event_id, 0), _c.eql_consumed_events,
         _c.eql_last_consumption_at, _c.eql_paused, _c.eql_epoch, _c.eql_lease_owner, _c.eql_lease_expires_at,

@@ -13,6 +13,7 @@ from sqlalchemy.dialects.postgresql import insert
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState, DeclaredFilter, EventFilter
 from eventsql_orchestration.database import Database, Queries, driver_connection, role_statements, tables
+from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
 from eventsql_orchestration.errors import (
@@ -230,6 +231,7 @@ class Registry:
             lock_registry(connection)
             lock_topic(connection, name)
             driver, schema = driver_connection(connection), self._database.schema
+            check_not_held(driver, schema, "delivery", name)
             captured = fetch_all(driver, Queries("capture", schema)("captured_tables"), {"topic": name})
             if captured and not force:
                 tables_of = ", ".join(table for (table,) in captured)
@@ -304,6 +306,7 @@ class Registry:
         """See `ClusterRegistry.unregister_consumer`."""
         self.consumer(topic, name)
         with self._database.core() as connection:
+            check_not_held(driver_connection(connection), self._database.schema, "delivery", topic, name)
             consumer_states(connection, topic, name, lock=True)
             # The trigger `consumer_forgotten` deletes its claims.
             connection.execute(delete(tables.consumer).where(_c.eql_topic == topic, _c.eql_name == name))

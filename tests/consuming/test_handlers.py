@@ -8,15 +8,18 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from datetime import timedelta
 from functools import partial, wraps
+from itertools import product
 from typing import Any
 
 import pytest
 
-from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration import AtOffset, Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.batch import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
+from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.queue_handler import takes_connection
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.threads import start_thread
 from tests.effects import MuteError
 from tests.waiting import PATIENCE
 
@@ -195,6 +198,78 @@ def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: Even
             platform.consumers.consume_once("orders", "mailer", handle)
     assert platform.lag("orders")[0].cause is LagCause.WAITING
     assert platform.consumers.consume_once("orders", "mailer", lambda _events, _connection: None) == 1
+
+
+Change = Callable[[EventSQL], object]
+
+CHANGES: list[Change] = [
+    lambda platform: platform.registry.pause("orders", "mailer"),
+    lambda platform: platform.registry.resume("orders", "mailer"),
+    lambda platform: platform.registry.unregister_consumer("orders", "mailer"),
+    lambda platform: platform.registry.unregister_topic("orders", force=True),
+    lambda platform: platform.seeker.execute("orders", "mailer", AtOffset(0), force=True),
+]
+
+
+def start_in_transaction(platform: EventSQL, handle: Callable[[], object]) -> object:
+    def handle_leased(_events: object, lease: Lease) -> None:
+        with lease.transaction():
+            handle()
+
+    return platform.consumers.start_leased("orders", "mailer", handle_leased)
+
+
+LOCKING: list[Callable[[EventSQL, Callable[[], object]], object]] = [
+    lambda platform, handle: platform.consumers.start("orders", "mailer", lambda _event, _connection: handle()),
+    start_in_transaction,
+    lambda platform, handle: platform.consumers.start_queue("orders", "mailer", lambda _event, _connection: handle()),
+]
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize(
+    ("start", "change"), [*product(LOCKING[:1], CHANGES), (LOCKING[1], CHANGES[0]), *product(LOCKING[2:], CHANGES[2:])]
+)
+def test_a_handler_that_changes_the_consumer_that_its_transaction_has_locked_fails_instead_of_waiting_for_itself(
+    platform: EventSQL, until: Callable[..., None], start: Callable[..., object], change: Change
+) -> None:
+    start(platform, lambda: change(platform))
+    until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert (state.failure or "").startswith("ValidationError: the handler of consumer 'mailer' of topic 'orders'")
+
+
+@pytest.mark.usefixtures("_one_event")
+@pytest.mark.parametrize("change", CHANGES[:2])
+def test_a_handler_of_a_queue_has_locked_its_event_alone_and_pauses_or_resumes_its_consumer(
+    platform: EventSQL, until: Callable[..., None], change: Change
+) -> None:
+    changed: list[Event] = []
+
+    def handle(event: Event, _connection: object) -> None:
+        change(platform)
+        changed.append(event)
+
+    with platform.consumers.start_queue("orders", "mailer", handle):
+        until(lambda: changed)
+    assert [state.last_event_id for state in platform.registry.consumer("orders", "mailer")] == [changed[0].id]
+
+
+@pytest.mark.usefixtures("_one_event")
+def test_a_handler_pauses_another_consumer_and_by_another_thread_its_own(
+    platform: EventSQL, until: Callable[..., None]
+) -> None:
+    platform.registry.register_consumer(Consumer("orders", "auditor"))
+
+    def handle(_event: object, _connection: object) -> None:
+        platform.registry.pause("orders", "auditor")
+        start_thread("pause", platform.registry.pause, "orders", "mailer")
+
+    with platform.consumers.start("orders", "mailer", handle):
+        until(lambda: all(state.paused for state in platform.registry.consumers("orders")))
+    assert {state.name: state.last_event_id for state in platform.registry.consumers("orders")} == {
+        "auditor": 0, "mailer": 1,
+    }  # fmt: skip
 
 
 @pytest.mark.usefixtures("_one_event")
