@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler, che
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.held_by_handlers import check_not_held, holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
@@ -188,8 +189,10 @@ class Subscription:
         return Progress(len(changes), more=len(changes) == limit)
 
     def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
+        what = f"subscription {self.name!r}"
         try:
-            call_handler(connection, change, self._handler)
+            with holding(connection, self._database.schema, what, "subscription", self.name):
+                call_handler(connection, change, self._handler)
         except OF_HANDLER as error:
             if connection.closed or ends_program(error):
                 raise
@@ -368,10 +371,11 @@ def _place(order: GlobalOrder, connection: Connection, start: Start) -> StoreChe
 def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
     """Move a subscription to another place, and drop the dead letters of the changes after it.
 
-    Raises `SubscriptionNotFoundError`, `DatabaseError`.
+    Raises `SubscriptionNotFoundError`, `DatabaseError`, and `ValidationError` in the subscription's own handler.
     """
     _check_start(start)
     with database.transaction() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
         place = _place(GlobalOrder(database), connection, start)
         values = {"name": name, "transaction": str(place.transaction), "position": place.position}
         queries = Queries("subscriptions", database.schema)
@@ -383,8 +387,12 @@ def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
 
 
 def delete(database: Database, name: str) -> None:
-    """Delete a subscription, with its dead letters. Raises `SubscriptionNotFoundError`."""
+    """Delete a subscription, with its dead letters.
+
+    Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
+    """
     with database.connection() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
         deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
     if not deleted:
         raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")

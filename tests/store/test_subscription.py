@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -273,6 +274,19 @@ def test_a_change_whose_handler_always_fails_becomes_a_dead_letter_whatever_the_
     with store.subscribe("mailer", fails, options=SubscriptionOptions(max_attempts=1)):
         until(lambda: effects(store) == [2])
     assert [letter.version for letter in store.dead_letters("mailer")] == [1]
+
+
+@pytest.mark.parametrize("change", [Store.replay, Store.unsubscribe])
+def test_a_handler_that_moves_or_deletes_its_own_subscription_fails_instead_of_waiting_for_itself(
+    store: Store, until: Until, change: Callable[[Store, str], object]
+) -> None:
+    put(store, "1", 1)
+    with store.subscribe(
+        "mailer", lambda _change, _on: change(store, "mailer"), options=SubscriptionOptions(max_attempts=1)
+    ):
+        until(lambda: store.dead_letters("mailer"))
+    (letter,) = store.dead_letters("mailer")
+    assert letter.failure.startswith("ValidationError: the handler of subscription 'mailer' has locked it")
 
 
 def test_a_change_whose_handler_rolls_back_fails(store: Store) -> None:
