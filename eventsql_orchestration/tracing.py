@@ -9,8 +9,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Final, ParamSpec, TypeVar
 
-from eventsql_orchestration.consuming.batch import check_runs
 from eventsql_orchestration.consuming.claim_values import Claim
+from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.errors import MissingExtraError, ValidationError
 from eventsql_orchestration.model import Event, Placement, Publication, check_topic_name
 from eventsql_orchestration.publishing.batches import check_publication

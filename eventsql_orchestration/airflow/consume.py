@@ -18,7 +18,7 @@ from eventsql_orchestration.airflow.hook import EventSQLHook
 from eventsql_orchestration.airflow.links import TraceLink
 from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.task_claims import TaskClaims
-from eventsql_orchestration.consuming.batch import check_runs
+from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay

@@ -12,7 +12,7 @@ from typing import Unpack
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.client.registry import ClusterRegistry
-from eventsql_orchestration.consuming.batch import BatchHandler, EventHandler
+from eventsql_orchestration.consuming.handlers import BatchHandler, EventHandler
 from eventsql_orchestration.consuming.leases import LeasedHandler
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS
 from eventsql_orchestration.consuming.queue_handler import QueueHandler

@@ -16,14 +16,7 @@ from typing import Final
 
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import Consumer
-from eventsql_orchestration.consuming.batch import (
-    Batch,
-    BatchHandler,
-    BatchResult,
-    BatchRunner,
-    check_handler,
-    matching,
-)
+from eventsql_orchestration.consuming.batch import Batch, BatchResult, BatchRunner, matching
 from eventsql_orchestration.consuming.claim_making import ClaimMaker, ClaimRequest, limit_waits
 from eventsql_orchestration.consuming.claim_processing import (
     ClaimSource,
@@ -38,6 +31,7 @@ from eventsql_orchestration.consuming.claim_values import Claim, LastClaim, NoCl
 from eventsql_orchestration.consuming.commit_retry import CommitRetry
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure
+from eventsql_orchestration.consuming.handlers import BatchHandler, check_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance, lock
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.load import too_much

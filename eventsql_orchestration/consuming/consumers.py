@@ -9,21 +9,14 @@ from collections.abc import Sequence
 from typing import Final, Unpack
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import (
-    Batch,
-    BatchHandler,
-    BatchResult,
-    BatchRunner,
-    EventHandler,
-    check_handler,
-    one_by_one,
-)
+from eventsql_orchestration.consuming.batch import Batch, BatchResult, BatchRunner
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.commit_retry import CommitRetry, CommitRetryLimits
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.consuming.handlers import BatchHandler, EventHandler, check_handler, one_by_one
 from eventsql_orchestration.consuming.leases import LeasedHandler, LeasedPolls
 from eventsql_orchestration.consuming.partition import ConsumerPartition, lock
 from eventsql_orchestration.consuming.queue_consumption import MOST_UNACKNOWLEDGED, QUEUE_WORKERS, QueueConsumption

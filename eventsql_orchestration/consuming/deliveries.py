@@ -13,13 +13,14 @@ from typing import Final
 
 import psycopg
 
-from eventsql_orchestration.consuming.batch import BatchHandler, call_handler, matching
+from eventsql_orchestration.consuming.batch import matching
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, HandOut, Standing, arrays, number_of_key
 from eventsql_orchestration.consuming.failures import backoff_after, without_letter
+from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import holding

@@ -13,12 +13,13 @@ from typing import TypeAlias
 
 import psycopg
 
-from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, check_returned
+from eventsql_orchestration.consuming.batch import BatchResult
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.claim_pruning import PROCESS_OWNER
 from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.dead_letter_values import describe
+from eventsql_orchestration.consuming.handlers import OF_HANDLER, check_returned
 from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database

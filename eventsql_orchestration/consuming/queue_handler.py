@@ -7,11 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from eventsql_orchestration.consuming.batch import EventHandler, check_handler, check_returned, one_by_one
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery
+from eventsql_orchestration.consuming.handlers import EventHandler, check_handler, check_returned, one_by_one
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     DatabaseBusyError,

@@ -9,7 +9,7 @@ from typing import Final, Unpack
 import dagster as dg
 
 from eventsql_orchestration import Topic
-from eventsql_orchestration.consuming.batch import check_returned, check_runs
+from eventsql_orchestration.consuming.handlers import check_returned, check_runs
 from eventsql_orchestration.dagster.backfills.assets import build_backfill
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition, check_distinct
 from eventsql_orchestration.dagster.consumers.options import LagLimits

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from eventsql_orchestration.consuming.batch import check_handler
+from eventsql_orchestration.consuming.handlers import check_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.model import Placement, Publication

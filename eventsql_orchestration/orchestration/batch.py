@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeAlias
 
 from eventsql_orchestration import NOT_PARTITIONED, Event, Shard
-from eventsql_orchestration.consuming.batch import OF_HANDLER, BatchResult, call_handler, matching
+from eventsql_orchestration.consuming.batch import BatchResult, matching
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
+from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.orchestration.errors import (

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, TypeAlias
 
-from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler
+from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (

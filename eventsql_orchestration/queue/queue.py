@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import check_handler
+from eventsql_orchestration.consuming.handlers import check_handler
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue, seconds_of
 from eventsql_orchestration.queue.worker import Backoff, Handler, QueueWorkers, exponential

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, TypeAlias
 
-from eventsql_orchestration.consuming.batch import call_handler
 from eventsql_orchestration.consuming.dead_letter_values import describe
+from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (

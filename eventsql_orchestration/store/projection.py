@@ -10,7 +10,7 @@ from typing import Literal
 from psycopg import sql
 
 from eventsql_orchestration.boundary import checked, checks_itself
-from eventsql_orchestration.consuming.batch import call_handler
+from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_first, query_all
 from eventsql_orchestration.errors import ValidationError

@@ -9,7 +9,7 @@ from uuid import uuid4
 import psycopg
 from psycopg import sql
 
-from eventsql_orchestration.consuming.batch import call_handler
+from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Queries, replaced_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
 from eventsql_orchestration.errors import ProjectionError

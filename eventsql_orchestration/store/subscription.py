@@ -11,9 +11,9 @@ from typing import Final, Literal, Self, TypeAlias
 import psycopg
 
 from eventsql_orchestration.boundary import checked
-from eventsql_orchestration.consuming.batch import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
+from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import check_not_held, holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full

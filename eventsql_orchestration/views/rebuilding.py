@@ -13,7 +13,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from eventsql_orchestration.consuming.batch import call_handler
+from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one

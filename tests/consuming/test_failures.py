@@ -24,11 +24,11 @@ from eventsql_orchestration import (
     Topic,
     model,
 )
-from eventsql_orchestration.consuming.batch import BatchHandler
 from eventsql_orchestration.consuming.claims import Claim, NoClaim
 from eventsql_orchestration.consuming.commit_retry import CommitRetryLimits
 from eventsql_orchestration.consuming.dead_letter_values import DeadLetterCause, DeadLetterFactory, dead_letter
 from eventsql_orchestration.consuming.failures import MAX_BACKOFF
+from eventsql_orchestration.consuming.handlers import BatchHandler
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (

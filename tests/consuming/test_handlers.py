@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from eventsql_orchestration import AtOffset, Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.batch import check_handler, check_returned
+from eventsql_orchestration.consuming.handlers import check_handler, check_returned
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.queue_handler import takes_connection

@@ -10,7 +10,7 @@ from typing import Any
 
 import dagster as dg
 
-from eventsql_orchestration.consuming.batch import check_runs
+from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.signatures import signature_of

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
-from eventsql_orchestration.consuming.batch import check_returned, check_runs
+from eventsql_orchestration.consuming.handlers import check_returned, check_runs
 from eventsql_orchestration.dagster.monitoring.checks import ReportedCheck, latest_evaluation
 from eventsql_orchestration.dagster.monitoring.reports import read_cursor
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
