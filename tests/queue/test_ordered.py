@@ -36,6 +36,20 @@ def numbers(queue: Queue) -> tuple[int, int, int, int]:
     return counted.visible, counted.in_flight, counted.delayed, counted.blocked
 
 
+def test_a_message_that_waits_again_keeps_its_timeout_in_its_history(database: Database, queue: Queue) -> None:
+    queue.definition()
+    with database.transaction() as late:
+        queue.send(b"1", key="a", connection=late)
+        queue.send(b"2", key="a")
+        queue.receive()
+    expire(database)
+    (first,) = queue.receive(max_messages=5)
+    assert (first.body, numbers(queue)) == (b"1", (0, 1, 0, 1))
+    queue.acknowledge(first)
+    (again,) = queue.receive()
+    assert [(entry["receive"], entry["reason"]) for entry in again.history] == [(1, "the visibility timeout ended")]
+
+
 def test_only_the_first_message_of_a_key_is_received(queue: Queue) -> None:
     for body, key in ((b"a1", "a"), (b"a2", "a"), (b"b1", "b"), (b"free", None), (b"b2", "b")):
         queue.send(body, key=key)

@@ -28,7 +28,7 @@ from hypothesis.stateful import (
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue import Message, NewMessage, PeekedMessage, Queue, drop_expired_archives
-from tests.queue.model import Entry, Model
+from tests.queue.model import TIMED_OUT, Entry, Model
 
 MAX_RECEIVES = 3
 LATER = 1_000.0
@@ -308,6 +308,8 @@ class Machine(RuleBasedStateMachine):
             if entry.hidden or message.state == "visible":
                 continue
             assert place.model.waits(entry)
+            if entry.receipt is not None:
+                entry.note(TIMED_OUT)
             entry.receipt = None
             if message.state == "delayed":
                 # The second is not over yet.

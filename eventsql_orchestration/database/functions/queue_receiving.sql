@@ -311,7 +311,9 @@ BEGIN
         UPDATE {schema}.queue_message m
         SET eql_visible_at = CASE WHEN w.witness = ANY (witnesses) AND w.witness <> ALL (waiting) THEN 'infinity'
                              ELSE clock_timestamp() + interval '1 second' END,
-            eql_receipt = NULL
+            eql_receipt = NULL,
+            eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
         FROM unnest(waiting, waits_for) AS w (id, witness)
         WHERE m.eql_id = w.id AND (spent IS NULL OR w.witness <> ALL (spent));
     END IF;
