@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ import pytest
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import MessageNotFoundError, ValidationError
+from eventsql_orchestration.model import MAX_KEY_BYTES
 from eventsql_orchestration.queue import (
     AsyncQueue,
     NewMessage,
@@ -142,6 +144,20 @@ def test_spent_messages_move_to_the_dead_letters_with_their_history(database: Da
     assert (again.body, again.receives) == (b"bad", 1)
     assert again.history[-1]["reason"] == "redriven"
     assert queue.statistics().dead == 0
+
+
+def test_a_key_that_is_too_long_for_ordered_dead_letters_holds_nothing_up(database: Database) -> None:
+    dead = Queue(database, "graveyard", ordered=True)
+    dead.definition()
+    queue = Queue(database, "commands", max_receives=1, dead_letters="graveyard")
+    key = secrets.token_hex(MAX_KEY_BYTES // 2)
+    queue.send_all([NewMessage(b"1", key=key), NewMessage(b"2", key="short")])
+    queue.receive(max_messages=2)
+    expire(database)
+    queue.send(b"3")
+    assert bodies(queue.receive()) == [b"3"]
+    letters = dead.receive(max_messages=2)
+    assert [(each.body, each.key) for each in letters] == [(b"1", key), (b"2", "short")]
 
 
 def test_a_receive_fills_up_behind_spent_messages(database: Database) -> None:

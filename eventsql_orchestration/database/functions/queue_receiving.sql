@@ -10,7 +10,8 @@ CREATE OR REPLACE FUNCTION {schema}.note_of_message(
         || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
 $$;
 
--- A message whose receives are spent goes to the dead letters instead of to a receiver.
+-- A message whose receives are spent goes to the dead letters instead of to a receiver. A key of a queue without order
+-- may be too long for the index of keys that an ordered queue needs: then its dead letters have no order.
 CREATE OR REPLACE FUNCTION {schema}.bury_messages(of_queue integer, to_queue integer, spent bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -21,7 +22,8 @@ BEGIN
     UPDATE {schema}.queue_message m
     SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_unhandled = 0,
         eql_receipt = NULL,
-        eql_visible_at = clock_timestamp(), eql_due_at = NULL, eql_in_order = ordered AND m.eql_key IS NOT NULL,
+        eql_visible_at = clock_timestamp(), eql_due_at = NULL,
+        eql_in_order = ordered AND m.eql_key IS NOT NULL AND (m.eql_in_order OR octet_length(m.eql_key) <= 2600),
         eql_history = {schema}.note_of_message(
             CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
                 m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END,

@@ -1,4 +1,4 @@
-"""A message that waits for another again keeps its timeout in its history."""
+"""A message that waits for another again keeps its timeout in its history, and no dead letter holds a queue up."""
 
 from __future__ import annotations
 
