@@ -50,6 +50,14 @@ def test_a_message_that_waits_again_keeps_its_timeout_in_its_history(database: D
     assert [(entry["receive"], entry["reason"]) for entry in again.history] == [(1, "the visibility timeout ended")]
 
 
+def test_a_message_waits_out_of_sight_also_after_a_repeated_one_of_its_key(queue: Queue) -> None:
+    queue.send(b"1", key="a", deduplication_id="x")
+    queue.send_all([NewMessage(b"again", key="a", deduplication_id="x"), NewMessage(b"2", key="a")])
+    assert numbers(queue) == (1, 0, 0, 1)
+    queue.acknowledge(queue.receive()[0])
+    assert bodies(queue.receive()) == [b"2"]
+
+
 def test_only_the_first_message_of_a_key_is_received(queue: Queue) -> None:
     for body, key in ((b"a1", "a"), (b"a2", "a"), (b"b1", "b"), (b"free", None), (b"b2", "b")):
         queue.send(body, key=key)

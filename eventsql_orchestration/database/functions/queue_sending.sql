@@ -113,7 +113,11 @@ BEGIN
     IF ids IS NOT NULL THEN
         IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed'
            AND has_function_privilege('{schema}.lock_last_of_keys(integer, text[])', 'EXECUTE') THEN
-            behind := {schema}.lock_last_of_keys(of_queue, keys);
+            -- The first message of a key may be a repeated one, which is not sent: then the next one asks for its key.
+            behind := {schema}.lock_last_of_keys(of_queue, CASE WHEN repeated IS NULL THEN keys ELSE ARRAY(
+                SELECT CASE WHEN NOT given.repeated THEN given.key END
+                FROM unnest(keys, repeated) AS given (key, repeated)
+            ) END);
         END IF;
         INSERT INTO {schema}.queue_message (
             eql_id, eql_queue, eql_key, eql_body, eql_metadata, eql_priority, eql_in_order, eql_visible_at, eql_due_at

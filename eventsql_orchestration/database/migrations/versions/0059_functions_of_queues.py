@@ -1,4 +1,4 @@
-"""A message that waits for another again keeps its timeout in its history, and no dead letter holds a queue up."""
+"""An ordered queue notes each timeout, refuses keys in words, and no dead letter with a long key holds a queue up."""
 
 from __future__ import annotations
 
@@ -9,4 +9,4 @@ down_revision = "0058"
 
 
 def upgrade() -> None:
-    install("queue_receiving")
+    install("queue_sending", "queue_receiving")
