@@ -33,7 +33,7 @@ NEWEST = {
     "log": ("0032", "f799357de6eeef1e"),
     "publishing": ("0057", "0576c368c7808a23"),
     "queue_receiving": ("0059", "9ad0435f66c31890"),
-    "queue_sending": ("0059", "0f340455b1b94e42"),
+    "queue_sending": ("0059", "bf67e47542091529"),
     "queue_settling": ("0051", "325dd37e6537d9ae"),
     "reading": ("0056", "b41d265ed7c11b8f"),
     "store": ("0023", "b23aa28548abfbba"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -12,6 +13,7 @@ from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import MessageNotFoundError
 from eventsql_orchestration.queue import NewMessage, Queue
+from eventsql_orchestration.queue.queue_table import ORDERED_KEY_BYTES
 from eventsql_orchestration.sharding import shard_of_key
 from tests.fixtures import Sessions
 
@@ -161,6 +163,22 @@ def test_sql_refuses_what_the_library_refuses(queue: Queue, session: Connection,
     with pytest.raises(psycopg.errors.InvalidParameterValue):
         session.execute(f"SELECT eventsql.queue_{call}".encode())
     assert queue.statistics().depth == 0
+
+
+def test_a_key_that_is_too_long_for_an_ordered_queue_is_refused_as_in_the_library(
+    platform: EventSQL, session: Connection
+) -> None:
+    queue = Queue(platform, "ordered", ordered=True)
+    queue.definition()
+    send = "SELECT eventsql.queue_send_all('ordered', %s, %s, deduplication_ids => %s)"
+    too_long = secrets.token_hex(1_500)
+    with pytest.raises(psycopg.errors.InvalidParameterValue) as raised:
+        session.execute(send, [[b"1", b"2"], ["a", too_long], ["x", None]])
+    assert f" {ORDERED_KEY_BYTES} bytes" in str(raised.value.diag.message_hint)
+    assert queue.statistics().depth == 0
+    compressible = "k" * 10_000
+    session.execute(send, [[b"3", b"4"], [compressible, secrets.token_hex(ORDERED_KEY_BYTES // 2)], ["x", None]])
+    assert [message.body for message in queue.receive(max_messages=9)] == [b"3", b"4"]
 
 
 def test_a_rolled_back_transaction_sends_and_acknowledges_nothing(queue: Queue, sessions: Sessions) -> None:

@@ -216,10 +216,24 @@ BEGIN
     IF cardinality(bodies) = 0 THEN
         RETURN '{}';
     END IF;
-    RETURN {schema}.put_messages(
-        known.number, bodies, keys, metadata::text[], priorities, NULL, delays,
+    IF deduplication_ids IS NOT NULL THEN
         -- Its elements are found by their places from 1 on.
-        CASE WHEN deduplication_ids IS NOT NULL THEN ARRAY(SELECT unnest(deduplication_ids)) END
+        deduplication_ids := ARRAY(SELECT unnest(deduplication_ids));
+    END IF;
+    IF known.in_order AND EXISTS (SELECT FROM unnest(keys) AS key WHERE octet_length(key) > 2600) THEN
+        -- The index of keys may take a longer one, where it can be compressed. Each call would pay for this block.
+        BEGIN
+            RETURN {schema}.put_messages(
+                known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
+            );
+        EXCEPTION WHEN program_limit_exceeded THEN
+            RAISE EXCEPTION 'a key is too long for the ordered queue %, which has an index of keys',
+                quote_nullable(queue)
+                USING ERRCODE = 'invalid_parameter_value', HINT = 'Use keys of at most 2600 bytes. Nothing was sent.';
+        END;
+    END IF;
+    RETURN {schema}.put_messages(
+        known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
     );
 END
 $$;
