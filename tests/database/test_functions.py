@@ -30,7 +30,7 @@ NEWEST = {
     "guards": ("0008", "ac9067bf381c0192"),
     "layouts": ("0022", "49f1c7abf5c5720a"),
     "leftovers": ("0025", "cfa11eda1ea84138"),
-    "log": ("0032", "f799357de6eeef1e"),
+    "log": ("0059", "e7e29161f96f4fad"),
     "publishing": ("0057", "0576c368c7808a23"),
     "queue_receiving": ("0059", "9ad0435f66c31890"),
     "queue_sending": ("0059", "bf67e47542091529"),

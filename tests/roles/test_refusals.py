@@ -265,6 +265,8 @@ def test_nobody_becomes_another_role(login: Login, prefix: str) -> None:
         "SELECT eventsql.ensure_segments('orders''; DROP TABLE eventsql.topic; --', 10, 2)",
         "SELECT eventsql.ensure_segments('orders', 0, 2)",
         "SELECT eventsql.ensure_segments('orders', -5, 2)",
+        "SELECT eventsql.ensure_segments('orders', NULL, 2)",
+        "SELECT eventsql.ensure_segments('orders', 10, NULL)",
         "SELECT eventsql.ensure_segments('orders', 10, 1000000)",
         "SELECT eventsql.ensure_segments('access_role', 10, 2)",
     ],

@@ -47,6 +47,15 @@ def test_a_new_topic_has_a_segment_and_some_ahead(platform: EventSQL, session: C
     assert ranges(session) == [(0, size), (size, 2 * size), (2 * size, 3 * size)]
 
 
+def test_the_last_segment_ends_at_the_largest_id(platform: EventSQL, session: Connection) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    start, largest = 3 * segments.SEGMENT_EVENTS, 2**63 - 1
+    session.execute("SELECT setval(%s, %s)", [f"eventsql.{stored('orders')}_eql_id_seq", largest - 15])
+    for _ in range(2):
+        session.execute("SELECT eventsql.make_segments('orders', 10, 5)")
+        assert ranges(session)[3:] == [(start, largest - 5), (largest - 5, largest)]
+
+
 @pytest.mark.usefixtures("small")
 def test_segments_are_made_before_their_ids_come(platform: EventSQL, session: Connection) -> None:
     platform.registry.register_topic(Topic("orders", 2))

@@ -43,7 +43,10 @@ BEGIN
     WHERE inherits.inhparent = ANY (tables);
     WHILE ahead < kept OR past <= newest LOOP
         first := past;
-        past := greatest(past, newest) + events;
+        past := greatest(past, newest);
+        -- No id comes after the last segment.
+        EXIT WHEN past = 9223372036854775807;
+        past := past + least(events, 9223372036854775807 - past);
         IF first > newest THEN
             ahead := ahead + 1;
         END IF;
@@ -66,7 +69,7 @@ $$;
 CREATE OR REPLACE FUNCTION {schema}.ensure_segments(of_topic text, events bigint, kept integer) RETURNS void
 LANGUAGE plpgsql SECURITY DEFINER SET search_path = pg_catalog, pg_temp AS $$
 BEGIN
-    IF events NOT BETWEEN 1 AND 1000000000000 OR kept NOT BETWEEN 0 AND 10 THEN
+    IF (events BETWEEN 1 AND 1000000000000 AND kept BETWEEN 0 AND 10) IS NOT TRUE THEN
         RAISE EXCEPTION 'segments of % events, % ahead, are refused', events, kept
             USING ERRCODE = 'invalid_parameter_value';
     END IF;

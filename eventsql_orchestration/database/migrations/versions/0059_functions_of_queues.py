@@ -9,4 +9,4 @@ down_revision = "0058"
 
 
 def upgrade() -> None:
-    install("queue_sending", "queue_receiving")
+    install("queue_sending", "queue_receiving", "log")
