@@ -37,8 +37,8 @@ TRIGGER: Final = "event_buffer_granted"
 """The trigger on the buffer that refuses events which a role may not publish. It exists where roles exist."""
 
 _CONSUME: Final = (
-    "partition_waiting", "partition_events", "hold_claim", "end_claim", "advance_consumer", "filter_takes",
-    "readable_metadata", "first_taken", "fetch", "commit", "release", "renew", "fail",
+    "partition_waiting", "partition_events", "range_statement", "hold_claim", "end_claim", "advance_consumer",
+    "filter_takes", "readable_metadata", "first_taken", "fetch", "commit", "release", "renew", "fail",
 )  # fmt: skip
 """The functions that consume in SQL, and the functions that they call."""
 
@@ -48,7 +48,7 @@ _SEND: Final = ("put_messages", "lock_last_of_keys", "queue_number", "queue_send
 _WORK: Final = (
     "take_messages", "take_in_order", "take_others_in_order", "bury_messages", "promote_keys", "note_of_message",
     "acknowledge_messages", "make_queue_archive", "queue_number", "queue_receive", "queue_acknowledge",
-    "queue_acknowledge_all", "queue_release", "queue_extend",
+    "queue_acknowledge_all", "queue_release", "queue_extend", "refuse_messages",
 )  # fmt: skip
 """The functions that receive and settle messages, and the functions that they call."""
 

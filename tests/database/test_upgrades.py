@@ -335,13 +335,15 @@ _TAKE_IN_ORDER = "take_in_order(integer, integer, double precision"
             "take_others_in_order(integer, integer, double precision, tid[], bytea)",
         ),
         ("0050", "filter_takes(jsonb, text, json)", "first_taken(text, smallint, bigint, bigint, jsonb)"),
+        ("0059", "queue_acknowledge_all(text, bigint[], integer[])", "refuse_messages(text, bigint[])"),
+        ("0059", "partition_events(text, smallint, bigint, bigint)", "range_statement(text, smallint, text)"),
     ],
 )
 def test_rights_that_were_given_by_hand_outlive_a_new_function(old: str, revision: str, given: str, new: str) -> None:
     upgrade(old, REVISIONS[REVISIONS.index(revision) - 1])
     with psycopg.connect(old, autocommit=True) as connection:
         # As an earlier version of this package left it: without the new function, and with the one that it replaced.
-        connection.execute(f"DROP FUNCTION eventsql.{new}".encode())
+        connection.execute(f"DROP FUNCTION IF EXISTS eventsql.{new}".encode())
         if connection.execute("SELECT to_regprocedure(%s)", [f"eventsql.{given}"]).fetchone() == (None,):
             connection.execute(f"CREATE FUNCTION eventsql.{given} RETURNS void LANGUAGE sql AS ''".encode())
         connection.execute(f"REVOKE EXECUTE ON FUNCTION eventsql.{given} FROM PUBLIC".encode())

@@ -3,13 +3,6 @@
 -- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
 -- session, and never a plan that reads a table without its index.
 
-CREATE OR REPLACE FUNCTION {schema}.note_of_message(
-    history jsonb, receive integer, at timestamptz, reason text
-) RETURNS jsonb LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
-    SELECT CASE WHEN jsonb_array_length(history) >= 20 THEN history - 0 ELSE coalesce(history, '[]') END
-        || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
-$$;
-
 -- A message whose receives are spent goes to the dead letters instead of to a receiver. A key of a queue without order
 -- may be too long for the index of keys that an ordered queue needs: then its dead letters have no order.
 CREATE OR REPLACE FUNCTION {schema}.bury_messages(of_queue integer, to_queue integer, spent bigint[]) RETURNS void
@@ -322,16 +315,16 @@ BEGIN
 
     IF ready IS NOT NULL THEN
         until := clock_timestamp() + make_interval(secs => seconds);
-            RETURN QUERY
-            UPDATE {schema}.queue_message m
-            SET eql_visible_at = until,
-                eql_receives = m.eql_receives + 1,
-                eql_receipt = m.eql_receives + 1,
-                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
-            WHERE m.ctid = ANY (ready)
-            RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
-                      m.eql_priority, m.eql_created_at, m.eql_history, proceed;
+        RETURN QUERY
+        UPDATE {schema}.queue_message m
+        SET eql_visible_at = until,
+            eql_receives = m.eql_receives + 1,
+            eql_receipt = m.eql_receives + 1,
+            eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
+                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+        WHERE m.ctid = ANY (ready)
+        RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
+                  m.eql_priority, m.eql_created_at, m.eql_history, proceed;
     END IF;
 END
 $$;

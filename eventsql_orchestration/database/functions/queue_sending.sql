@@ -3,22 +3,6 @@
 -- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
 -- session, and never a plan that reads a table without its index.
 
-CREATE OR REPLACE FUNCTION {schema}.queue_number(
-    queue text, OUT number integer, OUT in_order boolean, OUT timeout double precision
-)
-LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
-BEGIN
-    SELECT q.eql_id, q.eql_ordered, q.eql_visibility_timeout INTO number, in_order, timeout
-    FROM {schema}.queue q WHERE q.eql_name = queue;
-    IF NOT FOUND THEN
-        RAISE EXCEPTION 'queue % does not exist', quote_nullable(queue)
-            USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'Create it with `eventsql queue create`, or by the first use in Python.';
-    END IF;
-END
-$$;
-COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
-
 -- For a sender, which may not read or lock messages: it tells for each key whether a message was locked. The orders say
 -- which index is read: a plan made on an empty table might read another one.
 CREATE OR REPLACE FUNCTION {schema}.lock_last_of_keys(of_queue integer, keys text[]) RETURNS boolean[]

@@ -148,11 +148,7 @@ BEGIN
                   HINT = 'It may miss the message that comes next. Take READ COMMITTED.';
     END IF;
     IF missing <> '{}' THEN
-        RAISE EXCEPTION 'queue % has no message % with this receipt',
-            quote_nullable(queue), array_to_string(missing, ', ')
-            USING ERRCODE = 'no_data_found',
-                  HINT = 'It was acknowledged or released before, or the visibility timeout ended and another receiver '
-                         'took it. Roll the effects back.';
+        PERFORM {schema}.refuse_messages(queue, missing);
     END IF;
 END
 $$;
@@ -175,7 +171,6 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
-    missing bigint[] := ARRAY[id];
 BEGIN
     known := {schema}.queue_number(queue);
     IF (delay >= 0 AND delay <= 31536000) IS NOT TRUE THEN
@@ -187,11 +182,7 @@ BEGIN
             m.eql_history, m.eql_receives, clock_timestamp(), left(reason, 1000)) END
     WHERE m.eql_id = queue_release.id AND m.eql_queue = known.number AND m.eql_receipt = queue_release.receipt;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'queue % has no message % with this receipt',
-            quote_nullable(queue), array_to_string(missing, ', ')
-            USING ERRCODE = 'no_data_found',
-                  HINT = 'It was acknowledged or released before, or the visibility timeout ended and another receiver '
-                         'took it. Roll the effects back.';
+        PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;
 END
 $$;
@@ -204,7 +195,6 @@ LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_m
 SET enable_seqscan = off SET enable_bitmapscan = off AS $$
 DECLARE
     known record;
-    missing bigint[] := ARRAY[id];
 BEGIN
     known := {schema}.queue_number(queue);
     IF (seconds > 0 AND seconds <= 31536000) IS NOT TRUE THEN
@@ -213,11 +203,7 @@ BEGIN
     UPDATE {schema}.queue_message m SET eql_visible_at = clock_timestamp() + make_interval(secs => seconds)
     WHERE m.eql_id = queue_extend.id AND m.eql_queue = known.number AND m.eql_receipt = queue_extend.receipt;
     IF NOT FOUND THEN
-        RAISE EXCEPTION 'queue % has no message % with this receipt',
-            quote_nullable(queue), array_to_string(missing, ', ')
-            USING ERRCODE = 'no_data_found',
-                  HINT = 'It was acknowledged or released before, or the visibility timeout ended and another receiver '
-                         'took it. Roll the effects back.';
+        PERFORM {schema}.refuse_messages(queue, ARRAY[id]);
     END IF;
 END
 $$;

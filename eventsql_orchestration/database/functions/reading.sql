@@ -67,6 +67,37 @@ $$;
 COMMENT ON FUNCTION {schema}.partition_waiting(text, smallint, bigint, bigint, bigint) IS
     'Of the events of a range, at most so many: number, first and last offset.';
 
+-- The statement that reads the events $1 < eql_id <= $2 of a topic, or of its partition $3. `arrays` are the values and
+-- the times of a block; a statement that needs neither gives others, which are read from no disk.
+CREATE OR REPLACE FUNCTION {schema}.range_statement(of_topic text, of_partition smallint, arrays text) RETURNS text
+LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
+DECLARE
+    own text := CASE WHEN of_partition >= 0 THEN 'eql_partition = $3 AND ' ELSE '' END;
+BEGIN
+    IF EXISTS (
+        SELECT FROM pg_class
+        WHERE oid = to_regclass(format('%I.%I', {literal}, lower(of_topic COLLATE "C") || '_event')) AND relkind = 'v'
+    ) THEN
+        RETURN format(
+            'SELECT b.eql_partition, b.base + coalesce(e.place, e.number) AS eql_id, e.key AS eql_key, '
+            'e.value AS eql_value, coalesce(e.metadata, ''{}''::json) AS eql_metadata, '
+            'coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at '
+            'FROM (SELECT *, eql_id - coalesce(eql_span, eql_events) AS base FROM {schema}.%I '
+            'WHERE %s eql_id > $1 AND eql_id <= least($2, 9223372036854755807) + 20000 '
+            'AND eql_id - coalesce(eql_span, eql_events) < $2 ORDER BY eql_id) b '
+            'CROSS JOIN LATERAL unnest(%s, b.eql_keys, b.eql_metadata, b.eql_places) '
+            'WITH ORDINALITY AS e (value, published, key, metadata, place, number) '
+            'WHERE b.base + coalesce(e.place, e.number) > $1 AND b.base + coalesce(e.place, e.number) <= $2',
+            lower(of_topic COLLATE "C") || '_block', own, arrays
+        );
+    END IF;
+    RETURN format(
+        'SELECT * FROM {schema}.%I WHERE %s eql_id > $1 AND eql_id <= $2',
+        lower(of_topic COLLATE "C") || '_event', own
+    );
+END
+$$;
+
 CREATE OR REPLACE FUNCTION {schema}.partition_events(of_topic text, of_partition smallint, after bigint, upto bigint)
 RETURNS TABLE (
     partition smallint, id bigint, key text, value bytea, metadata json, published_at timestamptz
@@ -74,37 +105,13 @@ RETURNS TABLE (
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off
 SET timezone = 'UTC' AS $$
-DECLARE
-    own text := CASE WHEN of_partition >= 0 THEN 'eql_partition = $3 AND ' ELSE '' END;
-    source text;
 BEGIN
-    IF EXISTS (
-        SELECT FROM pg_class
-        WHERE oid = to_regclass(format('%I.%I', {literal}, lower(of_topic COLLATE "C") || '_event')) AND relkind = 'v'
-    ) THEN
-        source := format(
-            'SELECT b.eql_partition, b.base + coalesce(e.place, e.number) AS eql_id, e.key AS eql_key, '
-            'e.value AS eql_value, coalesce(e.metadata, ''{}''::json) AS eql_metadata, '
-            'coalesce(e.published, b.eql_buffered_at) AS eql_buffered_at '
-            'FROM (SELECT *, eql_id - coalesce(eql_span, eql_events) AS base FROM {schema}.%I '
-            'WHERE %s eql_id > $1 AND eql_id <= least($2, 9223372036854755807) + 20000 '
-            'AND eql_id - coalesce(eql_span, eql_events) < $2 ORDER BY eql_id) b '
-            'CROSS JOIN LATERAL unnest(b.eql_values, b.eql_keys, b.eql_metadata, b.eql_times, b.eql_places) '
-            'WITH ORDINALITY AS e (value, key, metadata, published, place, number) '
-            'WHERE b.base + coalesce(e.place, e.number) > $1 AND b.base + coalesce(e.place, e.number) <= $2',
-            lower(of_topic COLLATE "C") || '_block', own
-        );
-    ELSE
-        source := format(
-            'SELECT * FROM {schema}.%I WHERE %s eql_id > $1 AND eql_id <= $2',
-            lower(of_topic COLLATE "C") || '_event', own
-        );
-    END IF;
     -- The metadata of an erased event begin with a mark.
     RETURN QUERY EXECUTE
         'SELECT eql_partition, eql_id, eql_key, CASE WHEN octet_length(eql_value) > 0 '
         'OR NOT starts_with(eql_metadata::text, ''{"eventsql_erased":'') THEN eql_value END, eql_metadata, '
-        'eql_buffered_at::timestamptz FROM (' || source || ') event ORDER BY eql_id'
+        'eql_buffered_at::timestamptz FROM ('
+        || {schema}.range_statement(of_topic, of_partition, 'b.eql_values, b.eql_times') || ') event ORDER BY eql_id'
         USING after, upto, of_partition;
 END
 $$;
@@ -149,33 +156,12 @@ CREATE OR REPLACE FUNCTION {schema}.first_taken(
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 DECLARE
-    own text := CASE WHEN of_partition >= 0 THEN 'eql_partition = $3 AND ' ELSE '' END;
-    source text;
     taken bigint;
 BEGIN
-    IF EXISTS (
-        SELECT FROM pg_class
-        WHERE oid = to_regclass(format('%I.%I', {literal}, lower(of_topic COLLATE "C") || '_event')) AND relkind = 'v'
-    ) THEN
-        source := format(
-            'SELECT b.base + coalesce(e.place, e.number) AS eql_id, e.key AS eql_key, '
-            'coalesce(e.metadata, ''{}''::json) AS eql_metadata '
-            'FROM (SELECT *, eql_id - coalesce(eql_span, eql_events) AS base FROM {schema}.%I '
-            'WHERE %s eql_id > $1 AND eql_id <= least($2, 9223372036854755807) + 20000 '
-            'AND eql_id - coalesce(eql_span, eql_events) < $2 ORDER BY eql_id) b '
-            'CROSS JOIN LATERAL unnest(array_fill(0, ARRAY[b.eql_events]), b.eql_keys, b.eql_metadata, b.eql_places) '
-            'WITH ORDINALITY AS e (event, key, metadata, place, number) '
-            'WHERE b.base + coalesce(e.place, e.number) > $1 AND b.base + coalesce(e.place, e.number) <= $2',
-            lower(of_topic COLLATE "C") || '_block', own
-        );
-    ELSE
-        source := format(
-            'SELECT eql_id, eql_key, eql_metadata FROM {schema}.%I WHERE %s eql_id > $1 AND eql_id <= $2',
-            lower(of_topic COLLATE "C") || '_event', own
-        );
-    END IF;
-    EXECUTE 'SELECT min(eql_id) FROM (' || source || ') event '
-        'WHERE {schema}.filter_takes($4, eql_key, eql_metadata)'
+    EXECUTE 'SELECT min(eql_id) FROM ('
+        || {schema}.range_statement(
+            of_topic, of_partition, 'array_fill(0, ARRAY[b.eql_events]), NULL::timestamptz[]')
+        || ') event WHERE {schema}.filter_takes($4, eql_key, eql_metadata)'
         INTO taken USING after, upto, of_partition, conditions;
     RETURN taken;
 END

@@ -1,0 +1,34 @@
+-- What the functions of queues share.
+
+CREATE OR REPLACE FUNCTION {schema}.queue_number(
+    queue text, OUT number integer, OUT in_order boolean, OUT timeout double precision
+)
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    SELECT q.eql_id, q.eql_ordered, q.eql_visibility_timeout INTO number, in_order, timeout
+    FROM {schema}.queue q WHERE q.eql_name = queue;
+    IF NOT FOUND THEN
+        RAISE EXCEPTION 'queue % does not exist', quote_nullable(queue)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'Create it with `eventsql queue create`, or by the first use in Python.';
+    END IF;
+END
+$$;
+COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
+
+CREATE OR REPLACE FUNCTION {schema}.note_of_message(
+    history jsonb, receive integer, at timestamptz, reason text
+) RETURNS jsonb LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
+    SELECT CASE WHEN jsonb_array_length(history) >= 20 THEN history - 0 ELSE coalesce(history, '[]') END
+        || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
+$$;
+
+CREATE OR REPLACE FUNCTION {schema}.refuse_messages(queue text, ids bigint[]) RETURNS void
+LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
+BEGIN
+    RAISE EXCEPTION 'queue % has no message % with this receipt', quote_nullable(queue), array_to_string(ids, ', ')
+        USING ERRCODE = 'no_data_found',
+              HINT = 'It was acknowledged or released before, or the visibility timeout ended and another receiver '
+                     'took it. Roll the effects back.';
+END
+$$;
