@@ -503,11 +503,19 @@ class Machine(RuleBasedStateMachine):
 
 
 def _states(model: Model, entry: Entry) -> set[str]:
-    """The states that a message may have: one that waits for another may be parked or not."""
+    """The states that a message may have: one that waits for another may be parked or not.
+
+    A message that waited for a later one, which a receiver held, stays parked until a receiver finds the later one.
+    """
     if entry.hidden and entry.receipt is not None:
         return {"in flight"}
     state = "delayed" if entry.hidden else "visible"
-    return {state, "blocked"} if model.waits(entry) else {state}
+    waited = (
+        model.ordered
+        and entry.key is not None
+        and any(each.receives and each.id > entry.id for each in model.entries.values() if each.key == entry.key)
+    )
+    return {state, "blocked"} if waited or model.waits(entry) else {state}
 
 
 def _reasons(history: Sequence[Any]) -> list[tuple[int, str]]:
