@@ -29,7 +29,6 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import LetterFilter
 from eventsql_orchestration.database import Queries
-from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.model import NOT_PARTITIONED, STORAGES, Retention, Storage
 from eventsql_orchestration.publishing import log_writer, low_water, publisher
 from eventsql_orchestration.publishing.transfer import Transfer
@@ -37,6 +36,7 @@ from eventsql_orchestration.storage import log_form, segments
 from eventsql_orchestration.storage.log_queries import LogQueries
 from eventsql_orchestration.storage.metrics import LogMetrics
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Earliest, Latest, Position, ShiftBy
+from tests.conftest import Administrator, Prepared
 from tests.plans import custom_plan, numbered
 
 if TYPE_CHECKING:
@@ -308,9 +308,9 @@ def storage(request: pytest.FixtureRequest) -> Storage:
 
 
 @pytest.fixture(scope="module")
-def platform(server: EmbeddedPostgres, watch: Watch, storage: Storage) -> Iterator[EventSQL]:
+def platform(administrator: Administrator, watch: Watch, storage: Storage) -> Iterator[EventSQL]:
     """The log, consumers at its start, in its middle and at its end, and dead letters."""
-    with EventSQL(server.create_database(f"scale_{storage}"), transfer=False) as platform:
+    with administrator.copied() as dsn, EventSQL(dsn, transfer=False) as platform:
         platform.registry.register_topic(Topic("orders", 10, storage=storage))
         platform.registry.register_topic(Topic("orders_dlt", storage="rows"))
         with platform.database.connection() as connection:
@@ -367,7 +367,6 @@ def platform(server: EmbeddedPostgres, watch: Watch, storage: Storage) -> Iterat
             connection.execute("VACUUM (ANALYZE) eventsql.orders_dlt_event, eventsql.redriven_dead_letter")
             connection.execute("ANALYZE eventsql.consumer, eventsql.topic, eventsql.consumer_claim")
         yield platform
-    server.drop_database(f"scale_{storage}")
 
 
 def check(plan: Plan, allowed: set[str], *, rows: int, steps: int) -> None:
@@ -643,32 +642,41 @@ def test_a_batch_takes_the_same_few_statements_however_large_it_is(platform: Eve
 TOPICS: Final = 200
 
 
+def fill_buffer(platform: EventSQL) -> None:
+    """Flood the buffer with one topic, with few events of another and one of a third, among many topics."""
+    for topic in (Topic("flood"), Topic("orders", 10), Topic("rare")):
+        platform.registry.register_topic(topic)
+    with platform.database.connection() as connection:
+        connection.execute("ALTER TABLE eventsql.event_buffer SET (autovacuum_enabled = off)")
+        connection.execute(
+            "INSERT INTO eventsql.event_buffer_lock SELECT 'idle ' || n FROM generate_series(4, %s) n", [TOPICS]
+        )
+        connection.execute(
+            """
+            INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
+            SELECT CASE WHEN n = %s THEN 'rare' WHEN n %% 1000 = 0 THEN 'orders' ELSE 'flood' END, -1, 'x', '{}'
+            FROM generate_series(1, %s) n
+            """,
+            [BUFFERED - 1, BUFFERED],
+        )
+
+
 @pytest.fixture(scope="module", params=[False, True], ids=["not analyzed", "analyzed"])
-def buffered(server: EmbeddedPostgres, watch: Watch, request: pytest.FixtureRequest) -> Iterator[EventSQL]:
-    """A buffer that one topic floods, with few events of another and one of a third, among many topics."""
-    name = f"buffer_{request.param}".lower()
-    with EventSQL(server.create_database(name), transfer=False) as platform, pytest.MonkeyPatch.context() as patch:
+def buffered(
+    administrator: Administrator, prepared: Prepared, watch: Watch, request: pytest.FixtureRequest
+) -> Iterator[EventSQL]:
+    """A flooded buffer."""
+    with (
+        administrator.copied(template=prepared(fill_buffer)[0]) as dsn,
+        EventSQL(dsn, transfer=False) as platform,
+        pytest.MonkeyPatch.context() as patch,
+    ):
         # What is decided is known to the last batch, so that the pages read are those of the batch.
         patch.setattr(low_water, "OBSERVE_SECONDS", -1.0)
-        for topic in (Topic("flood"), Topic("orders", 10), Topic("rare")):
-            platform.registry.register_topic(topic)
-        with platform.database.connection() as connection:
-            connection.execute("ALTER TABLE eventsql.event_buffer SET (autovacuum_enabled = off)")
-            connection.execute(
-                "INSERT INTO eventsql.event_buffer_lock SELECT 'idle ' || n FROM generate_series(4, %s) n", [TOPICS]
-            )
-            connection.execute(
-                """
-                INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata)
-                SELECT CASE WHEN n = %s THEN 'rare' WHEN n %% 1000 = 0 THEN 'orders' ELSE 'flood' END, -1, 'x', '{}'
-                FROM generate_series(1, %s) n
-                """,
-                [BUFFERED - 1, BUFFERED],
-            )
-            if request.param:
+        if request.param:
+            with platform.database.connection() as connection:
                 connection.execute("ANALYZE eventsql.event_buffer, eventsql.event_buffer_lock, eventsql.topic")
         yield platform
-    server.drop_database(name)
 
 
 def check_buffer(plan: Plan, *, rows: int, blocks: int) -> None:
