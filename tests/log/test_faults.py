@@ -27,9 +27,10 @@ AS_QUEUE = replace(CHANGING, events=2_000, restarts=4, consumers=AS_A_QUEUE)
 @pytest.mark.parametrize(
     "settings",
     [
-        # Most of a run's processor time is that of adding shards: all its processes go on meanwhile.
+        # Most of a run's processor time is that of its faults: all its processes go on meanwhile.
         pytest.param(
-            replace(SHARDED, events=2_500, changes=2, additions=1), id="a shard that is added, and changes of the form"
+            replace(SHARDED, events=1_200, repartitionings=1, changes=2, additions=1),
+            id="a shard that is added, and changes of the form",
         ),
         pytest.param(
             replace(SHARDED, events=2_500, changes=2),
