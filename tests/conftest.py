@@ -236,20 +236,25 @@ class Administrator:
 
     @contextmanager
     def copied(self, name: str | None = None, *, template: str = TEMPLATE) -> Iterator[str]:
-        """A copy of a database, file by file, of a random name by default. Gives its DSN, and drops it at the end.
+        """A copy of a database, of a random name by default. Gives its DSN, and drops it at the end."""
+        name = name or f"test_{uuid.uuid4().hex}"
+        dsn = self.copy(name, template=template)
+        try:
+            yield dsn
+        finally:
+            self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name)))
+
+    def copy(self, name: str, *, template: str = TEMPLATE) -> str:
+        """Copy a database, file by file, and give the DSN of the copy.
 
         Copying the template takes 15 ms as files in memory, 60 ms on a disk, and 200 ms through the WAL, as is the
         default.
         """
         # PostgreSQL 14 knows no other way, and not the word for it.
         way = sql.SQL("STRATEGY file_copy" if self._connection.info.server_version >= 150000 else "")
-        name = name or f"test_{uuid.uuid4().hex}"
-        copy = sql.Identifier(name)
-        self._execute(sql.SQL("CREATE DATABASE {} TEMPLATE {} {}").format(copy, sql.Identifier(template), way))
-        try:
-            yield self._running.dsn_for(name)
-        finally:
-            self._execute(sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(copy))
+        copy = sql.SQL("CREATE DATABASE {} TEMPLATE {} {}")
+        self._execute(copy.format(sql.Identifier(name), sql.Identifier(template), way))
+        return self._running.dsn_for(name)
 
     def drop_roles(self, prefix: str) -> None:
         """Drop the roles whose names begin so. The databases in which they had something are dropped already."""

@@ -13,13 +13,13 @@ from eventsql_orchestration.cli.application import main
 from eventsql_orchestration.client.consumers import ClusterConsumption
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.running import Running
-from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseUnavailableError, ShardSetError, ShardUnavailableError
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from eventsql_orchestration.topics.positions import Latest
-from tests.conftest import own_server
+from tests.conftest import TEMPLATE, Administrator, hash_password, own_server
 from tests.effects import effects, make_table, write
 from tests.shards.adding import KEYS
 from tests.shards.conftest import Databases, Open, Until
@@ -47,16 +47,27 @@ class Begun(Running):
 
 @pytest.fixture(scope="module")
 def second() -> Iterator[EmbeddedPostgres]:
-    """A server of its own, which the tests stop and start."""
+    """A server of its own with a template of migrated databases, which the tests stop and start."""
     with own_server() as embedded:
+        with embedded.start().connect() as connection:
+            hash_password(connection, times=1)
+        with Database(embedded.create_database(TEMPLATE)) as database:
+            database.migrate()
         yield embedded
 
 
+@pytest.fixture(scope="module")
+def other(second: EmbeddedPostgres) -> Iterator[Administrator]:
+    """Makes databases on the second server, which go with it."""
+    administrator = Administrator(second)
+    yield administrator
+    administrator.close()
+
+
 @pytest.fixture
-def dsns(databases: Databases, second: EmbeddedPostgres, request: pytest.FixtureRequest) -> list[str]:
+def dsns(databases: Databases, other: Administrator, request: pytest.FixtureRequest) -> list[str]:
     """Shards on two servers, with a topic and a consumer; the second server is running."""
-    second.start()
-    dsns = [*databases(1), second.create_database(f"db_{abs(hash(request.node.name))}")]
+    dsns = [*databases(1), other.copy(f"db_{abs(hash(request.node.name))}")]
     with EventSQL(*dsns) as platform:
         platform.registry.register_topic(Topic("orders", 2))
         platform.registry.register_consumer(Consumer("orders", "mailer", partitioned=True))
@@ -203,17 +214,16 @@ def test_a_platform_opens_with_a_shard_that_is_down_and_takes_it_up_when_it_is_t
 
 
 def test_a_platform_opens_while_the_server_of_a_prepared_shard_is_down(
-    databases: Databases, opened: Open, second: EmbeddedPostgres, until: Until
+    databases: Databases, opened: Open, second: EmbeddedPostgres, other: Administrator, until: Until
 ) -> None:
-    second.start()
-    one, other, new = *databases(2), second.create_database("prepared")
-    with EventSQL(one, other) as platform:
+    one, two, new = *databases(2), other.copy("prepared")
+    with EventSQL(one, two) as platform:
         platform.registry.register_topic(Topic("orders", 2)).register_consumer(Consumer("orders", "mailer"))
-    with Shard(one) as first, Shard(other) as next_one, Shard(new) as prepared:
+    with Shard(one) as first, Shard(two) as next_one, Shard(new) as prepared:
         ShardAddition([first, next_one], prepared).execute(only_prepare=True)
     second.stop()
 
-    platform = opened(one, other, new).open()
+    platform = opened(one, two, new).open()
     assert sorted(each.state for each in platform.status()) == ["down", "takes events", "takes events"]
     assert [shard.name for shard in platform.members()] == ["shard-1", "shard-2"]
     platform.publisher.publish_all(publication(key) for key in KEYS)
@@ -282,11 +292,12 @@ def test_the_lag_shows_a_shard_as_unreachable_from_the_first_look_on(
 
 
 @pytest.fixture
-def three(databases: Databases, second: EmbeddedPostgres, request: pytest.FixtureRequest) -> list[str]:
+def three(
+    databases: Databases, second: EmbeddedPostgres, other: Administrator, request: pytest.FixtureRequest
+) -> list[str]:
     """Three shards, two of them on the second server, which is stopped."""
-    second.start()
     name = f"db_{abs(hash(request.node.name))}"
-    dsns = [*databases(1), *(second.create_database(f"{name}_{number}") for number in range(2))]
+    dsns = [*databases(1), *(other.copy(f"{name}_{number}") for number in range(2))]
     with EventSQL(*dsns) as platform:
         platform.registry.register_topic(Topic("orders"))
     second.stop()
