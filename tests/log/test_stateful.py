@@ -1035,8 +1035,8 @@ def _target(topic: TopicModel, partition: int, offset: int, position: Position) 
     ("form", "examples"),
     [
         ("rows", 2),
-        ("blocks", 3),
-        ("changing", 3),
+        ("blocks", 2),
+        ("changing", 2),
         *(pytest.param(form, 60, marks=pytest.mark.nightly) for form in (*STORAGES, "changing")),
     ],
 )
