@@ -212,8 +212,8 @@ def deployed(
 
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    """A deployment of the locations `first` and `second`, for all tests of a module."""
-    with deployed(tmp_path_factory.mktemp("deployment"), "first", "second") as made:
+    """A deployment of the location `first`, for all tests of a module."""
+    with deployed(tmp_path_factory.mktemp("deployment"), "first") as made:
         yield made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
@@ -19,6 +20,13 @@ from tests.dagster.launcher.conftest import Deployment, deployed, descriptors, w
 from tests.waiting import PATIENCE, wait_until
 
 SUCCESS, FAILURE, CANCELED = (dg.DagsterRunStatus(name) for name in ("SUCCESS", "FAILURE", "CANCELED"))
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A deployment of the locations `first` and `second`, for all tests of this module."""
+    with deployed(tmp_path_factory.mktemp("deployment"), "first", "second") as made:
+        yield made
 
 
 def ended(process: psutil.Process) -> bool:

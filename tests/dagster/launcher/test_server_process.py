@@ -41,26 +41,31 @@ REFUSED = {
     ("before", "reason", "timeout"),
     [pytest.param(*REFUSED[way], id=way, marks=[pytest.mark.nightly] if way == "dies" else []) for way in REFUSED],
 )
-def test_a_server_refuses_a_location_that(tmp_path: Path, before: str, reason: str, timeout: int) -> None:
+def test_a_server_refuses_a_location_that(
+    tmp_path: Path, shared_instance: dg.DagsterInstance, before: str, reason: str, timeout: int
+) -> None:
     origin = _origin(tmp_path, before)
-    with dg.instance_for_test() as instance, pytest.raises(Unforkable) as refused:
-        ServerProcess("refused", origin, instance.get_ref(), max_runs=5, timeout=timeout)
+    with pytest.raises(Unforkable) as refused:
+        ServerProcess("refused", origin, shared_instance.get_ref(), max_runs=5, timeout=timeout)
     assert reason in str(refused.value)
 
 
 @pytest.mark.nightly
-def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served(tmp_path: Path) -> None:
+def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served(
+    tmp_path: Path, shared_instance: dg.DagsterInstance
+) -> None:
     origin = _origin(tmp_path, "import numpy")
-    with dg.instance_for_test() as instance:
-        server = ServerProcess("numeric", origin, instance.get_ref(), max_runs=5, timeout=120)
-        server.close()
-        wait_until(server.has_ended, "the end of the server")
+    server = ServerProcess("numeric", origin, shared_instance.get_ref(), max_runs=5, timeout=120)
+    server.close()
+    wait_until(server.has_ended, "the end of the server")
 
 
-def test_a_location_whose_program_is_not_on_this_machine_is_refused(tmp_path: Path) -> None:
+def test_a_location_whose_program_is_not_on_this_machine_is_refused(
+    tmp_path: Path, shared_instance: dg.DagsterInstance
+) -> None:
     origin = _origin(tmp_path, "")._replace(executable_path=str(tmp_path / "python"))
-    with dg.instance_for_test() as instance, pytest.raises(Unforkable):
-        ServerProcess("elsewhere", origin, instance.get_ref(), max_runs=5, timeout=120)
+    with pytest.raises(Unforkable):
+        ServerProcess("elsewhere", origin, shared_instance.get_ref(), max_runs=5, timeout=120)
 
 
 @pytest.mark.parametrize(
