@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pyspark
 import pytest
 from pyspark.sql import SparkSession
@@ -86,6 +87,16 @@ def run_pipeline(project: Path, home: Path, address: str) -> None:
 def values(platform: EventSQL, topic: str) -> list[bytes]:
     platform.transfer.run_once()
     return [event.value for event in platform.reader.read(topic)]
+
+
+def test_a_server_listens_on_loopback_alone(address: str) -> None:
+    port = int(address.rpartition(":")[2])
+    listening = [
+        {each.laddr for each in process.net_connections("inet") if each.status == psutil.CONN_LISTEN}
+        for process in psutil.Process().children(recursive=True)
+    ]
+    (of_server,) = [found for found in listening if port in {each.port for each in found}]
+    assert {each.ip for each in of_server} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
 def test_reads_what_a_session_of_its_own_would(client: Driver, platform: EventSQL, orders: str, dsn: str) -> None:
