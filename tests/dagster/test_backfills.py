@@ -348,18 +348,18 @@ def test_an_unfinished_backfill_does_not_end(bench: Workbench, backfills: Backfi
 
 
 @pytest.mark.parametrize(
-    "cut",
+    ("events", "cut"),
     [
-        {}, {"window_events": 7}, pytest.param({"window_events": 40}, marks=pytest.mark.nightly),
-        {"window": timedelta(seconds=1)},
+        (70, {}), (28, {"window_events": 7}), pytest.param(70, {"window_events": 40}, marks=pytest.mark.nightly),
+        (70, {"window": timedelta(seconds=1)}),
     ],
     ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("definition", location.BACKFILLS, ids=lambda each: each.consumer.consumer.name)
 def test_however_a_range_is_cut_each_event_takes_effect_once(
-    bench: Workbench, backfills: Backfills, definition: BackfillDefinition, cut: dict[str, Any]
+    bench: Workbench, backfills: Backfills, definition: BackfillDefinition, events: int, cut: dict[str, Any]
 ) -> None:
-    ids = bench.publish("orders", 70)
+    ids = bench.publish("orders", events)
     plan = everything(backfills, definition.consumer.consumer.name, **cut)
     before = offsets(bench, definition.consumer)
     replay_all(bench, definition, plan, backfills.register(plan, "one"))
