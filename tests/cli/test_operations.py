@@ -644,16 +644,16 @@ def test_the_value_of_a_dead_letter_that_is_no_text_is_shown_in_hexadecimal(run:
     assert "mailer" in run("dlt", "list", TOPIC).stdout
 
 
-@pytest.fixture
-def dead_letters(consumer: str, platform: EventSQL) -> None:
+def prepare_dead_letters(platform: EventSQL) -> None:
     """Four of `mailer`, given up in one hour each from midnight on."""
+    prepare(platform)
     platform.registry.register_topic(Topic(f"{TOPIC}_dlt"))
     platform.publisher.publish_all(
         Publication(TOPIC, b"", key=f"k{number}", metadata={"source": "web" if number < 2 else "app"}, partition=0)
         for number in range(4)
     )
     platform.transfer.run_once()
-    while platform.consumers.consume_once(TOPIC, consumer, fail):
+    while platform.consumers.consume_once(TOPIC, "mailer", fail):
         pass
     platform.transfer.run_once()
     with platform.database.connection() as connection:
@@ -661,6 +661,9 @@ def dead_letters(consumer: str, platform: EventSQL) -> None:
             "UPDATE eventsql.account_created_dlt_event "
             "SET eql_buffered_at = timestamptz '2026-01-01 00:00Z' + (eql_id - 1) * interval '1 hour'"
         )
+
+
+with_dead_letters = pytest.mark.prepared.with_args(prepare_dead_letters)
 
 
 FILTERED = [
@@ -677,7 +680,7 @@ FILTERED = [
 ]
 
 
-@pytest.mark.usefixtures("dead_letters")
+@with_dead_letters
 @pytest.mark.parametrize(("options", "expected"), FILTERED)
 def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(
     run: Run, platform: EventSQL, options: list[object], expected: list[int]
@@ -700,7 +703,7 @@ def test_the_dead_letters_that_are_listed_are_those_that_are_redriven(
     assert listed("--redriven") == expected
 
 
-@pytest.mark.usefixtures("dead_letters")
+@with_dead_letters
 def test_dead_letters_are_redriven_again_when_that_is_asked_for(run: Run, platform: EventSQL) -> None:
     run("dlt", "redrive", TOPIC, "--id", 2)
     plan = run("dlt", "redrive", TOPIC, "--dry-run", "--again", "--json").stdout
