@@ -146,16 +146,21 @@ def contents(platform: EventSQL) -> object:
     return ends, platform.registry.consumers(), platform.buffered()
 
 
+@pytest.fixture(scope="module")
+def before(filled: EventSQL) -> object:
+    """The contents that no command may change."""
+    return contents(filled)
+
+
 @pytest.mark.parametrize(
     "case", [pytest.param((code, *row), id=row[0]) for code, rows in ((2, WRONG_USAGE), (1, MISSING)) for row in rows]
 )
 def test_wrong_usage_is_one_line_and_changes_nothing(
-    invoke: Run, filled: EventSQL, directory: Path, case: tuple[int, str, str]
+    invoke: Run, filled: EventSQL, before: object, directory: Path, case: tuple[int, str, str]
 ) -> None:
     code, line, word = case
     for name in ("e.txt", "e.parquet.gz"):
         (directory / name).touch()
-    before = contents(filled)
     result = invoke("--dsn", filled.database.dsn, *shlex.split(line), stdin="1\n")
     assert (result.exit_code, result.stdout) == (code, ""), result.stderr
     (message,) = result.stderr.splitlines()
