@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -125,8 +126,13 @@ def test_a_consumer_that_is_being_consumed_for_long_fails_the_command(
     monkeypatch.setattr(seek_module, "LOCK_SECONDS", 0.05)
     results: list[Result] = []
 
-    def handle(events: Sequence[Event], connection: Connection) -> None:
+    def seek() -> None:
         results.append(run("seek", "orders", "whole", "--to-earliest", "--execute"))
+
+    def handle(events: Sequence[Event], connection: Connection) -> None:
+        other = threading.Thread(target=seek)
+        other.start()
+        other.join()
 
     platform.seeker.execute("orders", "whole", Earliest())
     platform.consumers.consume_once("orders", "whole", handle)
