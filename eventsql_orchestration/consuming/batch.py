@@ -172,8 +172,8 @@ class BatchRunner:
         try:
             with self._database.transaction() as connection, cancellation.connection(connection):
                 if (batch := source.open(connection, size)) is not None:
-                    events, key = batch.events, source.key
-                    with key.held(connection, self._database.schema):
+                    events = batch.events
+                    with source.key.held(connection, self._database.schema):
                         outcome = self._handle(connection, batch, handler, attempt)
                     if isinstance(outcome, _Attempt):
                         raise psycopg.Rollback

@@ -23,7 +23,6 @@ from eventsql_orchestration.consuming.failures import backoff_after, without_let
 from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import read_committed
@@ -314,9 +313,7 @@ class Deliveries:
             # Acknowledge first: nobody else takes the event while the handler runs, and a commit by the handler commits
             # the acknowledgement too.
             self._acknowledge_in(connection, delivery)
-            what = f"consumer {self._consumer!r} of topic {self._topic!r}"
-            key = self._topic, self._consumer, str(delivery.partition)
-            with holding(connection, self._database.schema, what, "delivery", *key):
+            with self._key(delivery.partition).held(connection, self._database.schema, "delivery"):
                 call_handler(connection, [delivery.event], handler)
 
     def _acknowledge_in(self, connection: Connection, delivery: Delivery) -> None:

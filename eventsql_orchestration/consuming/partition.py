@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from typing import Literal
 
 import psycopg
 from psycopg import sql
@@ -36,10 +37,11 @@ class ConsumerPartition:
     def parameters(self) -> dict[str, object]:
         return {"topic": self.topic, "consumer": self.consumer, "partition": self.partition}
 
-    def held(self, connection: Connection, schema: str) -> AbstractContextManager[None]:
-        """A block for a handler whose transaction has locked the partition."""
-        what = f"consumer {self.consumer!r} of topic {self.topic!r}"
-        return holding(connection, schema, what, "consumer", self.topic, self.consumer, str(self.partition))
+    def held(
+        self, connection: Connection, schema: str, locked: Literal["consumer", "delivery"] = "consumer"
+    ) -> AbstractContextManager[None]:
+        """A block for handlers whose transaction has locked the partition, or only one of its deliveries."""
+        return holding(connection, schema, self, locked, self.topic, self.consumer, str(self.partition))
 
     def __str__(self) -> str:
         partition = "" if self.partition < 0 else f" partition {self.partition}"

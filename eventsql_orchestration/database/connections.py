@@ -186,7 +186,14 @@ def identity(connection: Connection) -> str | None:
     return None if row is None else str(row[0])
 
 
-_Address: TypeAlias = tuple[str, str, int, str, str]
+Address: TypeAlias = tuple[str, str, int, str]
+"""The host, its IP address, the port, and the name of a database."""
+
+
+def address(connection: Connection) -> Address:
+    """The address of a connection's database. By an alias, a socket or a pooler, the same database has another one."""
+    info = connection.info
+    return info.host, info.hostaddr, info.port, info.dbname
 
 
 class Home:
@@ -197,19 +204,19 @@ class Home:
     """
 
     def __init__(self) -> None:
-        self._addresses: Final[set[_Address]] = set()
+        self._logins: Final[set[tuple[Address, str]]] = set()
         self._own: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
         self._identity: str | None = None
 
     def note(self, connection: Connection) -> None:
-        """Note the address of a connection of the platform's own."""
-        self._addresses.add(_address(connection))
+        """Note the address and the user of a connection of the platform's own."""
+        self._logins.add(_login(connection))
 
     def check(self, connection: Connection, database: object, ask: Callable[[], str | None]) -> None:
         """Raise `ValidationError` for a connection to another database than `database`, whose identity `ask` gives."""
         if connection in self._own:
             return
-        if _address(connection) not in self._addresses:
+        if _login(connection) not in self._logins:
             theirs = identity(connection)
             if theirs is not None and theirs != self._identity:
                 # Asked anew: behind a pooler or a name, another server may have taken over since.
@@ -224,7 +231,6 @@ class Home:
         self._own.add(connection)
 
 
-def _address(connection: Connection) -> _Address:
-    info = connection.info
+def _login(connection: Connection) -> tuple[Address, str]:
     # Some poolers choose the database by the user.
-    return info.host, info.hostaddr, info.port, info.dbname, info.user
+    return address(connection), connection.info.user

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Final, Literal, Self, TypeAlias
 
@@ -174,8 +175,9 @@ class Subscription:
                 # Ask before the changes are read, so that the place does not pass changes that commit in between.
                 newest = self._order.newest(connection)
                 changes = self._order.read(connection, after, self._only, limit)
-                for number, change in enumerate(changes):
-                    self._call(change, number, connection)
+                with self._held(connection):
+                    for number, change in enumerate(changes):
+                        self._call(change, number, connection)
 
                 places = [each.checkpoint for each in changes[-1:] if each.checkpoint is not None]
                 reached = max([after, *places, *([newest] if len(changes) < limit else [])])
@@ -188,11 +190,14 @@ class Subscription:
             raise _CommitFailedError(changes, error) from error
         return Progress(len(changes), more=len(changes) == limit)
 
-    def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
+    def _held(self, connection: Connection) -> AbstractContextManager[None]:
+        """A block for handlers whose transaction has locked the subscription, or a dead letter of it."""
         what = f"subscription {self.name!r}"
+        return holding(connection, self._database.schema, what, "subscription", self.name)
+
+    def _call(self, change: RecordedChange, number: int, connection: Connection) -> None:
         try:
-            with holding(connection, self._database.schema, what, "subscription", self.name):
-                call_handler(connection, change, self._handler)
+            call_handler(connection, change, self._handler)
         except OF_HANDLER as error:
             if connection.closed or ends_program(error):
                 raise
@@ -346,7 +351,8 @@ class Subscription:
         with self._database.transaction() as connection:
             if fetch_first(connection, self._queries("lock_letter"), values, prepare=False) is None:
                 return False
-            self._call(change_of(letter, connection, self._database.schema), 0, connection)
+            with self._held(connection):
+                self._call(change_of(letter, connection, self._database.schema), 0, connection)
             connection.execute(self._queries("delete_letter"), values)
         return True
 

@@ -6,6 +6,7 @@ import asyncio
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial, wraps
 from itertools import product
@@ -237,6 +238,22 @@ def test_a_handler_that_changes_the_consumer_that_its_transaction_has_locked_fai
     until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
     (state,) = platform.registry.consumer("orders", "mailer")
     assert (state.failure or "").startswith("ValidationError: the handler of consumer 'mailer' of topic 'orders'")
+
+
+@pytest.mark.usefixtures("_one_event")
+def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
+    platform: EventSQL, until: Callable[..., None]
+) -> None:
+    def handle(_events: object, lease: Lease) -> None:
+        transaction = lease.transaction()
+        with ThreadPoolExecutor(1) as first, ThreadPoolExecutor(1) as second:
+            first.submit(transaction.__enter__).result()
+            second.submit(transaction.__exit__, None, None, None).result()
+
+    with platform.consumers.start_leased("orders", "mailer", handle):
+        until(lambda: platform.lag("orders")[0].cause in (LagCause.NONE, LagCause.BLOCKED))
+    (state,) = platform.registry.consumer("orders", "mailer")
+    assert (state.last_event_id, state.failure) == (1, None)
 
 
 @pytest.mark.usefixtures("_one_event")
