@@ -110,8 +110,9 @@ def consumer_states(
     """
     if lock:
         names = [name for name in (topic, consumer) if name is not None]
-        for own in [[]] if partitions is None else [[str(partition)] for partition in partitions]:
-            check_not_held(driver_connection(connection), schema_of(connection), "consumer", *names, *own)
+        keys = [names] if partitions is None else [[*names, str(partition)] for partition in partitions]
+        for key in keys:
+            check_not_held(driver_connection(connection), schema_of(connection), "consumer", *key)
     query = select(
         _c.eql_topic, _c.eql_name, _c.eql_partition, func.coalesce(_c.eql_last_event_id, 0), _c.eql_consumed_events,
         _c.eql_last_consumption_at, _c.eql_paused, _c.eql_epoch, _c.eql_lease_owner, _c.eql_lease_expires_at,
