@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial, wraps
-from itertools import product
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from eventsql_orchestration.consuming.handlers import check_handler, check_retur
 from eventsql_orchestration.consuming.lag import LagCause
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.queue_handler import takes_connection
+from eventsql_orchestration.consuming.running import Running
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.threads import start_thread
 from tests.effects import MuteError
@@ -203,41 +203,49 @@ def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: Even
 
 Change = Callable[[EventSQL], object]
 
-CHANGES: list[Change] = [
+PAUSES: list[Change] = [
     lambda platform: platform.registry.pause("orders", "mailer"),
     lambda platform: platform.registry.resume("orders", "mailer"),
+]
+MOVES: list[Change] = [
     lambda platform: platform.registry.unregister_consumer("orders", "mailer"),
     lambda platform: platform.registry.unregister_topic("orders", force=True),
     lambda platform: platform.seeker.execute("orders", "mailer", AtOffset(0), force=True),
 ]
 
 
-def start_in_transaction(platform: EventSQL, handle: Callable[[], object]) -> object:
-    def handle_leased(_events: object, lease: Lease) -> None:
+def start(platform: EventSQL, handle: Callable[[], object]) -> Running:
+    return platform.consumers.start("orders", "mailer", lambda _event, _connection: handle())
+
+
+def start_leased(platform: EventSQL, handle: Callable[[], object]) -> Running:
+    def handle_in_transaction(_events: object, lease: Lease) -> None:
         with lease.transaction():
             handle()
 
-    return platform.consumers.start_leased("orders", "mailer", handle_leased)
+    return platform.consumers.start_leased("orders", "mailer", handle_in_transaction)
 
 
-LOCKING: list[Callable[[EventSQL, Callable[[], object]], object]] = [
-    lambda platform, handle: platform.consumers.start("orders", "mailer", lambda _event, _connection: handle()),
-    start_in_transaction,
-    lambda platform, handle: platform.consumers.start_queue("orders", "mailer", lambda _event, _connection: handle()),
-]
+def start_queue(platform: EventSQL, handle: Callable[[], object]) -> Running:
+    return platform.consumers.start_queue("orders", "mailer", lambda _event, _connection: handle())
 
 
 @pytest.mark.usefixtures("_one_event")
 @pytest.mark.parametrize(
-    ("start", "change"), [*product(LOCKING[:1], CHANGES), (LOCKING[1], CHANGES[0]), *product(LOCKING[2:], CHANGES[2:])]
+    ("begin", "change"),
+    [
+        *((start, change) for change in (*PAUSES, *MOVES)),
+        (start_leased, PAUSES[0]),
+        *((start_queue, change) for change in MOVES),
+    ],
 )
 def test_a_handler_that_changes_the_consumer_that_its_transaction_has_locked_fails_instead_of_waiting_for_itself(
-    platform: EventSQL, until: Callable[..., None], start: Callable[..., object], change: Change
+    platform: EventSQL, until: Callable[..., None], begin: Callable[..., Running], change: Change
 ) -> None:
-    start(platform, lambda: change(platform))
-    until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
-    (state,) = platform.registry.consumer("orders", "mailer")
-    assert (state.failure or "").startswith("ValidationError: the handler of consumer 'mailer' of topic 'orders'")
+    with begin(platform, lambda: change(platform)):
+        until(lambda: platform.lag("orders")[0].cause is LagCause.BLOCKED)
+        (state,) = platform.registry.consumer("orders", "mailer")
+        assert (state.failure or "").startswith("ValidationError: the handler of consumer 'mailer' of topic 'orders'")
 
 
 @pytest.mark.usefixtures("_one_event")
@@ -257,7 +265,7 @@ def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
 
 
 @pytest.mark.usefixtures("_one_event")
-@pytest.mark.parametrize("change", CHANGES[:2])
+@pytest.mark.parametrize("change", PAUSES)
 def test_a_handler_of_a_queue_has_locked_its_event_alone_and_pauses_or_resumes_its_consumer(
     platform: EventSQL, until: Callable[..., None], change: Change
 ) -> None:
