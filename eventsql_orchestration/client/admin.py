@@ -75,7 +75,8 @@ class ClusterSeeker:
 
         Waits at most 10 seconds for batches under way, then raises `DatabaseBusyError`. Raises `PartitionLeasedError`
         if somebody leases a partition. With `force`, that owner is fenced off instead and cannot commit any more.
-        Otherwise raises as `plan`. If it raises, no partition of the shard has moved.
+        Raises `ValidationError` in a handler that it would wait for, otherwise as `plan`. If it raises, no partition of
+        the shard has moved.
 
         All shards must be up. If a shard fails, the error says which shards have moved the consumer. If shards were
         added, the consumer gets the events of the new shards after it has consumed the older events of the old shards:

@@ -176,8 +176,8 @@ class ClusterRegistry:
         """Delete a topic with all its events.
 
         The call waits for a transfer and a consumption that are under way. Raises `TopicNotFoundError`,
-        `RegistryError` while the topic has consumers or events, unless `force` is set, and `DatabaseBusyError` when
-        publishers or readers are in the way.
+        `RegistryError` while the topic has consumers or events, unless `force` is set, `DatabaseBusyError` when
+        publishers or readers are in the way, and `ValidationError` in a handler that it would wait for.
         """
 
         def unregister(shard: Shard) -> None:
@@ -289,7 +289,10 @@ class ClusterRegistry:
             )
 
     def unregister_consumer(self, topic: str, name: str) -> None:
-        """Delete a consumer with its offsets. Waits for a running consumption."""
+        """Delete a consumer with its offsets.
+
+        Waits for a running consumption. Raises `ValidationError` in a handler that it would wait for.
+        """
         if self._lone is not None:
             return self._lone.unregister_consumer(topic, name)
         found = {state.shard for state in self.consumers(topic) if state.name == name}
@@ -302,11 +305,17 @@ class ClusterRegistry:
         return None
 
     def pause(self, topic: str, name: str) -> None:
-        """Start no consumption of this consumer until `resume`; a running consumption goes on."""
+        """Start no consumption of this consumer until `resume`; a running consumption goes on.
+
+        Waits for the transaction of its batch. Raises `ValidationError` in a handler that it would wait for.
+        """
         self._cluster.fan_out(lambda shard: shard.registry.pause(topic, name))
 
     def resume(self, topic: str, name: str) -> None:
-        """End a pause, and give an event that blocks a partition a fresh set of attempts."""
+        """End a pause, and give an event that blocks a partition a fresh set of attempts.
+
+        Waits and raises as `pause`.
+        """
         self._cluster.fan_out(lambda shard: shard.registry.resume(topic, name))
 
 

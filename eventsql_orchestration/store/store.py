@@ -300,13 +300,16 @@ class Store:
         """Move a subscription to another place, after its current transaction; gives the place.
 
         Backwards, its handler gets the changes after that place again; forwards, it does not get the changes before it.
-        Dead letters of changes after that place are dropped. Raises `SubscriptionNotFoundError`, and `DatabaseError`
-        for a checkpoint of another server.
+        Dead letters of changes after that place are dropped. Raises `SubscriptionNotFoundError`, `DatabaseError` for a
+        checkpoint of another server, and `ValidationError` in the subscription's own handler.
         """
         return move(self.database, name, start)
 
     def unsubscribe(self, name: str) -> None:
-        """Delete a subscription, with its dead letters. Raises `SubscriptionNotFoundError`."""
+        """Delete a subscription, with its dead letters.
+
+        Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
+        """
         delete(self.database, name)
 
     def dead_letters(self, name: str) -> list[StoreDeadLetter]:
