@@ -23,7 +23,10 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 
-_SHUT_OUT: Final = frozenset({"57P01", "57P03", "57P04", "57P05", "53300", "25P03", "25P04"})
+_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
+"""SQLSTATEs of a session that the server ended because its transaction idled or took too long."""
+
+_SHUT_OUT: Final = frozenset({"57P01", "57P03", "57P04", "57P05", "53300"}) | _ENDED_FOR_TIME
 """SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
 
 _DAMAGED: Final = ("58", "XX001", "XX002")
@@ -54,6 +57,11 @@ def driver_error(error: BaseException) -> BaseException | None:
 def describe(error: psycopg.Error) -> str:
     """A driver's error in one line, without the details that repeat values."""
     return error.diag.message_primary or " ".join(str(error).split()) or type(error).__name__
+
+
+def ended_for_time(error: BaseException) -> bool:
+    """Whether an error of this package says that the server ended a transaction because it idled or took too long."""
+    return getattr(error.__cause__, "sqlstate", None) in _ENDED_FOR_TIME
 
 
 def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
+from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import (
     DatabaseFullError,
     DatabaseUnavailableError,
@@ -24,7 +25,7 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.orchestration.limits import WorkLimits
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.held_messages import HeldMessages
-from eventsql_orchestration.queue.worker import Backoff, after_failure, ended_for_time, pause_after, reason_of
+from eventsql_orchestration.queue.worker import Backoff, after_failure, pause_after, reason_of
 
 SHOWN_FAILURES: Final = 20
 """The most failed messages whose reasons a run keeps."""

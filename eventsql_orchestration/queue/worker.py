@@ -14,6 +14,7 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
+from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseError,
@@ -40,9 +41,6 @@ Backoff: TypeAlias = Callable[[int], float]
 FIRST_PAUSE: Final = 1.0
 LONGEST_PAUSE: Final = 300.0
 """Seconds that a message waits after its first failure, and at most."""
-
-_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
-"""SQLSTATEs of a session that the server ended because its transaction idled or took too long."""
 
 _LONGEST_REASON: Final = 1_000
 """The most characters of an error in a message's history."""
@@ -79,16 +77,11 @@ def reason_of(error: BaseException) -> str:
     return describe(error)[:_LONGEST_REASON]
 
 
-def ended_for_time(error: BaseException) -> bool:
-    """Whether the server ended a session because its transaction idled or took too long: the handler's fault."""
-    return getattr(error.__cause__, "sqlstate", None) in _ENDED_FOR_TIME
-
-
-def was_lost(connection: Connection | None, error: BaseException) -> bool:
+def _was_lost(connection: Connection | None, error: BaseException) -> bool:
     """Whether the connection of a message could not be opened, or was lost: no message is to blame.
 
     The database that cannot be reached may be another one, which the handler uses: then `connection` is open. A handler
-    that closes `connection` is to blame.
+    that closes `connection`, or lets its transaction idle, is to blame.
     """
     ours = connection is None or connection.broken
     return ours and isinstance(error, DatabaseUnavailableError) and not ended_for_time(error)
@@ -222,7 +215,7 @@ class QueueWorkers:
                 self._give_back(message)
                 logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
                 self._stop.wait(LONGEST_AWAY)
-            elif was_lost(connection, error):
+            elif _was_lost(connection, error):
                 logger.warning("message %s of queue %r lost its connection: %s", message.id, self._queue.name, error)
                 self._give_back_once_possible(message)
             else:
