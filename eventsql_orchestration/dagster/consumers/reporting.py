@@ -18,7 +18,7 @@ from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained
 from eventsql_orchestration.orchestration.shards import partition_label
-from eventsql_orchestration.validation import advised
+from eventsql_orchestration.validation import advised, counted
 
 
 def report(
@@ -45,7 +45,7 @@ def report(
         context.log_event(
             dg.AssetObservation(
                 asset_key=key,
-                description=f"{len(drained.dead_letters)} events became dead letters",
+                description=counted(len(drained.dead_letters), "new dead letter"),
                 metadata={"dead letters": len(drained.dead_letters), "events given up": _dead_letters(drained)},
             )
         )

@@ -30,6 +30,7 @@ from eventsql_orchestration.dagster.tags import (
 )
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.limits import check_not_negative
+from eventsql_orchestration.validation import counted
 from eventsql_orchestration.views import Views
 
 
@@ -162,7 +163,8 @@ def _shard_op(
 def _drop_segments(_: dg.OpExecutionContext, shard: Shard) -> str:
     try:
         dropped = [
-            f"topic {each.topic} lost {each.segments} segments (about {each.events} events, {each.bytes} bytes)"
+            f"topic {each.topic} lost {counted(each.segments, 'segment')} (about {counted(each.events, 'event')}, "
+            f"{counted(each.bytes, 'byte')})"
             + (f"; the next one stays, because {each.held_by} has not passed it" if each.held_by else "")
             for each in shard.retention.run_once()
         ]

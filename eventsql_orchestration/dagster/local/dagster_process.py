@@ -28,6 +28,7 @@ from eventsql_orchestration.orchestration.local_processes import (
     start_group,
 )
 from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.validation import counted
 
 _URL_FILE: Final = "dagster.url"
 
@@ -273,7 +274,7 @@ class LocalDagster:
 
 def _described(runs: Sequence[RunOfWebserver]) -> str:
     jobs = sorted({run.job for run in runs})
-    return f"{len(runs)} run{'' if len(runs) == 1 else 's'} ({', '.join(jobs[:3])}{', …' if len(jobs) > 3 else ''})"
+    return f"{counted(len(runs), 'run')} ({', '.join(jobs[:3])}{', …' if len(jobs) > 3 else ''})"
 
 
 def last_line(log: Path) -> str:

@@ -35,6 +35,7 @@ from eventsql_orchestration.orchestration.provenance import (
 from eventsql_orchestration.orchestration.shards import rows_of, shard_named, shards_of
 from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput, Runs
 from eventsql_orchestration.storage.ranges import LogRanges
+from eventsql_orchestration.validation import counted
 
 DAGSTER: Final = "Dagster"
 AIRFLOW: Final = "Airflow"
@@ -176,8 +177,7 @@ class Tracer:
         notes = [f"{orchestrator} has no such run any more"] if run is None and orchestrator in self.runs else []
         read = self._read_by(run_id, traced, run)
         if read and depth < 1:
-            ranges = f"{len(read)} range{'' if len(read) == 1 else 's'}"
-            notes.append(f"it read {ranges}, not followed any further: {self.deeper}")
+            notes.append(f"it read {counted(len(read), 'range')}, not followed any further: {self.deeper}")
             return replace(traced, run=run, notes=tuple(notes))
         if run is not None and run.queue is not None:
             notes.append(f"it handled messages of queue {run.queue!r}")
