@@ -141,17 +141,15 @@ class _LagRule:
         if (unknown := _unknown(state)) is not None:
             return unknown
         said = f"{counted(state.depth, 'message')} to receive, the longest wait is {state.seconds:.1f} s"
-        over_messages = limits.max_messages is not None and state.depth > limits.max_messages
-        over_seconds = limits.max_seconds is not None and state.seconds > limits.max_seconds
-        if not over_messages and not over_seconds:
+        exceeded = []
+        if limits.max_messages is not None and state.depth > limits.max_messages:
+            exceeded.append(counted(limits.max_messages, "message"))
+        if limits.max_seconds is not None and state.seconds > limits.max_seconds:
+            exceeded.append(f"{limits.max_seconds:g} s")
+        if not exceeded:
             return Verdict(True, f"{said}: within the limits", state.metadata(), "within")
 
-        bounds = []
-        if limits.max_messages is not None and over_messages:
-            bounds.append(counted(limits.max_messages, "message"))
-        if over_seconds:
-            bounds.append(f"{limits.max_seconds:g} s")
-        fault = f"{said}: beyond {' and '.join(bounds)}"
+        fault = f"{said}: beyond {' and '.join(exceeded)}"
         return Verdict.beyond(fault, state.metadata(), look, limits.grace, face="beyond")
 
 
