@@ -121,35 +121,27 @@ def test_a_message_whose_connection_is_lost_spends_no_receive(queue: Queue, dsn:
         assert (workers.handled, workers.failed) == (1, 0)
 
 
-def test_a_session_that_its_handler_lets_idle_for_too_long_is_a_failure(queue: Queue, until: Until) -> None:
-    def idle(_: Message, connection: Connection) -> None:
-        connection.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
-        until(lambda: select.select([connection], [], [], 0)[0])
-        connection.execute("SELECT 1")
+def idle_for_too_long(_: Message, connection: Connection) -> None:
+    connection.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
+    assert select.select([connection], [], [], PATIENCE)[0]
+    connection.execute("SELECT 1")
 
+
+def close_its_connection(_: Message, connection: Connection) -> None:
+    connection.close()
+    connection.execute("SELECT 1")
+
+
+def miss_another_database(_: Message, __: Connection) -> None:
+    raise DatabaseUnavailableError("the other database cannot be reached")
+
+
+@pytest.mark.parametrize("handler", [idle_for_too_long, close_its_connection, miss_another_database])
+def test_a_connection_that_the_handler_ends_and_one_to_another_database_are_failures(
+    queue: Queue, until: Until, handler: Handler
+) -> None:
     queue.send(b"1")
-    with queue.work(idle, backoff=lambda _: 0.0) as workers:
-        until(lambda: queue.statistics().dead == 1)
-        assert workers.failed == 2
-
-
-def test_a_handler_that_closes_its_connection_fails(queue: Queue, until: Until) -> None:
-    def close(_: Message, connection: Connection) -> None:
-        connection.close()
-        connection.execute("SELECT 1")
-
-    queue.send(b"1")
-    with queue.work(close, backoff=lambda _: 0.0) as workers:
-        until(lambda: queue.statistics().dead == 1)
-        assert workers.failed == 2
-
-
-def test_another_database_that_is_away_is_a_failure(queue: Queue, until: Until) -> None:
-    def reach_another(_: Message, __: Connection) -> None:
-        raise DatabaseUnavailableError("the other database cannot be reached")
-
-    queue.send(b"1")
-    with queue.work(reach_another, backoff=lambda _: 0.0) as workers:
+    with queue.work(handler, backoff=lambda _: 0.0) as workers:
         until(lambda: queue.statistics().dead == 1)
         assert workers.failed == 2
 
