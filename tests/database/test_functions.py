@@ -34,7 +34,7 @@ NEWEST = {
     "publishing": ("0057", "0576c368c7808a23"),
     "queue": ("0059", "bda7db85d0103c55"),
     "queue_receiving": ("0059", "5231c4fe0560ac69"),
-    "queue_sending": ("0059", "ea51439ae18c624b"),
+    "queue_sending": ("0059", "c76bf1f0405b00a6"),
     "queue_settling": ("0059", "61306b99af005f1a"),
     "reading": ("0059", "6cf3d304977e314f"),
     "store": ("0023", "b23aa28548abfbba"),

@@ -205,7 +205,7 @@ BEGIN
         deduplication_ids := ARRAY(SELECT unnest(deduplication_ids));
     END IF;
     IF known.in_order AND EXISTS (SELECT FROM unnest(keys) AS key WHERE octet_length(key) > 2600) THEN
-        -- The index of keys may take a longer one, where it can be compressed. Each call would pay for this block.
+        -- The index takes a longer key if PostgreSQL can compress it. Only such calls pay for catching its error.
         BEGIN
             RETURN {schema}.put_messages(
                 known.number, bodies, keys, metadata::text[], priorities, NULL, delays, deduplication_ids
