@@ -1,4 +1,4 @@
--- What the functions of queues share.
+-- The functions that the functions of queues call.
 
 CREATE OR REPLACE FUNCTION {schema}.queue_number(
     queue text, OUT number integer, OUT in_order boolean, OUT timeout double precision
@@ -16,6 +16,7 @@ END
 $$;
 COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
 
+-- The history of a message with one more entry. It keeps the last 20.
 CREATE OR REPLACE FUNCTION {schema}.note_of_message(
     history jsonb, receive integer, at timestamptz, reason text
 ) RETURNS jsonb LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
@@ -23,6 +24,7 @@ CREATE OR REPLACE FUNCTION {schema}.note_of_message(
         || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
 $$;
 
+-- The error for messages that their receiver does not hold any more.
 CREATE OR REPLACE FUNCTION {schema}.refuse_messages(queue text, ids bigint[]) RETURNS void
 LANGUAGE plpgsql STABLE SET search_path = pg_catalog, pg_temp AS $$
 BEGIN

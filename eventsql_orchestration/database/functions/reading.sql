@@ -67,8 +67,8 @@ $$;
 COMMENT ON FUNCTION {schema}.partition_waiting(text, smallint, bigint, bigint, bigint) IS
     'Of the events of a range, at most so many: number, first and last offset.';
 
--- The statement that reads the events $1 < eql_id <= $2 of a topic, or of its partition $3. `arrays` are the values and
--- the times of a block; a statement that needs neither gives others, which are read from no disk.
+-- The statement that reads the events $1 < eql_id <= $2 of a topic, or of its partition $3. `arrays` are the columns of
+-- values and of times of a block. A caller that needs neither passes other arrays, and the values stay on the disk.
 CREATE OR REPLACE FUNCTION {schema}.range_statement(of_topic text, of_partition smallint, arrays text) RETURNS text
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE

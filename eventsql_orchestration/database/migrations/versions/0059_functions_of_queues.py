@@ -1,4 +1,4 @@
-"""An ordered queue notes each timeout, refuses keys in words, and no dead letter with a long key holds a queue up."""
+"""Ordered queues note each timeout and refuse long keys in words. The last segment of a log ends at the largest id."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "0058"
 
 def upgrade() -> None:
     install("queue", "queue_sending", "queue_receiving", "queue_settling", "log", "reading")
-    # The first function of each pair calls the second.
+    # The first function of each pair calls the second, and so do others that the same roles execute.
     copy_rights("queue_acknowledge_all(text, bigint[], integer[])", to="refuse_messages(text, bigint[])")
     copy_rights("partition_events(text, smallint, bigint, bigint)", to="range_statement(text, smallint, text)")
