@@ -221,8 +221,9 @@ class ClusterRegistry:
         consumer has consumed the older events of the other shards: so it gets the events of a key in order. If a shard
         lacks the consumer, it takes the settings that are not given from another shard.
 
-        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic without partitions, and for
-        an unusable start or filter; `RedefinitionError` if the consumer exists in the other form.
+        Raises `TopicNotFoundError`; `ValidationError` for a partitioned consumer of a topic without partitions, for an
+        unusable start or filter, and in a handler that a changed setting would wait for; `RedefinitionError` if the
+        consumer exists in the other form.
         """
         if self._lone is not None:
             return self._lone.declare_consumer(consumer, **settings)

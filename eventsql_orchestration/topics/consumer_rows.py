@@ -9,6 +9,7 @@ from sqlalchemy.dialects.postgresql import insert
 
 from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import driver_connection, tables
+from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
@@ -20,14 +21,19 @@ _c: Final = tables.consumer.c
 
 
 def change_settings(connection: Connection, states: list[ConsumerState], settings: dict[str, Any]) -> None:
-    """Set the declared settings that differ. Leaves the others: an update waits for the consumption under way."""
+    """Set the declared settings that differ. Leaves the others: an update waits for the consumption under way.
+
+    Raises `ValidationError` if a handler of this thread has locked one of the consumer's partitions.
+    """
     declared = EventFilter.from_json(settings["eql_filter"]) if isinstance(settings.get("eql_filter"), dict) else None
     if any(
         settings.get("eql_max_attempts", state.max_attempts) != state.max_attempts
         or ("eql_filter" in settings and state.filter != declared)
         for state in states
     ):
-        own = (_c.eql_topic == states[0].topic, _c.eql_name == states[0].name)
+        topic, name = states[0].topic, states[0].name
+        check_not_held(driver_connection(connection), schema_of(connection), "consumer", topic, name)
+        own = (_c.eql_topic == topic, _c.eql_name == name)
         connection.execute(update(tables.consumer).where(*own).values(settings))
 
 

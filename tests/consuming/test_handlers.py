@@ -203,9 +203,10 @@ def test_a_handler_that_exits_in_the_main_thread_ends_the_program(platform: Even
 
 Change = Callable[[EventSQL], object]
 
-PAUSES: list[Change] = [
+SETTINGS: list[Change] = [
     lambda platform: platform.registry.pause("orders", "mailer"),
     lambda platform: platform.registry.resume("orders", "mailer"),
+    lambda platform: platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=2),
 ]
 MOVES: list[Change] = [
     lambda platform: platform.registry.unregister_consumer("orders", "mailer"),
@@ -234,8 +235,8 @@ def start_queue(platform: EventSQL, handle: Callable[[], object]) -> Running:
 @pytest.mark.parametrize(
     ("begin", "change"),
     [
-        *((start, change) for change in (*PAUSES, *MOVES)),
-        (start_leased, PAUSES[0]),
+        *((start, change) for change in (*SETTINGS, *MOVES)),
+        (start_leased, SETTINGS[0]),
         *((start_queue, change) for change in MOVES),
     ],
 )
@@ -265,8 +266,8 @@ def test_the_transaction_of_a_lease_may_end_in_another_thread_than_it_began_in(
 
 
 @pytest.mark.usefixtures("_one_event")
-@pytest.mark.parametrize("change", PAUSES)
-def test_a_handler_of_a_queue_has_locked_its_event_alone_and_pauses_or_resumes_its_consumer(
+@pytest.mark.parametrize("change", SETTINGS)
+def test_a_handler_of_a_queue_has_locked_its_event_alone_and_changes_the_settings_of_its_consumer(
     platform: EventSQL, until: Callable[..., None], change: Change
 ) -> None:
     changed: list[Event] = []
