@@ -264,7 +264,8 @@ class Store:
         `subscription.stop()`, the end of its `with` block, or `close`. Without `background`, call its `run` or
         `run_once`.
 
-        Raises `ValidationError`, and `DatabaseError` for a checkpoint of another server.
+        Raises `ValidationError`, also in the subscription's own handler, and `DatabaseError` for a checkpoint of
+        another server.
         """
         subscription = Subscription(
             self.database, name, handler, only=filters(types, kinds), options=options, listener=self.listener

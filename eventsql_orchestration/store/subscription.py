@@ -126,10 +126,12 @@ class Subscription:
     def register(self, start: Start = "beginning") -> None:
         """Make the subscription's row, at a place, unless it is there.
 
-        Raises `DatabaseError` for a checkpoint of another server or era.
+        Raises `DatabaseError` for a checkpoint of another server or era, and `ValidationError` in the subscription's
+        own handler.
         """
         _check_start(start)
         with self._database.transaction() as connection:
+            check_not_held(connection, self._database.schema, "subscription", self.name)
             place = _place(self._order, connection, start)
             values = {"name": self.name, "transaction": str(place.transaction), "position": place.position}
             connection.execute(self._queries("register"), {**values, **self._only})

@@ -276,8 +276,10 @@ def test_a_change_whose_handler_always_fails_becomes_a_dead_letter_whatever_the_
     assert [letter.version for letter in store.dead_letters("mailer")] == [1]
 
 
-@pytest.mark.parametrize("change", [Store.replay, Store.unsubscribe])
-def test_a_handler_that_moves_or_deletes_its_own_subscription_fails_instead_of_waiting_for_itself(
+@pytest.mark.parametrize(
+    "change", [Store.replay, Store.unsubscribe, lambda store, name: store.subscribe(name, print, background=False)]
+)
+def test_a_handler_that_moves_deletes_or_makes_its_own_subscription_fails_instead_of_waiting_for_itself(
     store: Store, until: Until, change: Callable[[Store, str], object]
 ) -> None:
     put(store, "1", 1)
