@@ -129,7 +129,7 @@ def common_definitions(
 def _topic_assets(
     topics: Sequence[Topic], given: Collection[dg.AssetKey], options: LocationOptions
 ) -> list[dg.AssetSpec]:
-    """Assets of topics, downstream of the assets that publish to them. Those among the user's assets are left out."""
+    """Assets of topics, downstream of the assets that publish to them. A topic whose key is `given` is left out."""
     sources = _publishers(options.assets)
     return [
         topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator)
