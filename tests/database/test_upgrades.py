@@ -108,9 +108,9 @@ def first_release(administrator: Administrator) -> Iterator[str]:
         yield name
 
 
-@dataclass
+@dataclass(frozen=True)
 class Steps:
-    """A database of the first release that has come through each step, with the rows before and after each."""
+    """A database of the first release that has come through each step; the rows before all steps and after each."""
 
     name: str
     before: dict[str, list[str]]
@@ -125,13 +125,14 @@ def steps(administrator: Administrator, first_release: str) -> Iterator[Steps]:
             columns = columns_of(connection)
             # Revision 0020 names a queue by its number, and takes receipts from before it back.
             columns["queue_message"] = [
-                name for name in columns["queue_message"] if name not in {"eql_queue", "eql_receipt"}
+                column for column in columns["queue_message"] if column not in {"eql_queue", "eql_receipt"}
             ]
-            steps = Steps(name, rows_of(connection, columns), {})
+            before = rows_of(connection, columns)
+            after = {}
             for revision in REVISIONS[1:]:
                 upgrade(dsn, revision)
-                steps.after[revision] = rows_of(connection, columns)
-        yield steps
+                after[revision] = rows_of(connection, columns)
+        yield Steps(name, before, after)
 
 
 @pytest.fixture
