@@ -111,7 +111,8 @@ def test_a_warm_spark_that_dies_is_started_again_and_ends_with_the_command(
 
     def serving() -> list[psutil.Process]:
         """The servers whose clients can connect."""
-        children = [each for each in psutil.Process().children() if str(tmp_path) in " ".join(each.cmdline())]
+        alive = [each for each in psutil.Process().children() if each.status() != psutil.STATUS_ZOMBIE]
+        children = [each for each in alive if str(tmp_path) in " ".join(each.cmdline())]
         return [each for each in children if any(port.laddr.port == wanted for port in each.net_connections())]
 
     with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, keep):
