@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import dagster as dg
 import psutil
@@ -71,34 +69,6 @@ def test_without_the_packages_of_spark_connect_each_run_starts_its_spark(
     monkeypatch.setattr(connect_server, "_CLIENT", ("grpc", "no_such_package.rpc"))
     with rounds.spark_for_runs(tmp_path, {}, warm=True) as (environment, _):
         assert "spark.remote" not in Path(environment[SPARK_CONFIG_VARIABLE]).read_text()
-
-
-def test_a_program_in_the_place_of_a_warm_spark_is_started_again_and_ends_with_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    started: list[subprocess.Popen[bytes]] = []
-
-    def start(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
-        assert "spark.connect.grpc.binding.address=127.0.0.1" in command
-        assert "spark.driver.bindAddress=127.0.0.1" in command
-        assert options["env"]["SPARK_LOCAL_IP"] == "127.0.0.1"
-        started.append(subprocess.Popen(["sleep", "600"], **options))
-        return started[-1]
-
-    monkeypatch.delenv(SPARK_CONFIG_VARIABLE, raising=False)
-    monkeypatch.setattr(connect_server, "subprocess", SimpleNamespace(Popen=start, DEVNULL=subprocess.DEVNULL))
-    monkeypatch.setattr(rounds, "WARM_UP", "this")
-    with rounds.spark_for_runs(tmp_path, {}, warm=True) as (_, keep):
-        keep()
-        (first,) = started
-        first.kill()
-        first.wait(60)
-        assert capsys.readouterr().err == ""
-        keep()
-        assert "Spark has died, see" in capsys.readouterr().err
-        assert len(started) == 2
-        assert started[1].poll() is None
-    assert started[1].poll() is not None
 
 
 @pytest.mark.nightly

@@ -1,8 +1,4 @@
-"""`eventsql dev` as its user sees it: the Dagster UI in a browser, and nothing left behind when it ends.
-
-It runs a project that `eventsql init` makes, without a warm Spark. At night, it runs the reference location too, whose
-simulation and Spark take half a minute of processor time.
-"""
+"""`eventsql dev` as its user sees it: the Dagster UI in a browser, and nothing left behind when it ends."""
 
 from __future__ import annotations
 
@@ -37,15 +33,6 @@ from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 
-PROGRAM = Path(sys.executable).with_name("eventsql")
-
-PROJECT = "shop"
-REFERENCE = pytest.param("the reference location", marks=pytest.mark.nightly)
-
-EITHER = pytest.mark.parametrize("dev", [PROJECT, REFERENCE], indirect=True)
-ON_PROJECT = pytest.mark.parametrize("dev", [PROJECT], indirect=True)
-ON_REFERENCE = pytest.mark.parametrize("dev", [REFERENCE], indirect=True)
-
 
 @dataclass
 class Dev:
@@ -57,20 +44,16 @@ class Dev:
 
 
 @pytest.fixture(scope="module")
-def dev(request: pytest.FixtureRequest) -> Iterator[Dev]:
+def dev() -> Iterator[Dev]:
     root = Path(tempfile.mkdtemp(prefix="eventsql-dev-", dir=memory_disk()))
     root.chmod(0o755)
     home, log = root / "home", root / "dev.log"
-    directory, options = REPOSITORY, ["--orders", "20"]
     environment = {
         name: value for name, value in os.environ.items() if not is_setting(name) and not name.startswith("DAGSTER_")
     }
-    if request.param == PROJECT:
-        subprocess.run([PROGRAM, "init", PROJECT], cwd=root, env=environment, check=True)
-        directory, options = root / PROJECT, ["--cold-spark"]
-    command = [str(PROGRAM), "--home", str(home), "dev", *options]
+    command = [str(Path(sys.executable).with_name("eventsql")), "--home", str(home), "dev", "--orders", "20"]
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=directory, env=environment, stdout=output, stderr=output, text=True)
+        process = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=output, stderr=output, text=True)
     try:
 
         def url() -> str | None:
@@ -89,28 +72,25 @@ def dev(request: pytest.FixtureRequest) -> Iterator[Dev]:
         shutil.rmtree(root, ignore_errors=True)
 
 
-def see_graph(browser: webdriver.Chrome, dev: Dev, asset: str, *expected: str) -> None:
-    """Wait until the lineage of an asset shows all that is expected."""
-    browser.get(f"{dev.url}/assets/{asset}?view=lineage&lineageScope=neighbors&lineageDepth=2")
+def test_the_asset_graph_shows_topics_and_what_consumes_them(
+    dev: Dev, browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    browser.get(f"{dev.url}/assets/directory_churn_sums?view=lineage&lineageScope=neighbors&lineageDepth=2")
 
     def nodes(driver: webdriver.Chrome) -> bool:
         text = driver.find_element(By.TAG_NAME, "body").text
-        return all(name in text for name in expected) and "Loading" not in text
+        expected = (
+            "file_changes",
+            "directory_churn_sums",
+            "directory_churn\n",
+            "directory_churn_table",
+            "PySpark",
+            "topic",
+        )
+        drawn = all(name in text for name in expected)
+        return drawn and "Loading" not in text
 
     see(browser, nodes, "the nodes of the asset graph")
-
-
-@ON_PROJECT
-def test_the_asset_graph_shows_topics_and_what_consumes_them(dev: Dev, browser: webdriver.Chrome) -> None:
-    see_graph(browser, dev, "stock", "order_placed", "topic")
-
-
-@ON_REFERENCE
-def test_the_asset_graph_shows_topics_that_spark_publishes(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
-    see_graph(
-        browser, dev, "directory_churn_sums",
-        "file_changes", "directory_churn_sums", "directory_churn\n", "directory_churn_table", "PySpark", "topic",
-    )  # fmt: skip
     screenshot(browser, "asset-graph", tmp_path)
 
 
@@ -133,7 +113,7 @@ def lags(dev: Dev) -> list[int]:
     return [int(str(entry["Lag events"].value)) for entry in metadata]
 
 
-@ON_REFERENCE
+@pytest.mark.nightly
 def test_a_consumers_lag_is_plotted(dev: Dev, browser: webdriver.Chrome, tmp_path: Path) -> None:
     with storage(dev) as (server, _), EventSQL(server.dsn, transfer=False) as platform:
         # The simulation's events wait meanwhile.
@@ -155,7 +135,7 @@ mutation ($parent: String!) {
 """
 
 
-@ON_REFERENCE
+@pytest.mark.nightly
 def test_a_run_that_is_re_executed_in_the_ui_replays_its_range_only(dev: Dev) -> None:
     finished = dg.RunsFilter(job_name="consume_order_status", statuses=[dg.DagsterRunStatus.SUCCESS])
     with storage(dev) as (server, instance):
@@ -187,7 +167,6 @@ def _status(instance: dg.DagsterInstance, run_id: str) -> dg.DagsterRunStatus | 
     return None if run is None else run.status
 
 
-@EITHER
 def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> None:
     server = EmbeddedPostgres(dev.home / "postgres").status()
     assert server is not None
@@ -200,7 +179,6 @@ def test_other_users_cannot_read_its_password_or_reach_its_ports(dev: Dev) -> No
     assert addresses <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
 
 
-@EITHER
 def test_it_ends_with_everything_that_it_started(dev: Dev) -> None:
     children = psutil.Process(dev.process.pid).children(recursive=True)
     assert EmbeddedPostgres(dev.home / "postgres").status() is not None
