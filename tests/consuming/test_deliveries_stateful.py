@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration.consuming import failures
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.consuming.deliveries import Deliveries, WorkerLostError
 from eventsql_orchestration.consuming.delivery import Delivery
@@ -26,7 +27,7 @@ from eventsql_orchestration.topics.positions import AtOffset
 KEYS = st.sampled_from(["a", "b", None])
 PROCESSES = st.integers(0, 2)
 LATER = 1_000.0
-"""The lease, and longer than an example. Time passes by a statement."""
+"""The lease and the delay of a retry, in seconds: longer than an example. Time passes by a statement."""
 
 MOST = 6
 
@@ -165,7 +166,7 @@ class Machine(RuleBasedStateMachine):
                 for each in self.held[process].values()
                 if self.by_key and failed.key is not None and each.key == failed.key and each is not failed
             ]
-            assert self.deliveries.fail(failed, ValueError("refused"), counts=True, behind=behind) > 0
+            assert self.deliveries.fail(failed, ValueError("refused"), counts=True, behind=behind) == LATER
             self.retried.add(failed.event.id)
             for each in [failed, *behind]:
                 del self.held[process][each.event.id]
@@ -306,6 +307,8 @@ class Finished(Machine):
 def test_deliveries_behave_as_the_model(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch, examples: int, *, by_key: bool
 ) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", LATER)
+    monkeypatch.setattr(failures, "MAX_BACKOFF", LATER)
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 10)
     monkeypatch.setattr(log_room, "ROOM_CHECK", 1)
     monkeypatch.setattr(compacting, "WINDOW_IDS", 5)
