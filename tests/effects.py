@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
 from typing import Final
 
@@ -9,6 +10,7 @@ import psycopg
 
 from eventsql_orchestration import Event, EventSQL, Shard
 from eventsql_orchestration.database import Connection
+from tests.waiting import PATIENCE
 
 DISK_IS_FULL: Final = "DO $$ BEGIN RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END $$"
 """A statement of a handler that fails as on a server whose disk is full."""
@@ -47,3 +49,23 @@ def effects(platform: EventSQL | Shard) -> list[int]:
     """The ids of the events whose effects were committed, in the order in which they were."""
     with platform.database.connection() as connection:
         return [event_id for (event_id,) in connection.execute("SELECT event_id FROM effects ORDER BY id")]
+
+
+def stand_still(connection: Connection) -> None:
+    """Let the server end the session because its transaction idles for too long, and use it then.
+
+    If a busy machine reads the reason together with the answer to SET, the driver takes it for a notice.
+    """
+    connection.execute("SET LOCAL idle_in_transaction_session_timeout = 20")
+    assert select.select([connection], [], [], PATIENCE)[0]
+    connection.execute("SELECT 1")
+
+
+def take_too_long(connection: Connection) -> None:
+    """Let the server end the session because its transaction takes too long. PostgreSQL 16 has no such limit."""
+    if connection.info.server_version < 170_000:
+        stand_still(connection)
+        return
+    connection.execute("SET LOCAL transaction_timeout = 20")
+    assert select.select([connection], [], [], PATIENCE)[0]
+    connection.execute("SELECT 1")

@@ -23,10 +23,13 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 
-_ENDED_FOR_TIME: Final = frozenset({"25P03", "25P04"})
-"""SQLSTATEs of a session that the server ended because its transaction idled or took too long."""
+_ENDED_FOR_TIME: Final = {
+    "25P03": ("idle_in_transaction_session_timeout", "a session that stood still in a transaction"),
+    "25P04": ("transaction_timeout", "a transaction that took too long"),
+}
+"""By SQLSTATE, the setting that makes the server end a session, and what it ends."""
 
-_SHUT_OUT: Final = frozenset({"57P01", "57P03", "57P04", "57P05", "53300"}) | _ENDED_FOR_TIME
+_SHUT_OUT: Final = frozenset({"57P01", "57P03", "57P04", "57P05", "53300"}) | _ENDED_FOR_TIME.keys()
 """SQLSTATEs of a server that shuts down or starts, has no connection left, or ended the session for being idle."""
 
 _DAMAGED: Final = ("58", "XX001", "XX002")
@@ -60,8 +63,15 @@ def describe(error: psycopg.Error) -> str:
 
 
 def ended_for_time(error: BaseException) -> bool:
-    """Whether an error of this package says that the server ended a transaction because it idled or took too long."""
-    return getattr(error.__cause__, "sqlstate", None) in _ENDED_FOR_TIME
+    """Whether an error, or its cause, says that the server ended a transaction because it idled or took too long."""
+    told: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in told:
+        if getattr(cause, "sqlstate", None) in _ENDED_FOR_TIME:
+            return True
+        told.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return False
 
 
 def translate(error: Exception, where: str, schema: str) -> EventSQLError | None:
@@ -137,8 +147,12 @@ def _is_cut_off(error: psycopg.Error, detail: str) -> bool:
 
 
 def _closed(error: psycopg.Error, detail: str) -> str:
-    if isinstance(error, psycopg.errors.IdleInTransactionSessionTimeout):
-        return f"ended a session that stood still in a transaction ({detail}): shorten the transaction, or try again"
+    if error.sqlstate in _ENDED_FOR_TIME:
+        setting, ended = _ENDED_FOR_TIME[error.sqlstate]
+        return (
+            f"ended {ended} ({detail}): shorten the transaction, for example by smaller batches, or raise the setting "
+            f"{setting} of the role"
+        )
     return f"closed the connection ({detail}): is the server running?"
 
 
