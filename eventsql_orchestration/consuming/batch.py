@@ -21,10 +21,12 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.failures import Failure, record_failure, transaction_lost
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, BatchHandler, call_handler, ends_program
+from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, advance
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import raise_if_disk_is_full, too_much
-from eventsql_orchestration.errors import ConsumptionError, DatabaseError
+from eventsql_orchestration.database.translation import ended_for_time
+from eventsql_orchestration.errors import ConsumptionError, DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.model import Event
 
 logger = logging.getLogger(__name__)
@@ -99,6 +101,11 @@ class _FailedEvent:
         named = isinstance(error, ConsumptionError) and error.__cause__ is not None
         self._error: BaseException | None = error.__cause__ if named else error
 
+    @property
+    def recorded(self) -> bool:
+        """Whether the error was taken out."""
+        return self._error is None
+
     def take(self) -> BaseException:
         error, self._error = self._error, None
         assert error is not None, "a failure is recorded once"
@@ -125,12 +132,18 @@ class BatchRunner:
     then handled one by one. The events before the failing event are committed, and its failure is recorded on the
     consumer's row or, after the last attempt, makes it a dead letter in the transaction that moves the offset past it.
     A commit that the server rejects, for instance because of a deferred constraint, is a failure of its events too.
+
+    A batch whose connection is lost is read again, and costs nothing: the server may have restarted. If the handler is
+    to blame, see `LostConnections`, smaller batches follow, until the failing event is alone.
     """
 
     def __init__(self, database: Database, dead_letters: DeadLetters) -> None:
         self._database = database
         self._dead_letters = dead_letters
         self._queries = Queries("log", database.schema)
+        self._lost = LostConnections()
+        self._unrecorded: dict[ConsumerPartition, _Attempt] = {}
+        """Failures that could not be recorded, because the database was away after the connection was lost."""
 
     def run(
         self, source: BatchSource, handler: BatchHandler, *, limit: int, retry: CommitRetry, each: bool = False,
@@ -141,11 +154,16 @@ class BatchRunner:
         Raises `ClaimLostError` if the offset is not where the batch was read, errors of the database, rejections that
         `retry` wants tried again later, and the handler's error if the handler broke the transaction.
         """
-        attempt = _Attempt(each=each)
+        attempt = self._unrecorded.pop(source.key, None) or _Attempt(each=each)
         cancellation = cancellation or Cancellation()
         while True:
             size = retry.size(limit)
-            outcome = self._try(attempt, source, handler, size=size, retry=retry, cancellation=cancellation)
+            try:
+                outcome = self._try(attempt, source, handler, size=size, retry=retry, cancellation=cancellation)
+            except DatabaseUnavailableError:
+                if attempt.failed is not None and not attempt.failed.recorded:
+                    self._unrecorded[source.key] = attempt
+                raise
             if isinstance(outcome, _Attempt):
                 attempt = outcome
                 continue
@@ -167,6 +185,7 @@ class BatchRunner:
     ) -> BatchResult | _Attempt | None:  # fmt: skip
         """Handle a batch in one transaction. If it is rolled back, returns the attempt to make next."""
         outcome: BatchResult | _Attempt | None = None
+        connection: Connection | None = None
         events: Sequence[Event] = ()
         committing = False
         try:
@@ -179,29 +198,64 @@ class BatchRunner:
                         raise psycopg.Rollback
                     source.close(connection, outcome)
                 committing = True
-        except (psycopg.Error, DatabaseError, MemoryError) as error:
-            if not committing:
-                # The events could not be read, or the handler had no room: its other errors are caught before.
-                if isinstance(error, psycopg.Error) or size == 1 or not too_much(error):
-                    raise
-                if cancellation.stopping.is_set():
-                    raise
-                retry.halve(size)
-                logger.info("%s reads %d events at once next: %s", source.key, retry.size(size), error)
-                return attempt
-            if not events or attempt.failed is not None or not is_rejection(error):
+        except OF_HANDLER as error:
+            after: _Attempt | None = None
+            if connection is not None and events and attempt.failed is None and lost(connection, error):
+                stops = cancellation.stopping.is_set() or ends_program(error)
+                key, what = (source.key, events[0].id), f"{source.key} at event {events[0].id}"
+                if not stops and self._lost.counts(key, what, connection, error):
+                    after = self._after_loss(attempt, source.key, events, error, retry)
+            elif isinstance(error, psycopg.Error | DatabaseError | MemoryError):
+                if committing:
+                    after = self._after_rejection(attempt, events, error, size, retry)
+                elif not cancellation.stopping.is_set():
+                    after = self._after_reading(attempt, source.key, error, size, retry)
+            if after is None:
                 raise
-            single = events[0].id if size == 1 else None
-            transient = is_transient(error)
-            if transient and retry.try_again(single):
-                raise
-            if single is not None:
-                return _Attempt(each=True, failed=_FailedEvent(0, single, error))
-            if attempt.check or transient:
-                # Handled one by one, no event failed.
-                retry.isolate()
-            return _Attempt(each=True, check=True)
+            return after
         return outcome
+
+    def _after_loss(
+        self, attempt: _Attempt, key: ConsumerPartition, events: Sequence[Event], error: BaseException,
+        retry: CommitRetry,
+    ) -> _Attempt:  # fmt: skip
+        """The next attempt after the handler has lost the connection and is to blame."""
+        if len(events) == 1:
+            return _Attempt(each=True, failed=_FailedEvent(0, events[0].id, error))
+        # If the transaction took too long, perhaps no event did.
+        retry.halve(len(events) if ended_for_time(error) else 1)
+        logger.warning("%s handles %d events at once next: %s", key, retry.size(len(events)), describe(error))
+        return attempt
+
+    def _after_reading(
+        self, attempt: _Attempt, key: ConsumerPartition, error: BaseException, size: int, retry: CommitRetry
+    ) -> _Attempt | None:
+        """The next attempt if the events could not be read, or the handler had no room; None to raise the error.
+
+        Other errors of the handler are caught before.
+        """
+        if isinstance(error, psycopg.Error) or size == 1 or not too_much(error):
+            return None
+        retry.halve(size)
+        logger.info("%s reads %d events at once next: %s", key, retry.size(size), error)
+        return attempt
+
+    def _after_rejection(
+        self, attempt: _Attempt, events: Sequence[Event], error: BaseException, size: int, retry: CommitRetry
+    ) -> _Attempt | None:
+        """The next attempt after a commit has failed; None to raise the error."""
+        if not events or attempt.failed is not None or not is_rejection(error):
+            return None
+        single = events[0].id if size == 1 else None
+        transient = is_transient(error)
+        if transient and retry.try_again(single):
+            return None
+        if single is not None:
+            return _Attempt(each=True, failed=_FailedEvent(0, single, error))
+        if attempt.check or transient:
+            # Handled one by one, no event failed.
+            retry.isolate()
+        return _Attempt(each=True, check=True)
 
     def _handle(
         self, connection: Connection, batch: Batch, handler: BatchHandler, attempt: _Attempt

@@ -365,6 +365,11 @@ class Deliveries:
                 "topic %s_dlt to take such events",
                 where, delivery.event.id, how_often(attempts), failure, self._topic,
             )  # fmt: skip
+        elif not counts:
+            logger.warning(
+                "%s will try event %d again in %.0f s, and no attempt is counted: %s",
+                where, delivery.event.id, delay, failure,
+            )  # fmt: skip
         else:
             logger.warning(
                 "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",

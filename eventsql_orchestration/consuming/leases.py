@@ -24,6 +24,7 @@ from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPart
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.load import raise_if_disk_is_full
+from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ConsumptionError,
@@ -183,7 +184,7 @@ class LeasedPolls:
 
     def _raise_if_blameless(self, error: BaseException, claim: Claim) -> None:
         """Raise a handler's error if no event is to blame for it."""
-        if isinstance(error, DatabaseUnavailableError | DatabaseFullError):
+        if isinstance(error, DatabaseUnavailableError | DatabaseFullError) and not ended_for_time(error):
             raise error
         raise_if_disk_is_full(error)
         if isinstance(error, ClaimLostError):

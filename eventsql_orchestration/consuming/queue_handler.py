@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery
-from eventsql_orchestration.consuming.handlers import EventHandler, check_handler, check_returned, one_by_one
+from eventsql_orchestration.consuming.handlers import EventHandler, check_handler, check_returned
+from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
@@ -27,6 +29,9 @@ PlainHandler: TypeAlias = Callable[[Event], object]
 """Takes one event, which is acknowledged after it returns."""
 
 QueueHandler: TypeAlias = EventHandler | PlainHandler
+
+_OUTSIDE: Final = (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError)
+"""Errors of a database that no event is to blame for."""
 
 
 def takes_connection(handler: QueueHandler) -> bool:
@@ -61,19 +66,32 @@ class HandlerOfOne:
         self._deliveries = deliveries
         self._cancellation = cancellation
         self._name = name
+        self._lost = LostConnections()
 
     def handle(self, delivery: Delivery) -> Outcome | None:
         """Handle an event; None if it is acknowledged already, or if the consumption was stopped meanwhile."""
+        begun: list[Connection] = []
+
+        def handle(events: Sequence[Event], connection: Connection) -> None:
+            begun.append(connection)
+            for event in events:
+                check_returned(self._handler(event, connection))
+
         try:
             if not self.in_transaction:
                 check_returned(self._handler(delivery.event))
                 return Outcome(delivery)
-            self._deliveries.handle(delivery, one_by_one(self._handler), self._cancellation)
-        except (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError) as error:
-            return Outcome(delivery, error, counts=False)
+            self._deliveries.handle(delivery, handle, self._cancellation)
         except BaseException as error:  # noqa: BLE001 - a handler may raise anything, and ends no thread
             if self._cancellation.cancelled:
                 logger.info("%s was stopped in the middle of event %d: %s", self._name, delivery.event.id, error)
                 return None
-            return Outcome(delivery, error, counts=not (is_transient(error) or disk_is_full(error)))
+            return Outcome(delivery, error, counts=self._counts(delivery, begun, error))
         return None
+
+    def _counts(self, delivery: Delivery, begun: Sequence[Connection], error: BaseException) -> bool:
+        """Whether an error is a failed attempt of its event. `begun`: the connection that the handler was given."""
+        if begun and lost(begun[0], error):
+            what = f"event {delivery.event.id} of {self._name}"
+            return self._lost.counts((delivery.cursor, delivery.event.id), what, begun[0], error)
+        return not (isinstance(error, _OUTSIDE) or is_transient(error) or disk_is_full(error))

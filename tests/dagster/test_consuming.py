@@ -445,9 +445,9 @@ def test_a_batch_that_stands_still_is_ended_by_the_server(bench: Workbench, monk
     monkeypatch.setattr("eventsql_orchestration.orchestration.batch.STALLED_AFTER", 0.5)
     definition = define(stall, lease=0.5)
     ids = bench.publish("rides", 5)
-    assert not bench.run(definition, bench.request(definition)).success
-    assert bench.effects() == []
+    # The run goes on with smaller batches.
     assert bench.run(definition, bench.request(definition)).success
+    assert next(calls) > 2
     assert bench.effects() == ids
 
 

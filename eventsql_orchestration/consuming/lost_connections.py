@@ -1,0 +1,61 @@
+"""Connections that a handler loses: which losses count as failures of its event or message."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Final
+
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.translation import ended_for_time
+from eventsql_orchestration.errors import DatabaseUnavailableError
+
+logger = logging.getLogger(__name__)
+
+FREE_LOSSES: Final = 5
+FREE_SECONDS: Final = 60.0
+"""The first 5 losses of an event or a message cost it nothing, nor do any in 60 seconds from the first: a server that
+restarts makes no dead letters. Its handler is likely the cause of more losses."""
+
+_MOST_KNOWN: Final = 10_000
+"""The most events whose losses are remembered."""
+
+
+def lost(connection: Connection, error: BaseException) -> bool:
+    """Whether a block failed because its connection is gone: it was lost, or the block closed it and used it."""
+    return connection.broken or (connection.closed and isinstance(error, DatabaseUnavailableError))
+
+
+class LostConnections:
+    """The lost connections of the events or messages that this process handles, each named by a key.
+
+    They are kept in memory, because the process outlives its connections. Its methods may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        # Without a lock: a process handles an event in one thread at a time.
+        self._known: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
+
+    def counts(self, key: Hashable, what: str, connection: Connection, error: BaseException) -> bool:
+        """Note that a handler has lost its connection; gives whether that is a failure of its event or message.
+
+        It is one if the handler closed the connection or kept its transaction open for too long, or if the event has
+        lost its connection again and again. `what` names the event, for the log.
+        """
+        if not connection.broken or ended_for_time(error):
+            return True
+        now = time.monotonic()
+        losses, first = self._known.get(key, (0, now))
+        self._known[key] = (losses + 1, first)
+        if len(self._known) > _MOST_KNOWN:
+            self._known.popitem(last=False)
+        if losses >= FREE_LOSSES and now - first >= FREE_SECONDS:
+            logger.warning("%s has failed: it lost its connection %d times; see the server's log", what, losses + 1)
+            return True
+        logger.warning(
+            "%s has lost its connection %d times, which is no failure up to %d times, nor in the first %.0f s: %s",
+            what, losses + 1, FREE_LOSSES, FREE_SECONDS, error,
+        )  # fmt: skip
+        return False

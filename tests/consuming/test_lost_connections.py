@@ -1,0 +1,204 @@
+"""A handler that loses its connection: a restart of the server costs nothing, a handler that is to blame has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import psycopg
+import pytest
+
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration.consumer import ConsumerState
+from eventsql_orchestration.consuming import failures, lost_connections, worker_pool
+from eventsql_orchestration.consuming.leases import Lease
+from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
+from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
+from eventsql_orchestration.errors import DatabaseUnavailableError
+from tests.effects import effects, make_table, stand_still, take_too_long, write
+from tests.fixtures import Terminate, Until
+
+OTHERS = [1, 2, 3, 5, 6, 7, 8, 9, 10]
+"""The events whose handler keeps its connection."""
+
+
+def prepare(platform: EventSQL) -> None:
+    platform.registry.register_topic(Topic("orders")).register_topic(Topic("orders_dlt"))
+    platform.registry.register_consumer(Consumer("orders", "mailer"), max_attempts=2)
+    make_table(platform)
+    platform.publisher.publish_all(Publication("orders", b"%d" % number, key="k") for number in range(1, 11))
+    platform.transfer.run_once()
+
+
+pytestmark = pytest.mark.prepared.with_args(prepare)
+
+
+@pytest.fixture(autouse=True)
+def _within_a_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 3_600.0)
+
+
+class Losing:
+    """A handler that writes effects, and loses its connection at event 4."""
+
+    def __init__(self, lose: Callable[[Connection], object]) -> None:
+        self.lose = lose
+        self.calls = 0
+
+    def __call__(self, events: Sequence[Event], connection: Connection) -> None:
+        self.calls += 1
+        for event in events:
+            self.one(event, connection)
+
+    def one(self, event: Event, connection: Connection) -> None:
+        write([event], connection)
+        if event.id == 4:
+            self.lose(connection)
+            connection.execute("SELECT 1")
+
+
+def stand_still_and_say_otherwise(connection: Connection) -> None:
+    try:
+        stand_still(connection)
+    except psycopg.Error:
+        raise ValueError("not sent") from None
+
+
+def state_of(platform: EventSQL) -> ConsumerState:
+    return platform.registry.consumer("orders", "mailer")[0]
+
+
+def consume(platform: EventSQL, handler: Losing, *, times: int) -> int:
+    """Consume so often, with no pause after a failure; gives how often that raised an error."""
+    raised = 0
+    for _ in range(times):
+        try:
+            platform.consumers.consume_once("orders", "mailer", handler)
+        except (DatabaseUnavailableError, ValueError):
+            raised += 1
+        with platform.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_retry_at = now() WHERE eql_retry_at IS NOT NULL")
+    return raised
+
+
+def reasons(platform: EventSQL) -> list[str]:
+    platform.transfer.run_once()
+    return [letter.metadata["dlt_message"] for letter in platform.dead_letters.list("orders")]
+
+
+@pytest.mark.parametrize(
+    ("lose", "cause"),
+    [
+        (stand_still, "idle_in_transaction_session_timeout"),
+        (take_too_long, "_timeout of the role"),
+        (stand_still_and_say_otherwise, "not sent"),
+        (Connection.close, "closed"),
+    ],
+)
+def test_an_event_whose_handler_ends_its_connection_fails_alone_and_names_the_cause(
+    platform: EventSQL, lose: Callable[[Connection], object], cause: str
+) -> None:
+    # On a busy machine, the driver does not hear the reason in each of the tries.
+    for _ in range(100):
+        consume(platform, Losing(lose), times=1)
+        if state_of(platform).last_event_id == 10:
+            break
+    assert effects(platform) == OTHERS
+    (reason,) = reasons(platform)
+    assert cause in reason
+
+
+def test_an_event_that_loses_its_connection_again_and_again_becomes_a_dead_letter(
+    platform: EventSQL, terminate: Terminate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    handler = Losing(terminate)
+    # The first events have the batch to themselves once its losses count; then event 4 has losses of its own.
+    assert consume(platform, handler, times=FREE_LOSSES + 3 + FREE_LOSSES) == 2 * FREE_LOSSES
+    assert (state_of(platform).last_event_id, state_of(platform).failed_event_id) == (3, None)
+    assert consume(platform, handler, times=1) == 0
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+    assert consume(platform, handler, times=10) == 0
+    assert effects(platform) == OTHERS
+    assert len(reasons(platform)) == 1
+
+
+def test_connections_that_are_lost_within_a_minute_cost_nothing(platform: EventSQL, terminate: Terminate) -> None:
+    assert consume(platform, Losing(terminate), times=2 * FREE_LOSSES) == 2 * FREE_LOSSES
+    assert (state_of(platform).last_event_id, state_of(platform).failed_event_id) == (0, None)
+
+
+def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
+    platform: EventSQL, server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_connections, "FREE_LOSSES", 0)
+    with suppress(DatabaseUnavailableError):
+        platform.consumers.consume_once("orders", "mailer", Losing(lambda _: None), max_events=3)
+    handler = Losing(lambda _: server.stop(mode="immediate"))
+    try:
+        with pytest.raises(DatabaseUnavailableError):
+            platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
+    finally:
+        server.start()
+    platform.consumers.consume_once("orders", "mailer", handler, max_events=1)
+    assert handler.calls == 1
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
+
+
+@pytest.mark.parametrize("lose", [stand_still, Connection.close, None])
+def test_an_event_of_a_queue_whose_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
+    platform: EventSQL,
+    terminate: Terminate,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Connection], object] | None,
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    if lose is None:
+        monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    handler = Losing(lose or terminate)
+    with platform.consumers.start_queue("orders", "mailer", handler.one, workers=1, polling_delay=0.02):
+        until(lambda: reasons(platform))
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects(platform) == OTHERS
+
+
+def test_an_event_of_a_queue_whose_handler_wraps_the_error_of_a_lost_connection_keeps_its_attempts(
+    platform: EventSQL, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    losses = iter(range(2))
+
+    def handle(event: Event, connection: Connection) -> None:
+        write([event], connection)
+        if event.id == 4 and next(losses, None) is not None:
+            terminate(connection)
+            try:
+                connection.execute("SELECT 1")
+            except psycopg.Error:
+                raise ValueError("not sent") from None
+
+    with platform.consumers.start_queue("orders", "mailer", handle, workers=1, polling_delay=0.02):
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert reasons(platform) == []
+    assert sorted(effects(platform)) == list(range(1, 11))
+
+
+def test_an_event_whose_leased_handler_lets_its_transaction_stand_still_becomes_a_dead_letter(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    handler = Losing(stand_still)
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        with lease.transaction() as connection:
+            handler(events, connection)
+
+    with platform.consumers.start_leased("orders", "mailer", handle, polling_delay=0.02):
+        until(lambda: state_of(platform).last_event_id == 10)
+    assert effects(platform) == OTHERS
+    (reason,) = reasons(platform)
+    assert "idle_in_transaction_session_timeout" in reason
