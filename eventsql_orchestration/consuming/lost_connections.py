@@ -38,6 +38,10 @@ class LostConnections:
         # Without a lock: a process handles an event in one thread at a time.
         self._known: OrderedDict[Hashable, tuple[int, float]] = OrderedDict()
 
+    def so_far(self, key: Hashable) -> int:
+        """How often an event or a message has lost its connection."""
+        return self._known.get(key, (0, 0.0))[0]
+
     def counts(self, key: Hashable, what: str, connection: Connection, error: BaseException) -> bool:
         """Note that a handler has lost its connection; gives whether that is a failure of its event or message.
 

@@ -12,9 +12,9 @@ from typing import Final, TypeAlias
 
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import call_handler
+from eventsql_orchestration.consuming.lost_connections import LostConnections
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
-from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import (
     ClosedError,
     DatabaseError,
@@ -77,16 +77,6 @@ def reason_of(error: BaseException) -> str:
     return describe(error)[:_LONGEST_REASON]
 
 
-def _was_lost(connection: Connection | None, error: BaseException) -> bool:
-    """Whether the connection of a message could not be opened, or was lost: no message is to blame.
-
-    The database that cannot be reached may be another one, which the handler uses: then `connection` is open. A handler
-    that closes `connection`, or lets its transaction idle, is to blame.
-    """
-    ours = connection is None or connection.broken
-    return ours and isinstance(error, DatabaseUnavailableError) and not ended_for_time(error)
-
-
 class QueueWorkers:
     """Running workers of a queue; `Queue.work` starts them. A context manager that stops them at its end."""
 
@@ -112,6 +102,7 @@ class QueueWorkers:
         self._heart: threading.Thread | None = None
         self._lock = threading.Lock()
         self._held = HeldMessages(queue)
+        self._lost = LostConnections()
         self._subscriptions = ExitStack()
         self.handled = 0
         """The number of messages that were handled and acknowledged."""
@@ -215,14 +206,26 @@ class QueueWorkers:
                 self._give_back(message)
                 logger.warning("message %s of queue %r waits for room: %s", message.id, self._queue.name, error)
                 self._stop.wait(LONGEST_AWAY)
-            elif _was_lost(connection, error):
-                logger.warning("message %s of queue %r lost its connection: %s", message.id, self._queue.name, error)
+            elif self._is_blameless(message, connection, error):
                 self._give_back_once_possible(message)
             else:
                 self._fail(message, error)
         else:
             with self._lock:
                 self.handled += 1
+
+    def _is_blameless(self, message: Message, connection: Connection | None, error: BaseException) -> bool:
+        """Whether the connection of a message could not be opened, or was lost and the message is not to blame.
+
+        The database that cannot be reached may be another one, which the handler uses: then `connection` is open.
+        """
+        what = f"message {message.id} of queue {self._queue.name!r}"
+        if connection is None and isinstance(error, DatabaseUnavailableError):
+            logger.warning("%s waits for the database: %s", what, error)
+            return True
+        if connection is None or not connection.broken:
+            return False
+        return not self._lost.counts((message.shard, message.id), what, connection, error)
 
     def _fail(self, message: Message, error: BaseException) -> None:
         with self._lock:
@@ -241,8 +244,11 @@ class QueueWorkers:
         )  # fmt: skip
 
     def _give_back_once_possible(self, message: Message) -> None:
-        """Give a message back when its database can be reached again, or the workers stop."""
-        failures = 1
+        """Give a message back when its database can be reached again, or the workers stop.
+
+        The pauses grow with each connection that the message has lost.
+        """
+        failures = max(1, self._lost.so_far((message.shard, message.id)))
         while not self._stop.wait(pause_while_away(failures)):
             try:
                 self._queue.give_back([message])

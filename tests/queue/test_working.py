@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import select
 import threading
 from contextlib import ExitStack
 from typing import Final
@@ -12,12 +11,13 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import Handler
-from tests.effects import DISK_IS_FULL, MuteError
-from tests.fixtures import Until
+from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
+from tests.fixtures import Terminate, Until
 from tests.waiting import PATIENCE
 
 LOST: Final = 2
@@ -108,12 +108,19 @@ def test_a_message_whose_handler_finds_the_disk_full_spends_no_receive(queue: Qu
     assert (message.receives, message.history) == (3, ())
 
 
-def test_a_message_whose_connection_is_lost_spends_no_receive(queue: Queue, dsn: str, until: Until) -> None:
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_message_whose_connection_is_lost_spends_no_receive(
+    queue: Queue, terminate: Terminate, until: Until, *, wraps: bool
+) -> None:
     def lose_it(message: Message, connection: Connection) -> None:
         if message.receives <= LOST:
-            with psycopg.connect(dsn, autocommit=True) as other:
-                other.execute("SELECT pg_terminate_backend(%s, 60000)", [connection.info.backend_pid])
-        write(message, connection)
+            terminate(connection)
+        try:
+            write(message, connection)
+        except psycopg.Error as error:
+            if not wraps:
+                raise
+            raise ValueError("not sent") from error
 
     queue.send(b"1")
     with queue.work(lose_it) as workers:
@@ -121,10 +128,38 @@ def test_a_message_whose_connection_is_lost_spends_no_receive(queue: Queue, dsn:
         assert (workers.handled, workers.failed) == (1, 0)
 
 
+def test_a_message_that_loses_its_connection_again_and_again_becomes_a_dead_letter(
+    platform: EventSQL, queue: Queue, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_connections, "FREE_LOSSES", 2)
+    pauses: list[int] = []
+
+    def pause(failures: int) -> float:
+        pauses.append(failures)
+        return 0.0
+
+    monkeypatch.setattr("eventsql_orchestration.queue.worker.pause_while_away", pause)
+
+    def lose_it(message: Message, connection: Connection) -> None:
+        terminate(connection)
+        write(message, connection)
+
+    queue.send(b"1")
+    with queue.work(lose_it, backoff=lambda _: 0.0) as workers:
+        until(lambda: queue.statistics().dead == 1)
+        assert workers.failed == 2
+    assert pauses == [1, 2]
+    (letter,) = Queue(platform, "commands_dead").peek()
+    assert [entry["receive"] for entry in letter.history][:2] == [3, 4]
+
+
 def idle_for_too_long(_: Message, connection: Connection) -> None:
-    connection.execute("SET LOCAL idle_in_transaction_session_timeout = 1")
-    assert select.select([connection], [], [], PATIENCE)[0]
-    connection.execute("SELECT 1")
+    stand_still(connection)
+
+
+def work_for_too_long(_: Message, connection: Connection) -> None:
+    take_too_long(connection)
 
 
 def close_its_connection(_: Message, connection: Connection) -> None:
@@ -136,7 +171,7 @@ def miss_another_database(_: Message, __: Connection) -> None:
     raise DatabaseUnavailableError("the other database cannot be reached")
 
 
-@pytest.mark.parametrize("handler", [idle_for_too_long, close_its_connection, miss_another_database])
+@pytest.mark.parametrize("handler", [idle_for_too_long, work_for_too_long, close_its_connection, miss_another_database])
 def test_a_connection_that_the_handler_ends_and_one_to_another_database_are_failures(
     queue: Queue, until: Until, handler: Handler
 ) -> None:
