@@ -15,6 +15,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler, check_handler, ends_program
+from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import check_not_held, holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
@@ -84,7 +85,7 @@ class _FailedError(Exception):
 
 
 class _CommitFailedError(Exception):
-    """The transaction of `handled` changes could not be committed."""
+    """The transaction of `handled` changes could not be committed, or the handler has lost its connection."""
 
     def __init__(self, changes: list[RecordedChange], cause: BaseException) -> None:
         super().__init__()
@@ -118,6 +119,9 @@ class Subscription:
         self._order = GlobalOrder(database)
         self._queries = Queries("subscriptions", database.schema)
         self._one_by_one = 0
+        self._lost = LostConnections()
+        self._unrecorded: tuple[RecordedChange, BaseException] | None = None
+        """A failure that could not be recorded, because the database was away after the connection was lost."""
         self._began_at: StoreCheckpoint | None = None
         self._stop = threading.Event()
         self._wake = threading.Event()
@@ -143,6 +147,8 @@ class Subscription:
 
         Raises `SubscriptionNotFoundError` if the subscription was deleted.
         """
+        if self._unrecorded is not None:
+            return self._record(*self._unrecorded)
         limit = 1 if self._one_by_one else self._options.batch
         try:
             progress = self._handle(limit)
@@ -162,6 +168,7 @@ class Subscription:
         return progress
 
     def _handle(self, limit: int) -> Progress:
+        connection: Connection | None = None
         changes: list[RecordedChange] = []
         handled = False
         try:
@@ -186,8 +193,17 @@ class Subscription:
                 if reached > after:
                     self._advance(connection, reached, len(changes))
                 handled = True
-        except (psycopg.Error, DatabaseError) as error:
-            if not handled or not changes or not _rejects(error):
+        except _FailedError:
+            raise
+        except OF_HANDLER as error:
+            if not changes or connection is None:
+                raise
+            if lost(connection, error):
+                at, what = changes[0].checkpoint, f"subscription {self.name} at {changes[0].reference}"
+                failed = not ends_program(error) and self._lost.counts(at, what, connection, error)
+            else:
+                failed = handled and _rejects(error)
+            if not failed:
                 raise
             raise _CommitFailedError(changes, error) from error
         return Progress(len(changes), more=len(changes) == limit)
@@ -225,6 +241,12 @@ class Subscription:
 
     def _record(self, change: RecordedChange, error: BaseException) -> Progress:
         """Note that the next change failed, or give it up after its last attempt."""
+        self._unrecorded = change, error
+        progress = self._note_failure(change, error)
+        self._unrecorded = None
+        return progress
+
+    def _note_failure(self, change: RecordedChange, error: BaseException) -> Progress:
         with self._database.transaction() as connection:
             locked = self._lock(connection)
             place = change.checkpoint

@@ -11,11 +11,12 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL
+from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
-from tests.effects import FullDiskError, MuteError
-from tests.fixtures import Sessions, Spawn, Until
+from tests.effects import FullDiskError, MuteError, stand_still
+from tests.fixtures import Sessions, Spawn, Terminate, Until
 from tests.store.test_order import adopted, put, restored
 
 
@@ -259,6 +260,30 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
     put(store, "1", 1)
     with store.subscribe("mailer", wraps):
         until(lambda: effects(store) == [1])
+
+
+@pytest.mark.parametrize("lose", [stand_still, Connection.close, None])
+def test_a_change_whose_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
+    store: Store,
+    terminate: Terminate,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    lose: Callable[[Connection], object] | None,
+) -> None:
+    monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
+    if lose is None:
+        monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+
+    def loses(change: RecordedChange, connection: Connection) -> None:
+        effect(change, connection)
+        if change.data["n"] == 2:
+            (lose or terminate)(connection)
+            connection.execute("SELECT 1")
+
+    put(store, "1", 1, 2, 3)
+    with store.subscribe("mailer", loses, options=SubscriptionOptions(max_attempts=1)):
+        until(lambda: effects(store) == [1, 3])
+    assert [letter.version for letter in store.dead_letters("mailer")] == [2]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), asyncio.CancelledError(), MuteError()])
