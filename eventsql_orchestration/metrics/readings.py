@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.metrics.figures import Figures
 from eventsql_orchestration.threads import start_thread
 
@@ -44,18 +45,24 @@ class Readings:
         self._read = read
         self._interval = interval
         self._clock = clock
-        self._changed = threading.Condition()
-        self._reading = False
         self._latest: Reading | None = None
         self._failure: str | None = None
+        self._after_fork()
+        after_fork(self, Readings._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. A reading under way is the parent's."""
+        self._changed = threading.Condition()
+        self._reading = False
 
     def begin(self) -> None:
         """Begin a reading, if none is under way and the latest reading is too old."""
         with self._changed:
             if self._reading or self._is_fresh():
                 return
+            # First: if no thread can be started, the next scrape tries again.
+            start_thread("metrics", self._run)
             self._reading = True
-        start_thread("metrics", self._run)
 
     def latest(self, seconds: float) -> Reading | None:
         """The reading that is under way, or the latest; None if that takes longer than `seconds`."""

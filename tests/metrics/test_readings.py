@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -49,3 +50,17 @@ def test_a_database_rests_after_a_reading(read: Callable[[], Figures], seconds: 
         readings.begin()
         readings.latest(PATIENCE)
     assert begun == [0.0, seconds + rest]
+
+
+def test_a_database_is_read_again_after_no_thread_could_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    readings = Readings("a database", lambda: FIGURES, interval=10.0)
+    with monkeypatch.context() as patched, pytest.raises(RuntimeError):
+        patched.setattr(threading.Thread, "start", no_room)
+        readings.begin()
+    readings.begin()
+    reading = readings.latest(PATIENCE)
+    assert reading is not None
+    assert reading.figures is FIGURES

@@ -20,6 +20,8 @@ from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.forks import after_fork
+from eventsql_orchestration.metrics.figures import Figures
+from eventsql_orchestration.metrics.readings import Readings
 from eventsql_orchestration.publishing.buffered import _watching
 from tests.waiting import PATIENCE, wait_until
 
@@ -299,6 +301,30 @@ def shard_that_was_down(*dsns: str) -> None:
 
     await_success(child(work))
     platform.close()
+
+
+def reading() -> None:
+    """A thread of the parent reads the metrics of a database when the process forks."""
+    begun, go_on, waits = threading.Event(), threading.Event(), [True]
+
+    def read() -> Figures:
+        if waits:
+            begun.set()
+            go_on.wait()
+        return Figures((), (), (), (), ())
+
+    readings = Readings("a database", read, interval=1.0)
+    readings.begin()
+    assert begun.wait(PATIENCE)
+
+    def work() -> None:
+        waits.clear()
+        readings.begin()
+        assert readings.latest(PATIENCE) is not None
+
+    await_success(child(work))
+    go_on.set()
+    assert readings.latest(PATIENCE) is not None
 
 
 class Owner:

@@ -102,6 +102,10 @@ def test_an_object_that_does_not_begin_anew_keeps_no_other_from_it() -> None:
     run("object_that_fails")
 
 
+def test_a_child_reads_metrics_that_a_thread_of_its_parent_was_reading() -> None:
+    run("reading")
+
+
 def test_a_child_finds_out_by_itself_whether_a_shard_is_down(databases: Databases) -> None:
     dsns = databases(2)
     with EventSQL(*dsns, transfer=False) as platform:
