@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.errors import DatabaseBusyError, ViewConflictError, ViewNotFoundError
+from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.registry import Registry
@@ -31,6 +32,8 @@ from eventsql_orchestration.views.rollups import RollupView
 from eventsql_orchestration.views.switching import Shadow, Switch, sequence_of
 from eventsql_orchestration.views.tables import differences, row_of, statements_of, stored_definition
 from eventsql_orchestration.views.timelines import TimelineView
+
+logger = logging.getLogger(__name__)
 
 AnyView: TypeAlias = TimelineView | RollupView | LogsView
 
@@ -157,12 +160,20 @@ class Rebuilding:
         except ViewNotFoundError as error:
             raise self._lost() from error
         finally:
-            with self._database.transaction() as connection:
-                role_statements.act_as_owner(connection, self._schema)
-                connection.execute(self._queries("lock_views"))
-                found = fetch_first(connection, self._queries("views"), {"name": shadow.definition.name})
-                if found is not None:
-                    drop_rebuilds(connection, self._schema, shadow.held.name)
+            try:
+                self._drop(shadow)
+            except EventSQLError as error:
+                # The rebuild has switched, or its own error says why not.
+                logger.warning("the next rebuild of view %r drops what this one has left: %s", self._name, error)
+
+    def _drop(self, shadow: Shadow) -> None:
+        """Drop the new table, unless it has replaced the live table."""
+        with self._database.transaction() as connection:
+            role_statements.act_as_owner(connection, self._schema)
+            connection.execute(self._queries("lock_views"))
+            found = fetch_first(connection, self._queries("views"), {"name": shadow.definition.name})
+            if found is not None:
+                drop_rebuilds(connection, self._schema, shadow.held.name)
 
     def _begin(self, *, partial: bool) -> Shadow:
         topic = Registry(self._database).topic(self._feed.topic)

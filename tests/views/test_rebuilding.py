@@ -376,6 +376,33 @@ def test_an_interrupted_rebuild_leaves_nothing_and_a_killed_one_is_begun_anew(wo
     assert world.leftovers() == []
 
 
+def test_a_rebuild_that_was_switched_ends_well_though_its_leftovers_cannot_be_looked_for(world: World) -> None:
+    def closed(_events: int) -> None:
+        if not world.leftovers():
+            # The switch is committed.
+            world.platform.close()
+
+    world.publish(*range(10))
+    world.consume()
+    world.spoil()
+    assert world.views.rebuild(Counts(), on_progress=closed) == 10
+    world.platform.open()
+    assert world.views.compare(Counts()).equal
+
+
+def test_the_error_of_a_rebuild_is_raised_though_its_table_cannot_be_dropped(world: World) -> None:
+    def fails(_filling: ViewFilling) -> None:
+        world.platform.close()
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        world.views.rebuild(Counts(), fill=fails)
+    world.platform.open()
+    assert world.leftovers()
+    world.views.rebuild(Counts())
+    world.check()
+
+
 def test_the_later_of_two_rebuilds_goes_on(world: World) -> None:
     world.publish(*range(10))
     world.consume()
