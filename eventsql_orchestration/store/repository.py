@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Generic, TypeVar
 
+import psycopg
 from psycopg.pq import TransactionStatus
 
 from eventsql_orchestration.boundary import checked
@@ -143,5 +144,7 @@ class Repository(Generic[A]):
             try:
                 yield joined
             except BaseException:
-                joined.rollback()
+                # If the connection is lost, so is its transaction.
+                with suppress(psycopg.Error):
+                    joined.rollback()
                 raise

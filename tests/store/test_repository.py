@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.errors import ConcurrentAppendError, InvalidNameError, TopicNotFoundError, ValidationError
 from eventsql_orchestration.store import Aggregate, Repository, SnapshottingAggregate, Store
-from tests.fixtures import SaidBy
+from tests.fixtures import SaidBy, Sessions, Terminate
 
 TOPIC = "order_events"
 
@@ -229,6 +229,25 @@ def test_a_transaction_of_sqlalchemy_saves_and_publishes_or_neither(
     engine.dispose()
     assert [orders.load(aggregate_id).version for aggregate_id in ("1", "2")] == [1, 0]
     assert published_prices(platform) == [120]
+
+
+def test_the_error_of_a_save_is_raised_though_the_callers_connection_is_lost_with_it(
+    platform: EventSQL, store: Store, sessions: Sessions, terminate: Terminate
+) -> None:
+    mine = sessions()
+
+    class Failing(KeptOrder):
+        snapshot_every: ClassVar[int] = 1
+
+        def state(self) -> Mapping[str, Any]:
+            terminate(mine)
+            raise RuleBrokenError
+
+    order = Failing("1")
+    order.place(["A", "B"], 100)
+    with pytest.raises(RuleBrokenError):
+        Repository(store, Failing, platform.publisher).save(order, connection=mine)
+    assert len(order.new_changes) == 1
 
 
 def test_a_connection_without_a_transaction_still_saves_all_or_nothing(
