@@ -6,12 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Generic, TypeVar, Unpack
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
-from eventsql_orchestration.errors import PublisherClosedError, WrongShardError
+from eventsql_orchestration.errors import EventSQLError, PublisherClosedError, WrongShardError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import Placement, Publication, Topic
 from eventsql_orchestration.publishing.async_publisher import AsyncCollector
@@ -46,8 +47,9 @@ class _Watched:
             with self._cluster.using(self._shard):
                 return self._shard.publisher.publish_batch(publications)
         except WrongShardError:
-            # Later events go to the right shard.
-            self._cluster.refresh()
+            # Later events go to the right shard, as soon as the shards can be read.
+            with suppress(EventSQLError):
+                self._cluster.refresh()
             raise
 
 

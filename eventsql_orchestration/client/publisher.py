@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import chain
 from typing import NoReturn
@@ -15,11 +15,10 @@ from eventsql_orchestration.client.streaming import publish_stream, raise_first
 from eventsql_orchestration.database import CallersConnection
 from eventsql_orchestration.database.connections import joinable_connection
 from eventsql_orchestration.errors import (
+    EventSQLError,
     RedefinitionError,
     RegistryError,
     ShardError,
-    ShardSetError,
-    ShardUnavailableError,
     WrongShardError,
 )
 from eventsql_orchestration.model import Placement, Publication, Topic
@@ -168,8 +167,9 @@ class ClusterPublisher:
         try:
             yield self._cluster.of_connection(joinable_connection(connection)).publisher
         except WrongShardError:
-            # A caller that asks for the shard now gets the new answer.
-            self._cluster.refresh()
+            # A caller that asks for the shard now gets the new answer, if the shards can be read.
+            with suppress(EventSQLError):
+                self._cluster.refresh()
             raise
 
 
@@ -184,33 +184,30 @@ class _Batch:
 
     def publish(self, publications: Sequence[Publication]) -> int:
         left: Sequence[Publication] = publications
+        refused: Mapping[str, RegistryError] = {}
         while left:
-            groups = self._router.groups(left)
-            shards = self._named(groups)
-            self._check(groups, shards)
+            names: Iterable[str] = refused
+            try:
+                if refused:
+                    self._reconsider(refused, {each.topic for each in left})
+                names = groups = self._router.groups(left)
+                shards = {name: self._cluster.named(name, self._deadline) for name in groups}
+                self._check(groups, shards)
+            except Exception as error:
+                # Other shards may have committed before.
+                if not self._committed:
+                    raise
+                self._fail(dict.fromkeys(names, error))
             refused = self._publish_groups(groups, shards)
-            if not refused:
-                break
             # The transaction on a shard found that the shards of its events have changed.
             moved = set().union(*(map(id, groups[name]) for name in refused))
             left = [each for each in left if id(each) in moved]
-            self._reconsider(refused, {each.topic for each in left})
         return sum(self._committed.values())
-
-    def _named(self, names: Iterable[str]) -> dict[str, Shard]:
-        """The shards of these names. A shard may have joined while others have committed."""
-        try:
-            return {name: self._cluster.named(name, self._deadline) for name in names}
-        except (ShardSetError, ShardUnavailableError) as error:
-            self._fail(dict.fromkeys(names, error))
 
     def _check(self, groups: dict[str, list[Publication]], shards: dict[str, Shard]) -> None:
         """Check everything that can be checked before anything is written."""
-        for name, shard in shards.items():
-            try:
-                self._cluster.health.reach(shard, self._deadline)
-            except ShardUnavailableError as error:
-                self._fail({name: error})
+        for shard in shards.values():
+            self._cluster.health.reach(shard, self._deadline)
         for name, group in groups.items():
             publisher = shards[name].publisher
             for each in group:
@@ -245,10 +242,7 @@ class _Batch:
 
     def _reconsider(self, refused: Mapping[str, RegistryError], topics: set[str]) -> None:
         for error in refused.values():
-            try:
-                self._cluster.reconsider(error, topics, self._deadline)
-            except RegistryError:
-                self._fail(refused)
+            self._cluster.reconsider(error, topics, self._deadline)
         self._router.refresh()
 
     def _fail(self, failed: Mapping[str, Exception]) -> NoReturn:

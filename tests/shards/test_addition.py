@@ -24,6 +24,7 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
+from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard_state import ShardStore
 from eventsql_orchestration.storage.appending import LogAppender
 from eventsql_orchestration.threads import start_thread
@@ -358,6 +359,45 @@ def test_a_batch_that_is_published_in_part_before_it_is_known_that_a_shard_joine
     platform.add_url(dsns[2])
     platform.publisher.publish(batch[0])
     assert numbers(platform, MOVING) == {"shard-1": [0], "shard-3": [1]}
+
+
+def busy(_cluster: Cluster) -> None:
+    """Reading the shards again fails."""
+    raise DatabaseBusyError("every connection of this process is in use")
+
+
+def test_a_batch_says_what_is_published_though_the_shards_cannot_be_read_again(
+    dsns: list[str], opened: Open, addition: Adding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2])
+    platform.publisher.publish(publication(MOVING, 0))
+    addition(dsns).execute()
+    monkeypatch.setattr(Cluster, "refresh", busy)
+    with pytest.raises(PartlyPublishedError) as raised:
+        platform.publisher.publish_all([publication(MOVING, 1), publication(STAYING[1], 0)])
+    assert raised.value.committed == {"shard-2": 1}
+    assert [type(error) for error in raised.value.failed.values()] == [DatabaseBusyError]
+    assert raised.value.failed.keys() == {"shard-1"}
+    with pytest.raises(DatabaseBusyError):
+        platform.publisher.publish_all([publication(MOVING, 1)])
+
+
+def test_a_key_that_has_moved_is_refused_as_such_though_the_shards_cannot_be_read_again(
+    dsns: list[str], opened: Open, addition: Adding, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*dsns[:2])
+    shard = platform.shard_of(MOVING)
+    with platform.buffered_publisher(max_age=3_600.0) as buffered, shard.database.connection() as mine:
+        buffered.publish(publication(MOVING, 0))
+        buffered.flush()
+        addition(dsns).execute()
+        monkeypatch.setattr(Cluster, "refresh", busy)
+        moved, stays = buffered.publish(publication(MOVING, 1)), buffered.publish(publication(STAYING[0], 0))
+        buffered.flush()
+        assert isinstance(moved.exception(), WrongShardError)
+        assert stays.exception() is None
+        with pytest.raises(WrongShardError):
+            platform.publisher.publish(publication(MOVING, 1), connection=mine)
 
 
 def consume_on(platform: EventSQL, name: str) -> list[int]:
