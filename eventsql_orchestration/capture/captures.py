@@ -23,6 +23,7 @@ from eventsql_orchestration.capture.values import (
     Table,
     as_capture,
     drop_command,
+    grant_of,
     grants_to_read,
     known_as,
     trigger_name,
@@ -182,7 +183,7 @@ class Captures:
         elif not found.trusted:
             reason = (
                 f"its owner {found.owner} has fewer rights than {found.platform_owner}, as whom its triggers run: "
-                f'GRANT "{found.platform_owner}" TO "{found.owner}"'
+                + grant_of(found.platform_owner, found.owner)
             )
         elif not found.readable:
             reason = f"role {found.platform_owner} may not read it: {grants_to_read(str(found), found.platform_owner)}"

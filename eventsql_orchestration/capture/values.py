@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, NamedTuple
 
+from psycopg import sql
+
 from eventsql_orchestration.validation import advised
 
 TRIGGERS: Final = {
@@ -25,7 +27,12 @@ def trigger_name(capture: int, operation: str) -> str:
 
 def grants_to_read(table: str, role: str) -> str:
     """The statements after which `role` may read a table; `table` is a name as in SQL, with its schema."""
-    return f'GRANT SELECT ON {table} TO "{role}", and USAGE ON its schema'
+    return f"GRANT SELECT ON {table} TO {sql.Identifier(role).as_string()}, and USAGE ON its schema"
+
+
+def grant_of(role: str, member: str) -> str:
+    """The statement that makes a role a member of another role."""
+    return sql.SQL("GRANT {} TO {}").format(sql.Identifier(role), sql.Identifier(member)).as_string()
 
 
 def drop_command(table: str, topic: str) -> str:
@@ -117,7 +124,7 @@ def as_capture(  # noqa: PLR0917 - the columns of a row
         grants = grants_to_read(table, runs_as)
         problem = f"role {runs_as} may not read it, and writes to it fail: {grants}"
     elif outsider is not None:
-        grants = f'GRANT "{runs_as}" TO "{outsider}"'
+        grants = grant_of(runs_as, outsider)
         problem = (
             f"its triggers run as {runs_as}, its owner {outsider} is not a member of that role, and writes to it fail: "
             f"{grants}"

@@ -173,6 +173,24 @@ def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
 # Changed
 
 
+def test_the_statements_for_missing_rights_quote_the_names_of_roles(orders: EventSQL, session: Connection) -> None:
+    session.execute('CREATE ROLE "a ""role"')
+    try:
+        session.execute("CREATE TABLE public.others (id int PRIMARY KEY)")
+        for table in (b"orders", b"others"):
+            session.execute(b'ALTER TABLE public.%s OWNER TO "a ""role"' % table)
+        (broken,) = orders.captures.list()
+        with pytest.raises(CaptureError) as refused:
+            orders.capture("others", "changes")
+        assert broken.grants is not None
+        assert broken.grants in str(refused.value)
+        session.execute(broken.grants.encode())
+        (mended,) = orders.captures.list()
+        assert mended.problem is None
+    finally:
+        session.execute('DROP OWNED BY "a ""role"; DROP ROLE "a ""role"')
+
+
 def test_a_repeated_capture_changes_nothing_and_another_key_is_refused(orders: EventSQL, session: Connection) -> None:
     before = orders.captures.list()
     assert orders.capture("public.orders", "changes") == before[0]
