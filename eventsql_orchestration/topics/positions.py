@@ -91,13 +91,12 @@ def parse_place(text: str) -> Place:
         return Earliest()
     if text == "latest":
         return Latest()
-    if text.isdecimal():
-        return AtOffset(int(text))
     try:
-        time = datetime.fromisoformat(text)
+        found = int(text) if text.isdecimal() else datetime.fromisoformat(text)
     except ValueError:
-        raise ValidationError(f"{text!r} is neither earliest, latest, an offset nor a time with its zone") from None
-    return AtTime(time)
+        given = shown(text)
+        raise ValidationError(f"{given} is neither earliest, latest, an offset nor a time with its zone") from None
+    return AtOffset(found) if isinstance(found, int) else AtTime(found)
 
 
 def starting_at(start: Start) -> Place:

@@ -25,6 +25,7 @@ from eventsql_orchestration.topics.positions import (
     Latest,
     Position,
     ShiftBy,
+    parse_place,
     starting_at,
 )
 from tests.forms import in_blocks, stored
@@ -262,6 +263,7 @@ def test_the_statements_go_by_the_indexes_on_ids(platform: EventSQL, database: D
         (lambda: starting_at("now"), "'earliest', 'latest', an offset, a time .*, not 'now'"),  # type: ignore[arg-type]  # refused
         (lambda: starting_at(True), "not True"),
         (lambda: starting_at(-1), "start must be a whole number from 0"),
+        (lambda: parse_place("1" * 5_000), "neither earliest"),
     ],
 )
 def test_an_impossible_position_is_refused(make: Callable[[], Any], said: str) -> None:
