@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
@@ -143,18 +143,19 @@ class Retainer:
         """Drop due segments and compact logs every `every` seconds until `stop` is set. An error is logged, and the
         next run tries again.
         """
+        steps: dict[str, Callable[[], object]] = {
+            "old segments": self.run_once, "small blocks": self._compactor.run_once
+        }  # fmt: skip
         while not stop.wait(every):
-            try:
+            # A topic that keeps its old segments must not keep all topics from their compaction.
+            for kept, step in steps.items():
                 try:
-                    self.run_once()
-                finally:
-                    # A topic that keeps its old segments must not keep all topics from their compaction.
-                    self._compactor.run_once()
-            except EventSQLError as error:
-                logger.warning("old segments are kept for now: %s", error)
-            except Exception:
-                # If this thread died, the logs would grow without bound.
-                logger.exception("old segments could not be dropped; trying again in %.0f s", every)
+                    step()
+                except EventSQLError as error:
+                    logger.warning("%s are kept for now: %s", kept, error)
+                except Exception:
+                    # If this thread died, the logs would grow without bound.
+                    logger.exception("%s are kept for now; trying again in %.0f s", kept, every)
 
     def _retain(self, topic: Topic, *, force: bool, execute: bool, unfinished: bool) -> Dropped | None:
         """Run retention for one topic. None if it keeps everything, or if another program retains the topic now.

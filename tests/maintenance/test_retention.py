@@ -12,7 +12,7 @@ import pytest
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
-from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseFullError, TopicNotFoundError
 from eventsql_orchestration.maintenance import retention
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.retention import Dropped, Retainer
@@ -271,8 +271,8 @@ def test_a_time_that_python_cannot_represent_counts_by_its_age(
     assert platform.retention.run_once()[0].segments == (1 if year.endswith("BC") else 0)
 
 
-def test_an_error_of_retention_keeps_no_log_from_its_compaction(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+def test_an_error_of_retention_keeps_no_log_from_its_compaction_and_both_errors_are_told(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compacted, stop = list[Compactor](), threading.Event()
 
@@ -282,6 +282,7 @@ def test_an_error_of_retention_keeps_no_log_from_its_compaction(
     def compact(self: Compactor) -> None:
         compacted.append(self)
         stop.set()
+        raise DatabaseFullError("no room for merged blocks")
 
     monkeypatch.setattr(Retainer, "run_once", fail)
     monkeypatch.setattr(Compactor, "run_once", compact)
@@ -290,6 +291,8 @@ def test_an_error_of_retention_keeps_no_log_from_its_compaction(
     running.join(PATIENCE)
     stop.set()
     assert len(compacted) == 1
+    assert "an open transaction still reads a segment" in caplog.text
+    assert "no room for merged blocks" in caplog.text
 
 
 def test_two_that_retain_at_once_do_not_disturb_each_other(
