@@ -22,6 +22,7 @@ from eventsql_orchestration.publishing.transfer import Announce, Transfer
 from eventsql_orchestration.publishing.two_phase_participant import OpenPartsError, refuse_open_parts
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage import legacy_writer_trigger, log_form, segments
+from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.topics.catalog import consumer_states, find_topic, lock_registry
 from eventsql_orchestration.topics.layouts import layouts
 from eventsql_orchestration.topics.registry import Registry
@@ -81,7 +82,7 @@ class Repartitioner:
         self._database = database
         self._registry = registry
         self._transfer = transfer
-        self._announce = announce
+        self._announce = after_commit(announce)
         self._log = Queries("log", database.schema)
         self._layouts = Queries("layouts", database.schema)
 

@@ -17,6 +17,7 @@ from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyErr
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD
+from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import LOCK_SECONDS, choose_partitions, consumer_states, lock_registry
 from eventsql_orchestration.topics.offsets import resolve
@@ -57,7 +58,7 @@ class Seeker:
     def __init__(self, database: Database, registry: Registry, *, announce: Announce = lambda _topics: None) -> None:
         """`announce` is called with the topic of a moved consumer."""
         self._database = database
-        self._announce = announce
+        self._announce = after_commit(announce)
         self._registry = registry
         self._reader = Reader(database, registry)
         self._queries = Queries("seek", database.schema)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -129,6 +130,21 @@ def test_a_seek_does_what_its_plan_says(platform: EventSQL, position: Position) 
 
 
 # Moves
+
+
+def test_a_seek_does_not_fail_because_no_thread_can_wake_others(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    plan = platform.seeker.plan("orders", "whole", Earliest())
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fail)
+        assert platform.seeker.execute("orders", "whole", Earliest()) == plan
+        changed = platform.repartitioner.repartition("orders", 3)
+    assert changed is not None
+    assert changed.partitions == 3
 
 
 def test_each_seek_back_has_its_events_consumed_once_again(platform: EventSQL) -> None:
