@@ -211,7 +211,11 @@ class EventSQL:
         shard.publisher.configure_partitioner(self.publisher.partitioner)
         shard.dead_letters.configure(self.dead_letters.factory)
         self.consumers.join(shard)
-        self._cluster.add(shard)
+        try:
+            self._cluster.add(shard)
+        except BaseException:
+            shard.close()
+            raise
 
     def status(self) -> list[ShardStatus]:
         """Each shard, the oldest first, then the prepared shards; none if there is a single URL."""

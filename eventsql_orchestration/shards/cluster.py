@@ -182,11 +182,11 @@ class Cluster:
         found, state = self.current(), shard.store.state()
         if state.set != found.id:
             raise ShardSetError(f"{shard.database} is not a shard of this set: add it with `eventsql shard add`")
-        if any(known.name == state.name for known in self._shards):
-            raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {shard.database}")
         with self._lock:
+            if any(known.name == state.name for known in self._shards):
+                raise ShardSetError(f"shard {state.name!r} is known already, by another URL than {shard.database}")
             self._shards.append(shard)
-        self._take_in({shard: state})
+            self._take_in({shard: state})
 
     # Which shards
 

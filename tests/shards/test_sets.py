@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
@@ -10,6 +11,7 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict
 
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
+from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     RedefinitionError,
     RegistryError,
@@ -25,10 +27,29 @@ from eventsql_orchestration.shards.shard_state import ShardState
 from eventsql_orchestration.storage import compressing
 from tests.conftest import Administrator
 from tests.shards.conftest import Databases, Open
+from tests.waiting import PATIENCE, wait_until
 
 
 def named(platform: EventSQL) -> dict[str, str]:
     return {str(shard.database): str(shard.name) for shard in platform.shards}
+
+
+class ComeTogether:
+    """A lock that two threads with names that begin with `name` first take when both have come to it."""
+
+    def __init__(self, lock: Any, name: str) -> None:
+        self._lock, self._name = lock, name
+        self._both, self._came = threading.Barrier(2), set[int]()
+
+    def __enter__(self) -> None:
+        own = threading.get_ident()
+        if threading.current_thread().name.startswith(self._name) and own not in self._came:
+            self._came.add(own)
+            self._both.wait(PATIENCE)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def written(dsn: str) -> list[tuple[object, ...]]:
@@ -114,6 +135,35 @@ def test_a_shard_that_is_left_out_is_named(databases: Databases, opened: Open) -
     opened(one, other, third).open()
     with pytest.raises(ShardSetError, match="no URL leads to shard-3"):
         opened(one, other).open()
+
+
+def test_a_url_that_is_refused_leaves_no_connection_open(
+    databases: Databases, opened: Open, session: Connection
+) -> None:
+    one, other, third = databases(3)
+    platform = opened(one, other).open()
+    with pytest.raises(ShardSetError) as refused:
+        platform.add_url(third)
+    name = conninfo_to_dict(third)["dbname"]
+    sessions = "SELECT FROM pg_stat_activity WHERE datname = %s"
+    # A backend takes a moment to notice that its client has gone.
+    wait_until(lambda: session.execute(sessions, [name]).rowcount == 0, "the connection is closed")
+    assert len(platform.shards) == 2
+    del refused
+
+
+def test_a_shard_that_two_threads_name_at_once_is_known_once(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other, third = databases(3)
+    platform = opened(one, other).open()
+    with Shard(one) as first, Shard(other) as second, Shard(third) as new:
+        ShardAddition([first, second], new).execute()
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2, "adding") as pool:
+        patched.setattr(platform._cluster, "_lock", ComeTogether(platform._cluster._lock, "adding"))
+        added = [pool.submit(platform.add_url, third) for _ in range(2)]
+    assert sorted(isinstance(each.exception(), ShardSetError) for each in added) == [False, True]
+    assert [shard.name for shard in platform.shards] == ["shard-1", "shard-2", "shard-3"]
 
 
 def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, opened: Open) -> None:
