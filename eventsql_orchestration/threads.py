@@ -58,10 +58,10 @@ def start_thread(
     return thread
 
 
-def in_thread(name: str, function: Callable[[], Result]) -> Future[Result]:
+def in_thread(name: str, function: Callable[[], Result], *, daemon: bool = True) -> Future[Result]:
     """Call `function` in a thread, and give its result when it is there.
 
-    A process that ends, as after Ctrl-C, waits for threads of an executor, but not for this one.
+    A process that ends, as after Ctrl-C, waits for threads of an executor, but not for this one if it is a `daemon`.
     """
     result: Future[Result] = Future()
 
@@ -71,7 +71,7 @@ def in_thread(name: str, function: Callable[[], Result]) -> Future[Result]:
         except BaseException as error:  # noqa: BLE001 - raised where the result is waited for
             result.set_exception(error)
 
-    start_thread(name, run)
+    start_thread(name, run, daemon=daemon)
     return result
 
 

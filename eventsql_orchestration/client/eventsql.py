@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Unpack
 
 from eventsql_orchestration.boundary import checked
@@ -33,7 +35,7 @@ from eventsql_orchestration.shards.cluster import Cluster, OnShardDown
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import Unfinished
 from eventsql_orchestration.store.store import Store
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import in_thread
 from eventsql_orchestration.topics.layouts import Layouts
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.validation import DEFAULT_SCHEMA
@@ -313,14 +315,10 @@ class EventSQL:
         if self._cluster.lone is not None:
             return self._cluster.lone.close(max(0.0, deadline - time.monotonic())) and ended
         # Close shards side by side: a shard that is down must not take the time of the other shards.
-        results: list[bool] = []
-
-        def close(shard: Shard) -> None:
-            results.append(shard.close(max(0.5, deadline - time.monotonic())))
-
-        for thread in [start_thread("close", close, shard, daemon=False) for shard in self.shards]:
-            thread.join()
-        return ended and all(results)
+        left = max(0.5, deadline - time.monotonic())
+        closing = [in_thread("close", partial(shard.close, left), daemon=False) for shard in self.shards]
+        wait(closing)
+        return all([ended, *(each.result() for each in closing)])
 
     def __enter__(self) -> EventSQL:
         self._reopen()

@@ -13,6 +13,7 @@ from psycopg.conninfo import conninfo_to_dict
 from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
+    ClosedError,
     RedefinitionError,
     RegistryError,
     SchemaOutdatedError,
@@ -164,6 +165,22 @@ def test_a_shard_that_two_threads_name_at_once_is_known_once(
         added = [pool.submit(platform.add_url, third) for _ in range(2)]
     assert sorted(isinstance(each.exception(), ShardSetError) for each in added) == [False, True]
     assert [shard.name for shard in platform.shards] == ["shard-1", "shard-2", "shard-3"]
+
+
+def test_an_error_of_closing_a_shard_is_raised_after_the_others_are_closed(
+    databases: Databases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    platform = EventSQL(*databases(2), transfer=False).open()
+    broken, other = platform.shards
+    monkeypatch.setattr(broken.notifier, "close", fail)
+    with pytest.raises(ZeroDivisionError):
+        platform.close()
+    with pytest.raises(ClosedError):
+        other.database.check_open()
+    broken.database.close()
 
 
 def test_an_erasure_on_one_of_several_shards_is_refused(databases: Databases, opened: Open) -> None:
