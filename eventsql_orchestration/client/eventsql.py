@@ -96,7 +96,7 @@ class EventSQL:
         self.consumers = ClusterConsumers(self._cluster, self.registry, self._barriers)
         self.seeker = ClusterSeeker(self._cluster, self.registry, self._barriers)
         self._lag = ClusterLag(self._cluster, self._barriers)
-        self._buffering: list[BufferedPublisher | AsyncPublisher] = []
+        self._buffering: dict[BufferedPublisher | AsyncPublisher, None] = {}
         lone = self._cluster.lone
         self._store = None if lone is None else Store(lone.database, notifier=lone.notifier, listener=lone.listener)
 
@@ -267,8 +267,11 @@ class EventSQL:
             shard.database.check_open()
 
     def _keep(self, publisher: BufferedPublisher | AsyncPublisher) -> None:
-        # Keep it until it is closed, even if its caller forgets it: it may have events that are not committed.
-        self._buffering = [*(each for each in self._buffering if not each.closed), publisher]
+        # Keep it until it is closed, even if its caller forgets it: it may have events that are not committed. Another
+        # thread may come in between.
+        self._buffering[publisher] = None
+        for each in [each for each in list(self._buffering) if each.closed]:
+            self._buffering.pop(each, None)
 
     # Lag
 

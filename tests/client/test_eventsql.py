@@ -14,6 +14,7 @@ import psycopg
 import pytest
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
+from eventsql_orchestration.client.buffered import BufferedPublisher
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import ClosedError, DatabaseUnavailableError, SchemaOutdatedError
 from eventsql_orchestration.queue import AsyncQueue, Queue
@@ -82,6 +83,29 @@ def test_closing_moves_what_was_published_last(dsn: str, platform: EventSQL) -> 
         with EventSQL(dsn) as publishing:
             publishing.publisher.publish_all(Publication("orders", b"") for _ in range(100))
     assert platform.reader.count("orders") == 500
+
+
+def test_closing_commits_the_events_of_publishers_that_two_threads_have_made_at_once(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform.registry.register_topic(Topic("orders"))
+    made = [platform.buffered_publisher(max_age=3_600.0)]
+    others = 1
+
+    def looked_at(_publisher: BufferedPublisher) -> bool:
+        nonlocal others
+        if others:
+            # Another thread makes a publisher meanwhile.
+            others -= 1
+            made.append(platform.buffered_publisher(max_age=3_600.0))
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr(BufferedPublisher, "closed", property(looked_at))
+        made.append(platform.buffered_publisher(max_age=3_600.0))
+    acknowledged = [each.publish(Publication("orders", b"")) for each in made]
+    platform.close()
+    assert [each.done() for each in acknowledged] == [True] * len(made)
 
 
 def test_closing_ends_though_others_go_on_publishing(dsn: str, platform: EventSQL, until: Until) -> None:
