@@ -6,8 +6,7 @@ of a class is the message that it carries when none is given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
 
 class EventSQLError(Exception):
@@ -90,9 +89,6 @@ class SequenceError(DatabaseError):
         self.finding = finding or self.message
         self.remedy = remedy
 
-    def __reduce__(self) -> tuple[Callable[[], SequenceError], tuple[()]]:
-        return partial(type(self), self.finding, sequence=self.sequence, remedy=self.remedy), ()
-
 
 class BrokenBlockError(DatabaseError):
     """A block of events in a topic's log is damaged, so reading its partition stops there.
@@ -100,27 +96,24 @@ class BrokenBlockError(DatabaseError):
     `topic` and `partition` say where it is, `first` is the offset of its first event that was asked for.
     """
 
-    def __init__(self, message: str | None = None, *, topic: str = "", partition: int = -1, first: int = 0) -> None:
-        if message is None and topic:
-            message = (
-                f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its number "
-                "of events differs from its number of values. Restore it from a backup, or move the consumers past it "
-                "(`eventsql seek --help`)"
-            )
-        super().__init__(message)
+    def __init__(self, topic: str, partition: int, first: int) -> None:
+        super().__init__(
+            f"the block of topic {topic!r} with offset {first}, in partition {partition}, is damaged: its number of "
+            "events differs from its number of values. Restore it from a backup, or move the consumers past it "
+            "(`eventsql seek --help`)"
+        )
         self.topic = topic
         self.partition = partition
         self.first = first
 
-    def __reduce__(self) -> tuple[Callable[[], BrokenBlockError], tuple[()]]:
-        return partial(type(self), self.message, topic=self.topic, partition=self.partition, first=self.first), ()
+    def __reduce__(self) -> tuple[type[BrokenBlockError], tuple[str, int, int]]:
+        return type(self), (self.topic, self.partition, self.first)
 
 
 class StuckEventError(DatabaseError):
     """One event cannot be moved from the buffer to its log, so it and the later events of its topic wait there.
 
-    `topic` and `buffer_id` name the event, or the block of events; `size` is its size in bytes, None if it is not
-    known.
+    `topic` and `buffer_id` name the event or the block of events. `size` is in bytes, None if it is not known.
     """
 
     def __init__(
@@ -220,9 +213,7 @@ class ShardError(EventSQLError):
 
 
 class SingleShardError(ShardError):
-    """An attribute belongs to one database, and the platform has several: use the attribute of a shard, as in
-    `platform.shards[0]`.
-    """
+    """An attribute belongs to one database, and the platform has several: use it on a shard, `platform.shards[i]`."""
 
 
 class ShardSetError(ShardError, ConfigurationError):
@@ -367,9 +358,8 @@ class MessageNotFoundError(EventSQLError):
 class PartlySentError(ShardError):
     """Some shards have taken their messages of a `send_all`, others have not: send the messages without an id again.
 
-    `ids` has the id of each message in the order of the call, None for a message that was not sent, and `failed` the
-    error by shard. The messages of the shards in `failed` are not sent, unless the error is a `ConnectionLostError`:
-    these may have been sent.
+    `ids` has the id of each message in the order of the call, None for a message that was not sent. `failed` is as in
+    `PartlyPublishedError`.
     """
 
     def __init__(self, ids: Sequence[int | None], failed: Mapping[str, Exception]) -> None:

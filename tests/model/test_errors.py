@@ -9,6 +9,7 @@ import pytest
 
 from eventsql_orchestration import errors
 from eventsql_orchestration.errors import (
+    BrokenBlockError,
     ConnectionLostError,
     ConsumptionError,
     EventSQLError,
@@ -21,7 +22,7 @@ from eventsql_orchestration.errors import (
 )
 
 ALL = [member for _, member in inspect.getmembers(errors, inspect.isclass) if issubclass(member, EventSQLError)]
-COMPOSED = (MissingExtraError, ConsumptionError, PartlyPublishedError, PartlySentError)
+COMPOSED = (MissingExtraError, BrokenBlockError, ConsumptionError, PartlyPublishedError, PartlySentError)
 PLAIN = [member for member in ALL if member not in COMPOSED]
 
 
@@ -44,7 +45,12 @@ def test_a_message_of_ones_own_is_kept() -> None:
 
 @pytest.mark.parametrize(
     "error",
-    [*(member("no") for member in PLAIN), MissingExtraError("spark", "the data source"), ConsumptionError(7, "no")],
+    [
+        *(member("no") for member in PLAIN),
+        MissingExtraError("spark", "the data source"),
+        BrokenBlockError("orders", 2, 70),
+        ConsumptionError(7, "no"),
+    ],
 )
 def test_an_error_survives_the_way_between_processes(error: EventSQLError) -> None:
     found = pickle.loads(pickle.dumps(error))
