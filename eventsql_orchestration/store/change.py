@@ -76,6 +76,10 @@ class StoreCheckpoint:
         check_whole("the transaction of a checkpoint", self.transaction, least=0, most=MAX_TRANSACTION)
         check_whole("the position of a checkpoint", self.position, least=0)
 
+    def parameters(self) -> dict[str, object]:
+        """The place for a statement. PostgreSQL takes the number of a transaction as text."""
+        return {"transaction": str(self.transaction), "position": self.position}
+
     def __str__(self) -> str:
         return f"{self.era}:{self.transaction}:{self.position}"
 

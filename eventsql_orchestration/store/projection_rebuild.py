@@ -69,8 +69,7 @@ class ProjectionRebuild:
                 )
             # The DROP waits for parts that are being written. Later parts fail.
             connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(each.shadow, ledger)))
-            values = {"transaction": str(upto.transaction), "position": upto.position, **each.only}
-            (applied,) = fetch_one(connection, self._queries("count_upto"), values)
+            (applied,) = fetch_one(connection, self._queries("count_upto"), {**upto.parameters(), **each.only})
             self._advance(connection, each, upto, applied)
         on_progress(applied)
 
@@ -80,8 +79,8 @@ class ProjectionRebuild:
         return [name for (name,) in fetch_all(connection, self._queries("ledgers"), values)]
 
     def _advance(self, connection: Connection, each: CheckedProjection, place: StoreCheckpoint, applied: int) -> None:
-        values = {"transaction": str(place.transaction), "position": place.position, "applied": applied}
-        connection.execute(self._queries("advance"), {**values, "name": each.name})
+        values = {"name": each.name, **place.parameters(), "applied": applied}
+        connection.execute(self._queries("advance"), values)
 
     def apply_batch(self, each: CheckedProjection, batch: int) -> tuple[int, bool]:
         """The number of changes that were applied so far, and whether there may be more below the horizon."""
@@ -120,8 +119,8 @@ class ProjectionRebuild:
                     break
 
             if by_subscription:
-                place = {"transaction": str(after.transaction), "position": after.position}
-                connection.execute(self._queries("place_subscription"), {**place, "subscription": each.subscription})
+                values = {**after.parameters(), "subscription": each.subscription}
+                connection.execute(self._queries("place_subscription"), values)
             self._replace(connection, each, [table for table in each.tables if table in live])
             connection.execute(self._queries("finish"), {"name": each.name})
         return applied

@@ -85,7 +85,7 @@ class _FailedError(Exception):
 
 
 class _CommitFailedError(Exception):
-    """The transaction of `handled` changes could not be committed, or the handler has lost its connection."""
+    """The transaction of these changes could not be committed, or the handler has lost its connection."""
 
     def __init__(self, changes: list[RecordedChange], cause: BaseException) -> None:
         super().__init__()
@@ -137,8 +137,7 @@ class Subscription:
         with self._database.transaction() as connection:
             check_not_held(connection, self._database.schema, "subscription", self.name)
             place = _place(self._order, connection, start)
-            values = {"name": self.name, "transaction": str(place.transaction), "position": place.position}
-            connection.execute(self._queries("register"), {**values, **self._only})
+            connection.execute(self._queries("register"), {"name": self.name, **place.parameters(), **self._only})
 
     # One transaction at a time
 
@@ -234,10 +233,7 @@ class Subscription:
         return StoreCheckpoint(start.era, int(transaction), position), attempts, due_in or 0.0
 
     def _advance(self, connection: Connection, to: StoreCheckpoint, handled: int) -> None:
-        values = {
-            "name": self.name, "transaction": str(to.transaction), "position": to.position, "handled": handled
-        }  # fmt: skip
-        connection.execute(self._queries("advance"), values)
+        connection.execute(self._queries("advance"), {"name": self.name, **to.parameters(), "handled": handled})
 
     def _record(self, change: RecordedChange, error: BaseException) -> Progress:
         """Note that the next change failed, or give it up after its last attempt."""
@@ -335,15 +331,12 @@ class Subscription:
                     if progress.more:
                         continue
                     delay = min(delay, progress.due_in or delay)
-                self._wait(stop, delay)
+                # `stop()` wakes the subscription; another event that stops it is looked at after the delay.
+                if not stop.is_set():
+                    self._wake.wait(delay)
         finally:
             if unsubscribe is not None:
                 unsubscribe()
-
-    def _wait(self, stop: threading.Event, delay: float) -> None:
-        # `stop()` wakes the subscription; another event that stops it is looked at after the delay.
-        if not stop.is_set():
-            self._wake.wait(delay)
 
     # Dead letters
 
@@ -365,8 +358,7 @@ class Subscription:
                     raise
                 error = refused
             with self._database.connection() as connection:
-                values = {"letter": letter.id, "failure": describe(error)}
-                connection.execute(self._queries("fail_letter"), values)
+                connection.execute(self._queries("fail_letter"), {"letter": letter.id, "failure": describe(error)})
         return done
 
     def _redrive(self, letter: StoreDeadLetter) -> bool:
@@ -407,7 +399,7 @@ def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
     with database.transaction() as connection:
         check_not_held(connection, database.schema, "subscription", name)
         place = _place(GlobalOrder(database), connection, start)
-        values = {"name": name, "transaction": str(place.transaction), "position": place.position}
+        values = {"name": name, **place.parameters()}
         queries = Queries("subscriptions", database.schema)
         if not connection.execute(queries("move"), values).rowcount:
             raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
