@@ -23,7 +23,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
     first_error,
 )
-from eventsql_orchestration.queue.options import QueueOptions, checked_options
+from eventsql_orchestration.queue.options import QueueOptions, checked_options, seconds_of
 from eventsql_orchestration.queue.queue_shards import QueueShards, Source
 from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
 from eventsql_orchestration.queue.upkeep import QueueUpkeep
@@ -394,8 +394,3 @@ class MessageQueue:
 def _bare(body: bytes) -> NewMessage:
     check_kind("an item of messages", body, NewMessage | bytes)
     return NewMessage(body)
-
-
-def seconds_of(what: str, duration: Duration | None) -> float | None:
-    """A duration in seconds; None for None. Raises `ValidationError` unless it is positive."""
-    return None if duration is None else check_seconds(what, duration, zero=False)

@@ -31,8 +31,7 @@ class QueueOptions:
         if self.dead_letters is not None:
             check_name("dead_letters", self.dead_letters)
         for name in ("visibility_timeout", "retention", "deduplication_window"):
-            if (duration := getattr(self, name)) is not None:
-                object.__setattr__(self, name, check_seconds(name, duration, zero=False))
+            object.__setattr__(self, name, seconds_of(name, getattr(self, name)))
 
     def differ(self, found: QueueDefinition) -> bool:
         """Whether an option in the database differs from a given option."""
@@ -44,6 +43,11 @@ class QueueOptions:
         """The given options; an option that is not given comes from a definition."""
         own = {name: getattr(self, name) for name in self.__slots__}
         return QueueOptions(**{name: getattr(found, name) if given is None else given for name, given in own.items()})
+
+
+def seconds_of(what: str, duration: Duration | None) -> float | None:
+    """A duration in seconds; None for None. Raises `ValidationError` unless it is positive."""
+    return None if duration is None else check_seconds(what, duration, zero=False)
 
 
 def checked_options(name: str, given: QueueOptions) -> QueueOptions:

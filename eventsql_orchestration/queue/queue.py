@@ -7,7 +7,8 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consuming.handlers import check_handler
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue, seconds_of
+from eventsql_orchestration.queue.message_queue import MAX_MESSAGES, MessageQueue
+from eventsql_orchestration.queue.options import seconds_of
 from eventsql_orchestration.queue.worker import Backoff, Handler, QueueWorkers, exponential
 from eventsql_orchestration.validation import Duration, check_whole
 
