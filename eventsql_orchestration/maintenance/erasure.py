@@ -165,7 +165,6 @@ class _Run:
     def __init__(self, database: Database, names: Sequence[str], keys: frozenset[str]) -> None:
         self.names = names
         self._schema = database.schema
-        self._database = database
         self._digests = {key: digest_of(key) for key in keys}
         self._encoded = {key.encode() for key in keys}
         now = datetime.now(UTC)
@@ -348,10 +347,8 @@ class _Run:
         for consumer, partition, event in eraser.failures(connection):
             # The failure of a range is noted at its first event, and may quote any other event of it.
             if event <= last or any(each.erased for each in log.read(connection, name, after=event - 1, upto=event)):
-                self._step(
-                    connection,
-                    partial(eraser.replace_failure, consumer=consumer, partition=partition, event=event),
-                )
+                replace_failure = partial(eraser.replace_failure, consumer=consumer, partition=partition, event=event)
+                self._step(connection, replace_failure)
 
     def _check_leaving(self, connection: Connection, name: str) -> None:
         """Wait until retention has ended with what it has taken out of the log. Raises `DatabaseBusyError`."""

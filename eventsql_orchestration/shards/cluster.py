@@ -227,10 +227,7 @@ class Cluster:
     def owner_if_up(self, key: str) -> Shard | None:
         """The shard of a key; None if it is not known to be up."""
         name = self.current().owner(key)
-        for shard in self._shards:
-            if shard.name == name:
-                return shard if shard.down is None else None
-        return None
+        return next((shard for shard in self._shards if shard.name == name and shard.down is None), None)
 
     def all(self) -> list[Shard]:
         """All shards, the oldest first. Raises as `named`."""

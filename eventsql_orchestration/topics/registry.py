@@ -16,12 +16,7 @@ from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.database.sessions import let_last, read_committed
-from eventsql_orchestration.errors import (
-    InvalidNameError,
-    RedefinitionError,
-    RegistryError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import InvalidNameError, RedefinitionError, RegistryError, ValidationError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.model import (
     BLOCKS,
@@ -36,7 +31,6 @@ from eventsql_orchestration.model import (
     Topic,
 )
 from eventsql_orchestration.storage import compressing, log_form, log_table, segment_drops, segments
-from eventsql_orchestration.storage.log_table import check_readable
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import (
     all_topics,
@@ -298,7 +292,7 @@ class Registry:
         states = [state for state in self.consumers(topic) if state.name == name]
         if not states:
             with self._database.connection() as connection:
-                check_readable(connection, self._database.schema, topic)
+                log_table.check_readable(connection, self._database.schema, topic)
             raise no_consumer(topic, name)
         return states
 
