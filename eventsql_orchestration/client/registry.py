@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Unpack
@@ -11,6 +11,7 @@ from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.consumer import Consumer, ConsumerState
 from eventsql_orchestration.errors import (
     DatabaseUnavailableError,
+    EventSQLError,
     ShardsDifferError,
     TopicNotFoundError,
     ValidationError,
@@ -23,7 +24,7 @@ from eventsql_orchestration.storage import compressing
 from eventsql_orchestration.topics.catalog import check_form, no_consumer
 from eventsql_orchestration.topics.positions import AtOffset, starting_at
 from eventsql_orchestration.topics.registration import Registration, merged
-from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings
+from eventsql_orchestration.topics.registry import RETRY_SECONDS, ConsumerSettings, Registry
 from eventsql_orchestration.validation import advised
 
 
@@ -70,19 +71,21 @@ class ClusterRegistry:
 
     def topic(self, name: str) -> Topic:
         """One topic, from the first shard that has the topic. Raises `TopicNotFoundError`."""
+        return self._first(lambda registry: registry.topic(name))
+
+    def _first(self, read: Callable[[Registry], Topic]) -> Topic:
+        """A topic as the first shard has it that is up and has the topic."""
         if self._lone is not None:
-            return self._lone.topic(name)
-        missing: list[TopicNotFoundError] = []
+            return read(self._lone)
+        errors: list[EventSQLError] = []
         for shard in self._cluster.up():
             try:
                 with self._cluster.using(shard):
-                    return shard.registry.topic(name)
-            except TopicNotFoundError as error:
-                missing.append(error)
-            except DatabaseUnavailableError:
-                continue
+                    return read(shard.registry)
+            except (TopicNotFoundError, DatabaseUnavailableError) as error:
+                errors.append(error)
         self._cluster.up()
-        raise missing[0]
+        raise min(errors, key=lambda error: isinstance(error, DatabaseUnavailableError))
 
     def check_same(self, name: str) -> None:
         """Compare a topic over the shards that are up, once.
@@ -111,11 +114,8 @@ class ClusterRegistry:
 
     @checks_itself
     def cached_topic(self, name: str) -> Topic:
-        """As `topic`, but read only at the first use."""
-        for shard in self._cluster.up():
-            with self._cluster.using(shard):
-                return shard.registry.cached_topic(name)
-        raise AssertionError("some shard is up, or the cluster raises")
+        """As `topic`, from memory if it was looked up within the last seconds."""
+        return self._first(lambda registry: registry.cached_topic(name))
 
     @checks_itself
     def known(self, name: str) -> Topic | None:

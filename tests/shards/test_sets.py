@@ -14,6 +14,7 @@ from eventsql_orchestration import Consumer, EventFilter, EventSQL, Publication,
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import (
     ClosedError,
+    DatabaseUnavailableError,
     RedefinitionError,
     RegistryError,
     SchemaOutdatedError,
@@ -229,6 +230,25 @@ def test_topics_and_consumers_that_differ_are_refused_when_they_are_used(databas
     platform.registry.register_topic(Topic("lonely")).register_consumer(Consumer("orders", "ledger", True))
     platform.publisher.publish(Publication("lonely", b""))
     platform.consumers.start("orders", "ledger", print).stop()
+
+
+def test_a_topic_is_looked_up_on_the_first_shard_that_is_up_and_has_it(
+    databases: Databases, opened: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    platform = opened(*databases(2)).open()
+    one, other = platform.shards
+    other.registry.register_topic(Topic("late", 2))
+    assert platform.registry.topic("late") == platform.registry.cached_topic("late") == Topic("late", 2)
+
+    def lost(_name: str) -> Topic:
+        raise DatabaseUnavailableError("it does not answer")
+
+    # Both go down, and are back at the next look.
+    monkeypatch.setattr(platform._cluster.health, "lose", lambda *_: None)
+    for shard in (one, other):
+        monkeypatch.setattr(shard.registry, "topic", lost)
+    with pytest.raises(DatabaseUnavailableError):
+        platform.registry.topic("late")
 
 
 def test_a_shard_that_lacks_a_consumer_gets_its_settings_from_the_others(databases: Databases, opened: Open) -> None:
