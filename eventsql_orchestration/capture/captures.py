@@ -31,6 +31,7 @@ from eventsql_orchestration.capture.values import (
 from eventsql_orchestration.database import Connection, Database, Queries, driver_connection
 from eventsql_orchestration.database.role_statements import owned_tables
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import (
     CaptureError,
     DatabaseBusyError,
@@ -124,7 +125,7 @@ class Captures:
         with self._database.core() as connection:
             driver = driver_connection(connection)
             lock_registry(connection)
-            _limit(driver)
+            wait_at_most(driver, LOCK_SECONDS)
             if existing_topic(connection, topic).shards is not None:
                 raise ShardError(
                     f"table {table!r} cannot be captured: this database is a shard, and a row's key may belong to "
@@ -275,7 +276,7 @@ class Captures:
         while True:
             try:
                 with self._database.transaction() as connection:
-                    _limit(connection)
+                    wait_at_most(connection, LOCK_SECONDS)
                     page = self._page(connection, capture, size)
             except DatabaseBusyError as error:
                 if size == 1 and not retry.lasts():
@@ -308,7 +309,7 @@ class Captures:
     def _drop(self, table: str, topic: str) -> None:
         with self._database.core() as connection:
             driver = driver_connection(connection)
-            _limit(driver)
+            wait_at_most(driver, LOCK_SECONDS)
             found = fetch_first(driver, self._queries("table"), {"table": table, "schema": self._database.schema})
             relation = None if found is None else found[0]
             own = {"schema": self._database.schema, "relation": relation, "topic": topic, "name": table}
@@ -335,8 +336,3 @@ def _qualified_name(table: str) -> str:
             f"table {shown(table)} is not usable: take its name as in SQL, with its schema, such as public.orders"
         )
     return table if found[2] else f"public.{table}"
-
-
-def _limit(driver: psycopg.Connection[Any]) -> None:
-    """Bound how long the transaction waits for each lock."""
-    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(LOCK_SECONDS * 1000)}ms"])

@@ -98,6 +98,12 @@ def let_last(connection: Connection) -> None:
     connection.execute(statement("sessions", "let_last"))
 
 
+def wait_at_most(connection: Connection, seconds: float) -> None:
+    """Let the caller's transaction wait at most this long for each lock."""
+    # 0 would be no limit.
+    connection.execute(f"SET LOCAL lock_timeout TO {max(1, round(seconds * 1000))}")
+
+
 def _opened(connection: Connection, own: int) -> TupleRow | None:
     return connection.execute(statement("sessions", "open"), {"pid": own}, prepare=False).fetchone()
 

@@ -26,7 +26,7 @@ from psycopg import sql
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, replaced_tables
 from eventsql_orchestration.database.role_statements import act_as_owner
-from eventsql_orchestration.database.sessions import let_last
+from eventsql_orchestration.database.sessions import let_last, wait_at_most
 from eventsql_orchestration.errors import (
     DatabaseBusyError,
     EventSQLError,
@@ -272,7 +272,7 @@ class _Log:
 
     def _hold(self, connection: Connection) -> None:
         """Become the one writer of the topic, in the caller's transaction."""
-        connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+        wait_at_most(connection, LOCK_SECONDS)
         connection.execute(Queries("log", self._schema)("await_topic"), {"topic": self.topic})
 
     def _is_spacious(self, connection: Connection, segment: Segment) -> bool:
@@ -319,7 +319,7 @@ class _Log:
             with connection.transaction():
                 # A limit of the session would end the same merge in each run.
                 let_last(connection)
-                connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+                wait_at_most(connection, LOCK_SECONDS)
                 locked = all(lock(connection, self._schema, self.topic) for lock in (try_retain, try_change))
                 if locked:
                     yield

@@ -13,6 +13,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.role_statements import act_as_owner
 from eventsql_orchestration.database.rows import fetch_one
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.database.translation import describe
 from eventsql_orchestration.errors import DatabaseBusyError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, Topic
@@ -123,7 +124,7 @@ class Repartitioner:
             driver = driver_connection(connection)
             act_as_owner(driver, self._database.schema)
             lock_registry(connection)
-            _limit(driver, CONSUMER_SECONDS)
+            wait_at_most(driver, CONSUMER_SECONDS)
             # Lock consumers, then the topic, then the buffer: the order of a handler that publishes.
             states = [state for state in consumer_states(connection, topic, lock=True) if state.partition >= 0]
             row = driver.execute(self._log("await_topic"), {"topic": topic}).fetchone()
@@ -164,7 +165,7 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
     error if a publisher's transaction does not end in time.
     """
     mover, room, layout_queries = BufferMover(schema), LogRoom(schema), Queries("layouts", schema)
-    _limit(connection, BUFFER_SECONDS)
+    wait_at_most(connection, BUFFER_SECONDS)
     logs = []
     for topic, partitions, layout in topics:
         blocks = log_form.form_now(connection, schema, topic).writes_blocks
@@ -195,11 +196,6 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
         except (psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation) as error:
             # A block without usable ids, or rows with the ids of others. The next attempt looks at the sequence.
             raise IdsChangedError(f"events of topic {topic!r} could not be moved: {describe(error)}") from error
-
-
-def _limit(driver: psycopg.Connection[Any], seconds: float) -> None:
-    """Bound how long the transaction waits for each lock."""
-    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(seconds * 1000)}ms"])
 
 
 def _busy(topic: Topic, error: Exception) -> DatabaseBusyError:

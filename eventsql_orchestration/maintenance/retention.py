@@ -17,7 +17,7 @@ from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
 from eventsql_orchestration.database.role_statements import act_as_owner, grant
-from eventsql_orchestration.database.sessions import let_last
+from eventsql_orchestration.database.sessions import let_last, wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, PermissionDeniedError
 from eventsql_orchestration.maintenance.compaction import Compactor
 from eventsql_orchestration.maintenance.erasure import prune_records
@@ -136,7 +136,7 @@ class Retainer:
     def _brief(self) -> Iterator[Connection]:
         """A transaction that waits at most `LOCK_SECONDS` for each lock."""
         with self._database.transaction() as connection:
-            connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+            wait_at_most(connection, LOCK_SECONDS)
             yield connection
 
     def run(self, stop: threading.Event, *, every: float = RUN_SECONDS) -> None:
@@ -201,7 +201,7 @@ class Retainer:
         """
         schema = self._database.schema
         with connection.transaction():
-            connection.execute(f"SET LOCAL lock_timeout TO '{LOCK_SECONDS}s'")
+            wait_at_most(connection, LOCK_SECONDS)
             connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
             newest = segments.newest_id(connection, schema, topic.name)
             for segment in segments.segments(connection, schema, topic.name) or ():
@@ -262,7 +262,7 @@ class Retainer:
         try:
             with connection.transaction():
                 has_roles = act_as_owner(connection, schema)
-                connection.execute(f"SET LOCAL lock_timeout TO '{round(SIMPLIFY_SECONDS * 1000)}ms'")
+                wait_at_most(connection, SIMPLIFY_SECONDS)
                 lock_registry(connection)
                 connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
                 if not try_change(connection, schema, topic.name):

@@ -22,6 +22,7 @@ import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.rows import fetch_all, query_all, query_first
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.publishing.staged_blocks import StagedBlocks
 
@@ -88,14 +89,14 @@ class TwoPhaseParticipant:
 
         Call it first in each transaction that announces, prepares, decides, publishes or finishes.
         """
-        connection.execute(self._queries("limit_transaction"), {"idle": _milliseconds(IDLE_SECONDS)})
+        connection.execute(self._queries("limit_transaction"), {"idle": f"{round(IDLE_SECONDS * 1000)}ms"})
 
     @contextmanager
     def _transaction(self, timeout: float | None = None) -> Iterator[Connection]:
         with self._database.transaction() as connection:
             self.limit_transaction(connection)
             if timeout is not None:
-                connection.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [_milliseconds(timeout)])
+                wait_at_most(connection, timeout)
             yield connection
 
     def _change(self, statement: str, publication: uuid.UUID, *, timeout: float | None = None) -> bool:
@@ -227,7 +228,3 @@ def refuse_open_parts(connection: psycopg.Connection[Any], schema: str) -> None:
             f"events of a publication over several shards are not in the buffer yet ({parts[0]}{others}): run "
             "`eventsql shard status` with the URLs of all shards, which brings the events here or gives them up"
         )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{max(1, round(seconds * 1000))}ms"

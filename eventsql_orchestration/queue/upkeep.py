@@ -9,6 +9,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
 from eventsql_orchestration.queue.queue_table import QueueTable
 from eventsql_orchestration.queue.rows import archived, peeked
@@ -103,7 +104,7 @@ class QueueUpkeep:
 
         def attempt() -> None:
             with self._database.transaction() as connection:
-                connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
+                wait_at_most(connection, WAIT_SECONDS)
                 # After this lock, each message that a sender has committed can be seen, and no further message is sent.
                 connection.execute(self._queries("lock"), prepare=False)
                 self._check_deletable(connection, force=force)
@@ -187,7 +188,7 @@ def drop_expired_archives(database: Database) -> list[str]:
         for name in names:
             try:
                 with connection.transaction():
-                    connection.execute("SET LOCAL lock_timeout = '5s'")
+                    wait_at_most(connection, 5.0)
                     connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(database.schema, name)))
             except psycopg.errors.LockNotAvailable as error:
                 raise DatabaseBusyError(f"table {name} of the archive is being read: try again") from error

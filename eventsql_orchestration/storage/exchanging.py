@@ -16,7 +16,7 @@ from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
-from eventsql_orchestration.database.sessions import let_last
+from eventsql_orchestration.database.sessions import let_last, wait_at_most
 from eventsql_orchestration.retry import Backoff
 from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import ADOPTION_CHECK
@@ -46,7 +46,7 @@ def attempt(connection: Connection, step: Callable[[Connection], None], seconds:
 
     Tries for `seconds`, and at least once.
     """
-    _limit_waits(connection)
+    wait_at_most(connection, WAIT_SECONDS)
     retry = Backoff(seconds)
     while True:
         try:
@@ -57,11 +57,6 @@ def attempt(connection: Connection, step: Callable[[Connection], None], seconds:
                 return False
         else:
             return True
-
-
-def _limit_waits(connection: Connection) -> None:
-    """Let statements of the caller's transaction wait at most `WAIT_SECONDS` for each lock."""
-    connection.execute(f"SET LOCAL lock_timeout TO '{round(WAIT_SECONDS * 1000)}ms'")
 
 
 def may_vacuum(connection: Connection, schema: str, table: str) -> bool:
@@ -83,7 +78,7 @@ def vacuum(connection: Connection, schema: str, table: str) -> bool:
         # VACUUM runs in no transaction, and behind a pooler a limit of the session would stay with the next client. So
         # a transaction waits first.
         with connection.transaction():
-            connection.execute(f"SET LOCAL lock_timeout TO '{round(VACUUM_WAIT_SECONDS * 1000)}ms'")
+            wait_at_most(connection, VACUUM_WAIT_SECONDS)
             connection.execute(queries("lock_to_vacuum", table=table))
         connection.execute(queries("vacuum", table=table))
         return True
@@ -160,7 +155,7 @@ class Exchange:
         with source.transaction():
             let_last(source)
             # If a transaction waits for `connection`, this waits behind it, and the server finds no deadlock.
-            _limit_waits(source)
+            wait_at_most(source, WAIT_SECONDS)
             with source.cursor().copy(read) as rows, connection.cursor().copy(write) as into:
                 for piece in rows:
                     into.write(piece)

@@ -20,6 +20,7 @@ from psycopg import sql
 from eventsql_orchestration.database import Connection, Queries, driver_connection, replaced_tables, role_statements
 from eventsql_orchestration.database.log_names import block_table, event_table, holds_blocks
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import RegistryError
 from eventsql_orchestration.model import BLOCKS, Topic
 from eventsql_orchestration.storage import legacy_writer_trigger, log_form, log_table, sequences
@@ -215,7 +216,7 @@ def _adoption_names(connection: Connection, schema: str, topic: str) -> dict[str
 def _alter(connection: Connection, names: Mapping[str, sql.Composable | int], *statements: str) -> None:
     """Run statements in one transaction, which waits at most `LOCK_SECONDS` for each lock."""
     with connection.transaction():
-        connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+        wait_at_most(connection, LOCK_SECONDS)
         for statement in statements:
             connection.execute(sql.SQL(statement).format(**names))
 
@@ -224,7 +225,7 @@ def _replace_log(connection: Connection, schema: str, topic: str, names: Mapping
     """Let a partitioned table take the plain table's name, rights, sequence and guard, and attach the plain table."""
     with connection.transaction():
         role_statements.act_as_owner(connection, schema)
-        connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+        wait_at_most(connection, LOCK_SECONDS)
         connection.execute(Queries("log", schema)("await_topic"), {"topic": topic})
         partitions = legacy_writer_trigger.release(connection, schema, topic)
         _alter(

@@ -13,6 +13,7 @@ from eventsql_orchestration.consumer import Consumer, ConsumerState, EventFilter
 from eventsql_orchestration.database import Queries, driver_connection, tables
 from eventsql_orchestration.database.held_by_handlers import check_not_held
 from eventsql_orchestration.database.installation import REGISTRY_LOCK
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import (
     ConsumerNotFoundError,
     DatabaseBusyError,
@@ -193,11 +194,7 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """
     driver = driver_connection(connection)
     driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
-    _limit_waits(driver, LOCK_SECONDS)
-
-
-def _limit_waits(driver: psycopg.Connection[Any], seconds: float) -> None:
-    driver.execute(f"SET LOCAL lock_timeout TO '{round(seconds * 1000)}ms'")
+    wait_at_most(driver, LOCK_SECONDS)
 
 
 def lock_topic(connection: Connection, name: str) -> None:
@@ -227,7 +224,7 @@ def lock_log(connection: Connection, name: str) -> None:
         lock_buffer(connection)
 
     def queue(driver: psycopg.Connection[Any]) -> None:
-        _limit_waits(driver, LOCK_SECONDS - GIVE_WAY_SECONDS)
+        wait_at_most(driver, LOCK_SECONDS - GIVE_WAY_SECONDS)
         hold(driver)
 
     driver = driver_connection(connection)
@@ -236,7 +233,7 @@ def lock_log(connection: Connection, name: str) -> None:
             f"topic {name!r} stays as it is, because transactions that read its log, or publish, did not end in "
             f"{LOCK_SECONDS} s: try again"
         )
-    _limit_waits(driver, LOCK_SECONDS)
+    wait_at_most(driver, LOCK_SECONDS)
 
 
 def lock_empty(connection: Connection, name: str) -> bool:

@@ -8,6 +8,7 @@ from typing import Final
 from sqlalchemy import Connection
 
 from eventsql_orchestration.database import Database, driver_connection, role_statements
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError
 from eventsql_orchestration.model import Compression, Storage, Topic
 from eventsql_orchestration.retry import while_busy
@@ -77,7 +78,7 @@ def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bo
     driver = driver_connection(connection)
     has_roles = role_statements.act_as_owner(driver, schema)
     lock_registry(connection)
-    driver.execute("SELECT pg_catalog.set_config('lock_timeout', %s, true)", [f"{round(WAIT_SECONDS * 1000)}ms"])
+    wait_at_most(driver, WAIT_SECONDS)
     if not try_retain(driver, schema, name):
         raise DatabaseBusyError(f"retention of topic {name!r} is under way: try again when it has ended")
     if not try_change(driver, schema, name):

@@ -14,6 +14,7 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import ValidationError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import MAX_AGE
 from eventsql_orchestration.validation import check_kind, check_whole
@@ -257,7 +258,7 @@ class Views:
         try:
             with connection.transaction():
                 role_statements.act_as_owner(connection, self._database.schema)
-                connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+                wait_at_most(connection, LOCK_SECONDS)
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(self._table(partition)))
         except psycopg.errors.LockNotAvailable:
             return False

@@ -18,6 +18,7 @@ from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Database, Queries, role_statements
 from eventsql_orchestration.database.migrations import SYSTEM_PATH
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, ViewConflictError, ViewNotFoundError
 from eventsql_orchestration.model import NOT_PARTITIONED, Event
 from eventsql_orchestration.storage.reading import LogReader
@@ -348,7 +349,7 @@ class Rebuilding:
                     # Statements behind the lock have to see all that was committed before it.
                     connection.execute("SET TRANSACTION ISOLATION LEVEL READ COMMITTED")
                     role_statements.act_as_owner(connection, self._schema)
-                    connection.execute(f"SET LOCAL lock_timeout TO '{round(LOCK_SECONDS * 1000)}ms'")
+                    wait_at_most(connection, LOCK_SECONDS)
                     connection.execute(self._queries("lock_views"))
                     if fetch_first(connection, self._queries("views"), {"name": shadow.definition.name}) is None:
                         raise self._lost()
