@@ -4,8 +4,10 @@ The lag sensor evaluates the checks and reports the results without a run. A per
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Final, Generic, Self, TypeAlias, TypeVar
 
 import dagster as dg
@@ -83,12 +85,35 @@ class Verdict:
 
 
 @dataclass(frozen=True, eq=False)
-class ReportedCheck:
-    """A check whose results a sensor reports without a run; `definition` is for Dagster."""
+class ReportedCheck(ABC):
+    """A check whose results a sensor reports without a run. `judge` is its rule."""
 
     key: dg.AssetCheckKey
     severity: dg.AssetCheckSeverity
-    definition: dg.AssetChecksDefinition
+    description: str
+    judge: Callable[[Look[Any]], Verdict]
+
+    @abstractmethod
+    def read(self, platform: EventSQL) -> Any:
+        """The present state of the asset, for `judge`."""
+
+    @cached_property
+    def definition(self) -> dg.AssetChecksDefinition:
+        """The check for Dagster. A person can execute it."""
+
+        @dg.asset_check(asset=self.key.asset_key, name=self.key.name, description=self.description)
+        def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
+            platform = eventsql.platform
+            memory = _remembered(context.instance, self.key)
+            verdict = self.judge(Look(platform, self.read(platform), time.time(), memory))
+            return dg.AssetCheckResult(
+                passed=verdict.passed,
+                severity=self.severity,
+                description=verdict.description,
+                metadata=verdict.metadata,
+            )
+
+        return check
 
     def evaluation(self, verdict: Verdict) -> dg.AssetCheckEvaluation:
         """A result as an event that is reported without a run."""
@@ -123,7 +148,9 @@ class ConsumerCheck(ReportedCheck):
     """A check of a consumer's asset."""
 
     consumer: ConsumerDefinition
-    judge: Callable[[Look[AssetLag]], Verdict]
+
+    def read(self, platform: EventSQL) -> AssetLag:
+        return read_lags(platform, [self.consumer]).get(self.consumer.key, AssetLag(()))
 
 
 def build_lag_check(
@@ -145,43 +172,7 @@ def build_lag_check(
     description = f"Consumer {consumer.consumer.name} is behind by at most {rule.bounds}" + (
         f", or by more for at most {grace:g} s." if grace else "."
     )
-    return define_check(consumer, LAG_CHECK, description, severity, rule)
-
-
-def define_check(
-    consumer: ConsumerDefinition,
-    name: str,
-    description: str,
-    severity: dg.AssetCheckSeverity,
-    judge: Callable[[Look[AssetLag]], Verdict],
-) -> ConsumerCheck:
-    """A check of a consumer's asset by a rule."""
-
-    def read(platform: EventSQL) -> AssetLag:
-        return read_lags(platform, [consumer]).get(consumer.key, AssetLag(()))
-
-    key = dg.AssetCheckKey(consumer.key, name)
-    return ConsumerCheck(key, severity, executable(key, description, severity, read, judge), consumer, judge)
-
-
-def executable(
-    key: dg.AssetCheckKey,
-    description: str,
-    severity: dg.AssetCheckSeverity,
-    read: Callable[[EventSQL], T],
-    judge: Callable[[Look[T]], Verdict],
-) -> dg.AssetChecksDefinition:
-    """A check that a person can execute: it reads the state of its asset, and judges it."""
-
-    @dg.asset_check(asset=key.asset_key, name=key.name, description=description)
-    def check(context: dg.AssetCheckExecutionContext, eventsql: EventSQLResource) -> dg.AssetCheckResult:
-        platform = eventsql.platform
-        verdict = judge(Look(platform, read(platform), time.time(), _remembered(context.instance, key)))
-        return dg.AssetCheckResult(
-            passed=verdict.passed, severity=severity, description=verdict.description, metadata=verdict.metadata
-        )
-
-    return check
+    return ConsumerCheck(dg.AssetCheckKey(consumer.key, LAG_CHECK), severity, description, rule, consumer)
 
 
 def _remembered(instance: dg.DagsterInstance, key: dg.AssetCheckKey) -> Memory:

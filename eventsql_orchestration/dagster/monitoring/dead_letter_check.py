@@ -15,14 +15,7 @@ from eventsql_orchestration.consuming import dead_letter_values
 from eventsql_orchestration.consuming.dead_letters import DeadLetter, LetterFilter
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.monitoring.checks import (
-    ConsumerCheck,
-    Look,
-    Memory,
-    Verdict,
-    define_check,
-    unregistered,
-)
+from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look, Memory, Verdict, unregistered
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
@@ -54,7 +47,8 @@ def build_delivered_check(
     them. A shard that is down counts with its last known state.
     """
     description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
-    return define_check(consumer, DELIVERED_CHECK, description, severity, _DeliveredRule(consumer))
+    key = dg.AssetCheckKey(consumer.key, DELIVERED_CHECK)
+    return ConsumerCheck(key, severity, description, _DeliveredRule(consumer), consumer)
 
 
 @dataclass(slots=True)

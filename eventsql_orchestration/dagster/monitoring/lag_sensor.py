@@ -152,7 +152,7 @@ def observe_lag(
     for check in checks:
         key = check.consumer.key
         look = Look(platform, lags.get(key, AssetLag(())), now)
-        reports.evaluate(check, check.judge, look, materialized=materialized.get(key, 0.0))
+        reports.evaluate(check, look, materialized=materialized.get(key, 0.0))
     return reports.result(_summary(consumers, lags))
 
 

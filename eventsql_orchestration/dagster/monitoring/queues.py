@@ -1,14 +1,14 @@
 """The queue sensor: observes the depth and age of queues, and evaluates their checks, without any run."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict, executable
+from eventsql_orchestration.dagster.monitoring.checks import LAG_CHECK, Look, ReportedCheck, Verdict
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import DELIVERED_CHECK
 from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.queues.assets import QUEUE
@@ -91,7 +91,9 @@ class QueueCheck(ReportedCheck):
     """A check of a queue's asset."""
 
     queue: str
-    judge: Callable[[Look[QueueState]], Verdict]
+
+    def read(self, platform: EventSQL) -> QueueState:
+        return read_queues(platform, [self.queue])[self.queue]
 
 
 def build_queue_checks(
@@ -110,26 +112,14 @@ def build_queue_checks(
     queue = _queue_of(asset)
     checks = []
     if limits.max_messages is not None or limits.max_seconds is not None:
-        key = dg.AssetCheckKey(asset.key, LAG_CHECK)
-        checks.append(_define(key, queue, f"Messages of queue {queue} wait within limits.", severity, _LagRule(limits)))
+        key, description = dg.AssetCheckKey(asset.key, LAG_CHECK), f"Messages of queue {queue} wait within limits."
+        checks.append(QueueCheck(key, severity, description, _LagRule(limits), queue))
     if limits.max_dead_letters is not None:
+        key = dg.AssetCheckKey(asset.key, DELIVERED_CHECK)
         description = f"Queue {queue} has at most {counted(limits.max_dead_letters, 'dead letter')}."
         rule = _DeliveredRule(queue, limits.max_dead_letters)
-        checks.append(_define(dg.AssetCheckKey(asset.key, DELIVERED_CHECK), queue, description, severity, rule))
+        checks.append(QueueCheck(key, severity, description, rule, queue))
     return checks
-
-
-def _define(
-    key: dg.AssetCheckKey,
-    queue: str,
-    description: str,
-    severity: dg.AssetCheckSeverity,
-    judge: Callable[[Look[QueueState]], Verdict],
-) -> QueueCheck:
-    def read(platform: EventSQL) -> QueueState:
-        return read_queues(platform, [queue])[queue]
-
-    return QueueCheck(key, severity, executable(key, description, severity, read, judge), queue, judge)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,5 +255,5 @@ def observe_queues(
             said.append(f"{name} has {counted(state.depth, 'message')}, one waits for {state.seconds:.0f} s")
         reports.observe(key, state.metadata(), idle=idle)
     for check in checks:
-        reports.evaluate(check, check.judge, Look(platform, states[check.queue], now))
+        reports.evaluate(check, Look(platform, states[check.queue], now))
     return reports.result("; ".join(said) or "no messages wait")

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster.consumers.options import DEFAULT_TICKS
-from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck, Verdict
+from eventsql_orchestration.dagster.monitoring.checks import IDLE_INTERVAL, Look, ReportedCheck
 from eventsql_orchestration.dagster.resources import EventSQLResource
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN
 from eventsql_orchestration.errors import SchemaOutdatedError
-
-T = TypeVar("T")
 
 Event: TypeAlias = dg.AssetObservation | dg.AssetMaterialization | dg.AssetCheckEvaluation
 
@@ -56,16 +54,14 @@ class Reports:
                 return
         self.events.append(dg.AssetObservation(asset_key=key, metadata=metadata, tags=INTERNAL_RUN))
 
-    def evaluate(
-        self, check: ReportedCheck, judge: Callable[[Look[T]], Verdict], look: Look[T], *, materialized: float = 0.0
-    ) -> None:
+    def evaluate(self, check: ReportedCheck, look: Look[Any], *, materialized: float = 0.0) -> None:
         """Evaluate a check by its rule, and report its result if that is due.
 
         `materialized` is the time of the asset's last materialization, in seconds since the epoch.
         """
         name = check.key.to_user_string()
         said = self.left(CHECKS).get(name, {})
-        verdict = judge(replace(look, memory=said.get("memory", {})))
+        verdict = check.judge(replace(look, memory=said.get("memory", {})))
         evaluation, self.after[CHECKS][name] = check.due(verdict, said, now=self.now, materialized=materialized)
         if evaluation is not None:
             self.events.append(evaluation)
