@@ -62,35 +62,35 @@ def _leave_to_parent(engine: Engine) -> None:
     engine.dispose(close=False)
 
 
-class _RunStorage(PostgresRunStorage):
-    """Looks for columns of later versions only until it has found them, not at each access."""
+class _Pooled:
+    """A part of the storage, with the connections of `engine`.
 
-    _has_run_stats = False
+    The parts look for columns and tables of later versions only until they have found them, not at each access.
+    """
+
+    _engine: Engine
 
     def __init__(self, url: str, engine: Engine) -> None:
-        super().__init__(url, should_autocreate_tables=False)
+        super().__init__(url, should_autocreate_tables=False)  # type: ignore[call-arg]  # it stands before a storage
         self._engine = engine
 
     def dispose(self) -> None:
-        super().dispose()
+        super().dispose()  # type: ignore[misc]  # it stands before a storage
         self._engine.dispose()
+
+
+class _RunStorage(_Pooled, PostgresRunStorage):
+    _has_run_stats = False
 
     def has_run_stats_index_cols(self) -> bool:
         self._has_run_stats = self._has_run_stats or super().has_run_stats_index_cols()
         return self._has_run_stats
 
 
-class _EventLogStorage(PostgresEventLogStorage):
-    """Looks for columns of later versions only until it has found them, not at each access."""
-
+class _EventLogStorage(_Pooled, PostgresEventLogStorage):
     def __init__(self, url: str, engine: Engine) -> None:
-        super().__init__(url, should_autocreate_tables=False)
-        self._engine = engine
+        super().__init__(url, engine)
         self._columns: set[str] = set()
-
-    def dispose(self) -> None:
-        super().dispose()
-        self._engine.dispose()
 
     def has_asset_key_col(self, column_name: str) -> bool:
         if column_name not in self._columns and super().has_asset_key_col(column_name):
@@ -101,15 +101,8 @@ class _EventLogStorage(PostgresEventLogStorage):
         return self.has_asset_key_index_cols()
 
 
-class _ScheduleStorage(PostgresScheduleStorage):
-    def __init__(self, url: str, engine: Engine) -> None:
-        super().__init__(url, should_autocreate_tables=False)
-        self._engine = engine
-        self._has_instigators = False
-
-    def dispose(self) -> None:
-        super().dispose()
-        self._engine.dispose()
+class _ScheduleStorage(_Pooled, PostgresScheduleStorage):
+    _has_instigators = False
 
     def _has_instigators_table(self, conn: Connection) -> bool:
         self._has_instigators = self._has_instigators or super()._has_instigators_table(conn)
