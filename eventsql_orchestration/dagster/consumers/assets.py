@@ -13,7 +13,12 @@ from eventsql_orchestration import NOT_PARTITIONED, Consumer, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
 from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
-from eventsql_orchestration.dagster.consumers.definition import ClaimConfig, Computation, ConsumerDefinition
+from eventsql_orchestration.dagster.consumers.definition import (
+    ClaimConfig,
+    Computation,
+    ConsumerDefinition,
+    MakeConsume,
+)
 from eventsql_orchestration.dagster.consumers.failures import without_retries
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
 from eventsql_orchestration.dagster.consumers.options import (
@@ -104,7 +109,7 @@ def consumer_asset(
     )  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
-        user = UserFunction.of(function, required=("events", "connection"), optional=("context",))
+        user = UserFunction.of(function, "events", "connection")
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
@@ -159,7 +164,7 @@ def range_asset(
     )  # fmt: skip
 
     def decorate(function: Callable[..., Any]) -> ConsumerDefinition:
-        user = UserFunction.of(function, required=("claim",), optional=("context",))
+        user = UserFunction.of(function, "claim")
 
         def consume(context: dg.AssetExecutionContext, shard: Shard, resources: Mapping[str, Any]) -> Consume:
             call = partial(user, resources, context=context)
@@ -168,9 +173,6 @@ def range_asset(
         return declared.define(user, consume)
 
     return decorate
-
-
-_MakeConsume: TypeAlias = Callable[[dg.AssetExecutionContext, Shard, Mapping[str, Any]], Consume]
 
 
 @dataclass(frozen=True)
@@ -202,7 +204,7 @@ class _Declared:
         starting_at(self.start)
         self.options.check_retries(self.limits.lease)
 
-    def define(self, user: UserFunction, make_consume: _MakeConsume) -> ConsumerDefinition:
+    def define(self, user: UserFunction, make_consume: MakeConsume) -> ConsumerDefinition:
         """Make the consumer from its function."""
         name = self.name or user.call.__name__
         specs = self._specs(name, user.call.__doc__)

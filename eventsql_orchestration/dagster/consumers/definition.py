@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import dagster as dg
 
 from eventsql_orchestration import NOT_PARTITIONED, Consumer, EventSQL, Shard, Topic
 from eventsql_orchestration.consumer import DeclaredFilter
-from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster.consumers.options import RunLimits
 from eventsql_orchestration.dagster.consumers.user_function import UserFunction
 from eventsql_orchestration.dagster.topics import topic_key
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.orchestration.drain import Consume
 from eventsql_orchestration.topics.positions import Start
 from eventsql_orchestration.topics.registration import Registration
 from eventsql_orchestration.validation import check_several
@@ -42,16 +42,19 @@ class ClaimConfig(dg.Config):
     succeeds: str | None = None
 
 
+MakeConsume: TypeAlias = Callable[[dg.AssetExecutionContext, Shard, Mapping[str, Any]], Consume]
+"""Makes the function that consumes the claims of a run on a shard, from the run's context and resources."""
+
+
 @dataclass(frozen=True)
 class Computation:
     """How a consumer's function gets its events, in the consumer's own runs and in a backfill's runs.
 
-    `consume(context, platform, resources)` returns a function from a claim to its `BatchResult`. `publishes` are the
-    assets of the topics that the function publishes to.
+    `publishes` are the assets of the topics that the function publishes to.
     """
 
     user: UserFunction
-    consume: Callable[[dg.AssetExecutionContext, Shard, Mapping[str, Any]], Callable[[Claim], Any]]
+    consume: MakeConsume
     publishes: tuple[dg.AssetKey, ...]
 
 

@@ -25,8 +25,8 @@ class UserFunction:
     resources: Mapping[str, Any]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], *, required: tuple[str, ...], optional: tuple[str, ...]) -> UserFunction:
-        """Read a function's signature.
+    def of(cls, function: Callable[..., Any], *required: str) -> UserFunction:
+        """Read the signature of a function that takes `required`, and optionally `context` and resources.
 
         Raises `DagsterInvalidDefinitionError` if a required parameter is missing, if a parameter is neither an argument
         nor annotated as a resource, and for a coroutine or generator function, which would never run.
@@ -41,7 +41,7 @@ class UserFunction:
             if parameter not in parameters:
                 raise dg.DagsterInvalidDefinitionError(
                     f"{name}() needs a parameter called {parameter}: it takes {', '.join(required)}, and optionally "
-                    f"{', '.join(optional)} and resources"
+                    "context and resources"
                 )
         try:
             hints = typing.get_type_hints(function, include_extras=True)
@@ -50,12 +50,13 @@ class UserFunction:
                 f"{name}() has an annotation that cannot be resolved ({error}): import it at the top of its module, "
                 "outside of TYPE_CHECKING"
             ) from None
-        handed_over = tuple(parameter for parameter in parameters if parameter in (*required, *optional))
+        arguments = (*required, "context")
+        handed_over = tuple(parameter for parameter in parameters if parameter in arguments)
         resources = {parameter: hints.get(parameter) for parameter in parameters if parameter not in handed_over}
         for parameter, annotation in resources.items():
             if not _is_resource(annotation):
                 raise dg.DagsterInvalidDefinitionError(
-                    f"{name}() has a parameter {parameter} that is neither one of {', '.join((*required, *optional))} "
+                    f"{name}() has a parameter {parameter} that is neither one of {', '.join(arguments)} "
                     "nor annotated with the type of a resource"
                 )
         return cls(function, handed_over, resources)

@@ -154,7 +154,7 @@ def worker_asset(
     topics = (publishes,) if isinstance(publishes, Topic) else tuple(publishes)
 
     def decorate(function: Callable[..., Any]) -> WorkerDefinition:
-        user = UserFunction.of(function, required=("messages", "connection"), optional=("context",))
+        user = UserFunction.of(function, "messages", "connection")
         asset_name = name or user.call.__name__
         specs = _specs(queue, asset_name, user.call.__doc__, topics, options)
         step = _Step(queue, declared, user, limits, backoff, specs[0].key, topics)
