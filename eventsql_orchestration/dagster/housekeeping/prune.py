@@ -114,17 +114,16 @@ def delete_runs(instance: dg.DagsterInstance, kind: str, *, before: datetime, pa
 
 
 def purge_ticks(
-    instance: dg.DagsterInstance, states: Iterable[Any], *, before: datetime, failures_before: datetime | None = None
+    instance: dg.DagsterInstance, states: Iterable[Any], *, before: datetime, failures_before: datetime
 ) -> None:
     """Delete the ticks from before a time, of the sensors and schedules with these stored states.
 
-    Failed ticks have a separate time, because they explain gaps. Without `failures_before`, they stay.
+    Failed ticks have a separate time, because they explain gaps.
     """
     for state in states:
         origin, selector = state.instigator_origin_id, state.selector_id
         instance.purge_ticks(origin, selector, before.timestamp(), _statuses("SKIPPED", "STARTED", "SUCCESS"))
-        if failures_before is not None:
-            instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
+        instance.purge_ticks(origin, selector, failures_before.timestamp(), _statuses("FAILURE"))
 
 
 def _statuses(*names: str) -> list[Any]:
