@@ -210,14 +210,14 @@ def cause(result: dg.SensorResult, asset: str) -> str:
 def test_events_that_are_not_transferred_are_a_cause_of_their_own_and_stalled_after_a_while(bench: Workbench) -> None:
     bench.platform.publisher.publish(Publication("rides", b""))
     assert cause(observe(bench), "eager") == (
-        "transfer: 1 events are not transferred yet; `eventsql transfer` moves events"
+        "transfer: 1 event in the buffer, not transferred yet; `eventsql transfer` moves events"
     )
     with bench.platform.database.connection() as connection:
         connection.execute(
             "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - make_interval(secs => %s)",
             (TRANSFER_STALLED + 1,),
         )
-    assert cause(observe(bench), "eager").startswith("transfer stalled: 1 events")
+    assert cause(observe(bench), "eager").startswith("transfer stalled: 1 event in the buffer")
 
 
 def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> None:

@@ -14,6 +14,7 @@ from eventsql_orchestration.dagster.consumers.definition import ConsumerDefiniti
 from eventsql_orchestration.errors import DatabaseBusyError, TopicNotFoundError
 from eventsql_orchestration.orchestration.owners import run_of_owner
 from eventsql_orchestration.orchestration.shards import place, where
+from eventsql_orchestration.validation import counted
 
 TRANSFER_STALLED: Final = 120.0
 """Seconds in the buffer after which an event shows that the transfer is stalled. The transfer's schedule ticks every
@@ -128,8 +129,9 @@ class AssetLag:
                 return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")
             case LagCause.TRANSFER:
                 stalled = lag.seconds > TRANSFER_STALLED
-                off = "schedule transfer is switched off, and " if self.transfer_off else ""
-                return ("transfer stalled" if stalled else "transfer"), f"{off}{lag.buffered} events are {lag.detail}"
+                off = "schedule transfer is switched off; " if self.transfer_off else ""
+                waiting = f"{counted(lag.buffered, 'event')} in the buffer, {lag.detail}"
+                return ("transfer stalled" if stalled else "transfer"), off + waiting
             case _:
                 return self._why_waiting(lag, slow=slow)
 

@@ -21,9 +21,10 @@ from eventsql_orchestration.retry import doubled
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run at the time of a tick: seconds since its start (0 if it has not started), and since its status changed.
+    """A run at the time of a tick.
 
-    With `waits`, the run has started, and its step waits for a place in a pool.
+    `age` is the time since its start, 0 if it has not started. `unchanged` is the time since its status changed. Both
+    are in seconds. With `waits`, the run has started, and its step waits for a place in a pool.
     """
 
     run_id: str

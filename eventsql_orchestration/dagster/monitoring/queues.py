@@ -252,7 +252,7 @@ def observe_queues(
             continue
         idle = not state.depth and not state.unreachable
         if not idle:
-            said.append(f"{name} has {counted(state.depth, 'message')}, one waits for {state.seconds:.0f} s")
+            said.append(f"{name} has {counted(state.depth, 'message')}, the longest wait is {state.seconds:.0f} s")
         reports.observe(key, state.metadata(), idle=idle)
     for check in checks:
         reports.evaluate(check, Look(platform, states[check.queue], now))

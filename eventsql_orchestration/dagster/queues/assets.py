@@ -38,7 +38,7 @@ from eventsql_orchestration.queue import Message, Queue, QueueDefinition, QueueO
 from eventsql_orchestration.queue.options import checked_options
 from eventsql_orchestration.queue.worker import Backoff, exponential
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import check_kind, check_name, check_several
+from eventsql_orchestration.validation import check_kind, check_name, check_several, counted
 
 QUEUE_PREFIX: Final = "queue"
 QUEUE_GROUP: Final = "queues"
@@ -335,14 +335,12 @@ def _signs_of_life(context: dg.AssetExecutionContext, lease: float) -> Iterator[
 
 def _failure(queue: str, done: WorkedOff) -> dg.Failure:
     first = done.failures[0]
-    again = "they are received again after a pause, and become dead letters after the queue's max_receives"
+    again = "they are received again after a pause, up to the queue's max_receives, and become dead letters then"
     if done.gave_up:
-        again = (
-            "the run ended there, because each message of a batch failed; the messages are received again after a pause"
-        )
+        again = "each message of a batch failed, so the run ended; the messages are received again after a pause"
     return dg.Failure(
-        f"messages of queue {queue} failed {done.failed} times, message {first.id} first ({first.reason}): {again}. "
-        f"{done.handled} messages were handled",
+        f"{counted(done.failed, 'receive')} of queue {queue} failed, the first of message {first.id} ({first.reason}): "
+        f"{again}. The run handled {counted(done.handled, 'message')}",
         metadata={
             QUEUE: queue,
             "failed receives": done.failed,

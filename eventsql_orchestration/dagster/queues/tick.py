@@ -63,10 +63,14 @@ def is_alive(run: RunState, limits: WorkLimits, options: TickOptions) -> bool:
 
 def why_not(waiting: Waiting, runs: RecentRuns, limits: WorkLimits, options: TickOptions) -> dg.SkipReason | None:
     """Why a tick requests no run; None if it requests one."""
+    if not waiting.messages:
+        return NothingYet("no messages wait")
     late = waiting.seconds > limits.max_wait
-    if waiting.messages < limits.min_messages and not (waiting.messages and late):
-        counted = "no messages wait" if not waiting.messages else f"{waiting.messages} messages wait, but not for long"
-        return NothingYet(counted)
+    if waiting.messages < limits.min_messages and not late:
+        return NothingYet(
+            f"{waiting.messages} of {limits.min_messages} messages wait, none of them for more than "
+            f"{limits.max_wait:g} s"
+        )
 
     alive = [run for run in runs.unfinished if is_alive(run, limits, options)]
     if alive and (len(alive) >= limits.max_runs or not late or not all(run.started for run in alive)):
