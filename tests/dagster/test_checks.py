@@ -213,6 +213,8 @@ def test_the_checks_of_an_unregistered_consumer_are_red(bench: Workbench) -> Non
 def test_bad_limits_are_refused_at_definition() -> None:
     with pytest.raises(ValidationError, match="max_events, max_seconds"):
         build_lag_check(eager)
+    with pytest.raises(ValidationError, match="max_events"):
+        build_lag_check(eager, max_events=-1)
     with pytest.raises(ValidationError, match="grace"):
         build_lag_check(eager, max_events=1, grace=-1.0)
     with pytest.raises(ValidationError, match="does not watch"):

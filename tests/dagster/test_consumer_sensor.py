@@ -16,7 +16,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
-from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
 
@@ -79,11 +79,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 def test_a_consumer_has_one_sensor_that_is_called_like_its_job() -> None:
     (sensor,) = wide.sensors
     assert sensor.name == "consume_wide"
-
-
-def test_sensors_are_for_partitions_or_for_consumers() -> None:
-    with pytest.raises(ValidationError, match="topic"):
-        consumer_asset(topic=TOPIC, consumer="c", sensor="topic")(record)  # type: ignore[arg-type]
 
 
 def test_a_tick_requests_a_run_for_each_partition_with_events(bench: Workbench) -> None:
@@ -225,31 +220,6 @@ def test_a_consumer_of_a_whole_topic_may_have_one_sensor_for_all_partitions_too(
     whole.register(bench.platform)
     publish(bench, 5)
     assert partitions_of(evaluate(bench, whole)) == [-1]
-
-
-def test_a_skip_reason_names_the_topic_or_consumer_that_is_not_registered(bench: Workbench, platform: EventSQL) -> None:
-    elsewhere = consumer_asset(
-        topic=Topic("elsewhere", 2), consumer="c", partitioned=True, sensor="consumer", name="elsewhere"
-    )(record)
-    assert (evaluate(bench, elsewhere).skip_message or "").startswith("topic 'elsewhere' is not registered")
-    platform.registry.register_topic(Topic("elsewhere", 2))
-    assert "consumer 'c' of topic 'elsewhere' is not registered" in (evaluate(bench, elsewhere).skip_message or "")
-
-
-def test_the_partitions_are_those_that_the_consumer_has_in_the_database(bench: Workbench, platform: EventSQL) -> None:
-    changing = consumer_asset(
-        topic=Topic("changing", 2),
-        consumer="c",
-        partitioned=True,
-        sensor="consumer",
-        name="changing",
-        limits=RunLimits(max_wait=0.0),
-    )(record)
-    platform.registry.register_topic(Topic("changing", 3))
-    platform.registry.register_consumer(changing.consumer)
-    platform.publisher.publish(Publication("changing", b"x", partition=2))
-    platform.transfer.run_once()
-    assert partitions_of(evaluate(bench, changing)) == [2]
 
 
 def test_a_tick_goes_on_with_the_new_partitions_of_a_repartitioned_topic(bench: Workbench, platform: EventSQL) -> None:

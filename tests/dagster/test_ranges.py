@@ -128,17 +128,8 @@ def test_a_function_that_raises_has_its_range_claimed_again(bench: Workbench) ->
     assert sums(bench) == [b"3"]
 
 
-def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(bench: Workbench) -> None:
-    broken = define(stumble, max_attempts=1)
-    bench.platform.registry.register_consumer(broken.consumer, max_attempts=1)
-    ids = bench.publish("rides", 3)
-    result = bench.run(broken, bench.request(broken))
-    assert not result.success
-    assert f"event {ids[0]} blocks the partition" in bench.tick(broken.sensors[0])
-
-
-@pytest.mark.parametrize("error", [CancelledError, SystemExit])
-def test_a_range_whose_function_was_cancelled_or_exits_spends_an_attempt(
+@pytest.mark.parametrize("error", [RuntimeError, CancelledError, SystemExit])
+def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(
     bench: Workbench, error: type[BaseException]
 ) -> None:
     def ends(claim: Claim) -> None:

@@ -312,9 +312,13 @@ def test_a_missing_topic_or_consumer_is_a_skip_reason_that_names_the_job(
 ) -> None:
     topic = Topic("elsewhere", 2)
     elsewhere = consumer_asset(topic=topic, consumer="c", partitioned=True, name="elsewhere", sensor=sensor)(record)
-    for create in (lambda: None, lambda: platform.registry.register_topic(topic)):
+    for create, missing in (
+        (lambda: None, "topic 'elsewhere'"),
+        (lambda: platform.registry.register_topic(topic), "consumer 'c' of topic 'elsewhere'"),
+    ):
         create()
         reason = bench.tick(elsewhere.sensors[0])
+        assert reason.startswith(f"{missing} is not registered")
         assert "`register`" in reason
         assert "dagster job launch" in reason
         assert "eventsql consumer create" not in reason
@@ -364,29 +368,6 @@ def test_a_missing_schema_is_a_skip_reason_again_and_again(bench: Workbench, dsn
     assert bench.tick(eager.sensors[0], eventsql=EventSQLResource(dsn=dsn, db_schema="nothing_here")) == reason
 
 
-def test_a_topic_with_more_partitions_than_are_watched_fails_ticks_and_stops_no_watched_partition(
-    bench: Workbench,
-) -> None:
-    narrow = consumer_asset(
-        topic=Topic("wide", 2), consumer="c", partitioned=True, name="narrow", limits=RunLimits(max_wait=0.0)
-    )(record)
-    bench.platform.registry.register_topic(Topic("wide", 3)).register_consumer(Consumer("wide", "c", partitioned=True))
-    bench.publish("wide", 1, partition=0)
-    bench.request(narrow)
-    with pytest.raises(RedefinitionError, match="topic 'wide' has 3 partitions and consumer 'c' is defined for 2"):
-        bench.tick(narrow.sensors[0])
-
-
-def test_a_partition_that_does_not_exist_is_skipped_with_the_reason(bench: Workbench) -> None:
-    wide = consumer_asset(
-        topic=Topic("thin", 2), consumer="c", partitioned=True, name="wide", limits=RunLimits(max_wait=0.0)
-    )(record)
-    bench.platform.registry.register_topic(Topic("thin", 1)).register_consumer(Consumer("thin", "c", partitioned=True))
-    assert str(bench.tick(wide.sensors[1])).startswith("partition 1 does not exist")
-    bench.publish("thin", 1, partition=0)
-    bench.request(wide)
-
-
 @pytest.mark.parametrize("partitions", [1, 3])
 def test_the_sensors_of_partitions_go_on_consuming_a_topic_that_is_repartitioned(
     bench: Workbench, partitions: int
@@ -406,7 +387,7 @@ def test_the_sensors_of_partitions_go_on_consuming_a_topic_that_is_repartitioned
             "partition 1 does not exist: topic 'orders' now has partitions 0 to 0"
         )
     else:
-        with pytest.raises(RedefinitionError, match="has 3 partitions"):
+        with pytest.raises(RedefinitionError, match="topic 'orders' has 3 partitions and consumer 'ledger' is defined"):
             bench.tick(ledger.sensors[1])
 
 

@@ -19,7 +19,6 @@ from eventsql_orchestration.dagster.launcher.server_process import (
     MachineBusyError,
     ServerGoneError,
     ServerProcess,
-    TooManyRunsError,
     Unforkable,
     _environment,
     obstacle_here,
@@ -56,8 +55,7 @@ def test_a_location_with_a_library_that_ends_its_threads_before_a_fork_is_served
 ) -> None:
     origin = _origin(tmp_path, "import numpy")
     server = ServerProcess("numeric", origin, shared_instance.get_ref(), max_runs=5, timeout=120)
-    server.close()
-    wait_until(server.has_ended, "the end of the server")
+    _close(server)
 
 
 def test_a_location_whose_program_is_not_on_this_machine_is_refused(
@@ -97,19 +95,6 @@ def test_the_programs_of_a_virtual_environment_come_first(tmp_path: Path) -> Non
     assert _environment(sys.executable) == dict(os.environ)
 
 
-@pytest.mark.nightly
-def test_a_launch_beyond_the_limit_of_runs_is_refused_so_that_the_queue_tries_again(deployment: Deployment) -> None:
-    runs = [deployment.create(then) for then in ("wait", "")]
-    server = _server(deployment, runs[0], max_runs=1)
-    server.launch(runs[0], resume=False)
-    with pytest.raises(TooManyRunsError, match=r"^1 runs of this location are under way"):
-        server.launch(runs[1], resume=False)
-    deployment.go()
-    assert deployment.ended(runs[0]) is dg.DagsterRunStatus.SUCCESS
-    server.close()
-    wait_until(server.has_ended, "the end of the server")
-
-
 def _origin(directory: Path, before: str) -> RepositoryPythonOrigin:
     file = directory / "refused_definitions.py"
     file.write_text(f"{before}\nimport dagster as dg\ndefs = dg.Definitions()\n")
@@ -123,13 +108,13 @@ def _other(deployment: Deployment, run: str, server: ModuleType, program: Path) 
     return _server(deployment, run, program=str(program))
 
 
-def _server(deployment: Deployment, run: str, *, program: str = sys.executable, max_runs: int = 5) -> ServerProcess:
+def _server(deployment: Deployment, run: str, *, program: str = sys.executable) -> ServerProcess:
     """A server of the location of a run."""
     origin = deployment.run(run).job_code_origin
     assert origin is not None
     return ServerProcess(
         "first", origin.repository_origin._replace(executable_path=program), deployment.instance.get_ref(),
-        max_runs=max_runs, timeout=120,
+        max_runs=5, timeout=120,
     )  # fmt: skip
 
 
