@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +15,12 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource
+from eventsql_orchestration.consuming.claims import Claim
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, WorkerDefinition, write_instance
+from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
+from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
+from eventsql_orchestration.dagster.tags import CLAIM_TAG
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.conftest import TEMPLATE, Administrator
 
 EFFECTS = """
@@ -52,6 +60,20 @@ def shared_instance(instance_home: str) -> Iterator[dg.DagsterInstance]:
 
 
 @pytest.fixture
+def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of an instance with its storage in PostgreSQL, as `eventsql dev` and a deployment have it."""
+    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
+    return write_instance(tmp_path, dsn)
+
+
+@pytest.fixture
+def stored(home: Path) -> Iterator[dg.DagsterInstance]:
+    """The instance of `home`."""
+    with dg.DagsterInstance.from_config(str(home)) as opened:
+        yield opened
+
+
+@pytest.fixture
 def eventsql(dsn: str) -> Iterator[EventSQLResource]:
     resource = EventSQLResource(dsn=dsn)
     yield resource
@@ -65,6 +87,18 @@ def request_of(answer: Any) -> dg.RunRequest:
     (request,) = answer
     assert isinstance(request, dg.RunRequest)
     return request
+
+
+def executed_check(
+    check: dg.AssetChecksDefinition, asset: dg.AssetsDefinition | dg.AssetSpec, eventsql: EventSQLResource,
+    instance: dg.DagsterInstance | None = None,
+) -> dg.AssetCheckEvaluation:  # fmt: skip
+    """The check of an asset executed by hand, in a run."""
+    location = dg.Definitions(assets=[asset], asset_checks=[check], resources={"eventsql": eventsql})
+    whole = location.resolve_implicit_global_asset_job_def()
+    job = whole.get_subset(asset_check_selection=set(check.check_keys))
+    (evaluation,) = job.execute_in_process(instance=instance).get_asset_check_evaluations()
+    return evaluation
 
 
 class Workbench:
@@ -96,18 +130,25 @@ class Workbench:
         """The only run request of a tick of the consumer's first sensor."""
         return request_of(self.tick(definition.sensors[0]))
 
-    def job(self, definition: ConsumerDefinition, **resources: Any) -> dg.JobDefinition:
+    def job(self, *definitions: ConsumerDefinition | WorkerDefinition, **resources: Any) -> dg.JobDefinition:
+        """The job of a definition, or of several that share it."""
         return dg.Definitions(
-            assets=[definition.asset],
-            jobs=[definition.job],
+            assets=[definition.asset for definition in definitions],
+            jobs=[definitions[0].job],
             resources={"eventsql": self.eventsql, **resources},
-        ).resolve_job_def(definition.job.name)
+        ).resolve_job_def(definitions[0].job.name)
 
     def run(
-        self, definition: ConsumerDefinition, request: dg.RunRequest | None = None, **resources: Any
+        self,
+        definition: ConsumerDefinition | WorkerDefinition,
+        request: dg.RunRequest | None = None,
+        **resources: Any,
     ) -> dg.ExecuteInProcessResult:
         """Execute the run of a request, or one that was launched by hand."""
-        return self.job(definition, **resources).execute_in_process(
+        return self.execute(self.job(definition, **resources), request)
+
+    def execute(self, job: dg.JobDefinition, request: dg.RunRequest | None = None) -> dg.ExecuteInProcessResult:
+        return job.execute_in_process(
             instance=self.instance,
             run_config=request.run_config if request else None,
             tags=dict(request.tags) if request else None,
@@ -120,6 +161,27 @@ class Workbench:
             self.job(definition), run_config=request.run_config, tags=dict(request.tags), status=status
         )
         return run.run_id
+
+    def adopted(
+        self,
+        definition: ConsumerDefinition,
+        request: dg.RunRequest,
+        status: dg.DagsterRunStatus = dg.DagsterRunStatus.STARTED,
+    ) -> tuple[str, Claim]:
+        """Create the run of a request as `requested` does, and adopt its claim. Returns the run's id and the claim."""
+        run_id = self.requested(definition, request, status)
+        return run_id, self.platform.claims.adopt(int(request.tags[CLAIM_TAG]), owner=owner_of_run(run_id))
+
+    def stored(self, run_id: str) -> dg.DagsterRun:
+        """A run as Dagster has stored it."""
+        run = self.instance.get_run_by_id(run_id)
+        assert run is not None
+        return run
+
+    def at(self, ahead: float) -> Tick:
+        """A tick on the only database, whose clock is so many seconds ahead."""
+        shard, log = self.platform.shards[0], logging.getLogger()
+        return Tick(shard, self.instance, log, Budget(math.inf, 1), lambda: time.time() + ahead)
 
     def effects(self) -> list[int]:
         """The ids of events in the order in which they took effect."""

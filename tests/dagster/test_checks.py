@@ -26,7 +26,7 @@ from eventsql_orchestration.dagster.monitoring.checks import GREEN_INTERVAL, IDL
 from eventsql_orchestration.dagster.monitoring.lag_sensor import materialized_at, observe_lag
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, executed_check
 from tests.dagster.location import record
 
 RIDES = Topic("rides", 2)
@@ -73,13 +73,7 @@ class Watch:
 
 
 def executed(bench: Workbench, check: ConsumerCheck) -> dg.AssetCheckEvaluation:
-    """The check executed by hand, in a run."""
-    location = dg.Definitions(
-        assets=[eager.asset], asset_checks=[check.definition], resources={"eventsql": bench.eventsql}
-    )
-    job = location.resolve_implicit_global_asset_job_def().get_subset(asset_check_selection={check.key})
-    (evaluation,) = job.execute_in_process(instance=bench.instance).get_asset_check_evaluations()
-    return evaluation
+    return executed_check(check.definition, eager.asset, bench.eventsql, bench.instance)
 
 
 # Lag

@@ -147,8 +147,7 @@ def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_run_keeps_its_ran
     dead, queued, running = evaluate(bench).run_requests or []
     bench.requested(wide, dead, dg.DagsterRunStatus.FAILURE)
     bench.requested(wide, queued, dg.DagsterRunStatus.NOT_STARTED)
-    run_id = bench.requested(wide, running, dg.DagsterRunStatus.STARTED)
-    bench.platform.claims.adopt(int(running.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    run_id, _ = bench.adopted(wide, running)
 
     tick = evaluate(bench)
     assert partitions_of(tick) == [1]
@@ -159,9 +158,7 @@ def test_the_range_of_a_dead_run_is_claimed_again_and_a_queued_run_keeps_its_ran
     bench.end_lease(wide)
     tick = evaluate(bench)
     assert partitions_of(tick) == [1, 3]
-    run = bench.instance.get_run_by_id(run_id)
-    assert run is not None
-    assert run.status is dg.DagsterRunStatus.FAILURE
+    assert bench.stored(run_id).status is dg.DagsterRunStatus.FAILURE
 
 
 def test_a_partition_that_is_locked_keeps_no_other_from_being_consumed(bench: Workbench) -> None:

@@ -42,8 +42,7 @@ pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
 def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
-    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    data = event.step_failure_data.user_failure_data
+    data = result.failure_data_for_node("c").user_failure_data  # type: ignore[union-attr]
     assert data is not None
     return {"description": data.description, **{name: value.value for name, value in data.metadata.items()}}
 

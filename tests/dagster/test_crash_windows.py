@@ -7,16 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
 import pytest
 
-from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.consumers.reexecution import AUTO_RETRY_TAG
 from eventsql_orchestration.dagster.launcher.worker import Worker
-from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from tests.dagster import stopping, stopping_consumer
 from tests.dagster.conftest import Workbench
 from tests.dagster.stopping import held, stopped
@@ -37,13 +34,6 @@ IN_TICKS = [
     stopping.AFTER_THE_RUN_IS_CREATED,
 ]
 IN_RUNS = [stopping.AFTER_LAUNCH, stopping.IN_PROCESSING, stopping.AFTER_EFFECTS, stopping.AFTER_THE_OFFSET]
-
-
-@pytest.fixture
-def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
-    monkeypatch.setenv("EVENTSQL_DSN", dsn)
-    return write_instance(tmp_path, dsn)
 
 
 class Machine:
@@ -83,11 +73,11 @@ class Machine:
 
 
 @pytest.fixture
-def orders(bench: Workbench, home: Path) -> Iterator[Workbench]:
+def orders(bench: Workbench, stored: dg.DagsterInstance, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Workbench:
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
     stopping_consumer.steps.register(bench.platform)
-    with dg.DagsterInstance.from_config(str(home)) as instance:
-        bench.instance = instance
-        yield bench
+    bench.instance = stored
+    return bench
 
 
 def await_stop(bench: Workbench, point: str) -> int:

@@ -29,12 +29,6 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
-    return write_instance(tmp_path, dsn)
-
-
 def test_an_instance_keeps_its_storage_beside_the_events(home: Path, platform: EventSQL) -> None:
     assert home.name == "dagster"
     with platform.database.connection() as connection:

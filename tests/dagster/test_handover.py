@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import math
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +17,7 @@ from eventsql_orchestration.dagster.consumers.consumer_tick import ConsumerWatch
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
-from eventsql_orchestration.dagster.consumers.tick import Budget, Tick, Watch
+from eventsql_orchestration.dagster.consumers.tick import Watch
 from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
@@ -94,12 +91,10 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
     successors: list[dg.RunRequest] = []
 
     def tick(ahead: float) -> Sequence[dg.RunRequest]:
-        """A tick whose clock is so many seconds ahead, so that the windows of runs end sooner for it."""
-        budget = Budget(math.inf, 1)
-        tick = Tick(platform.shards[0], shared_instance, logging.getLogger(), budget, lambda: time.time() + ahead)
-        return watch.evaluate(tick, None).run_requests or []
+        return watch.evaluate(bench.at(ahead), None).run_requests or []
 
     def requested() -> bool:
+        # For this tick, the windows of runs end sooner.
         successors.extend(tick(595.0))
         assert all(SUCCEEDS_TAG in request.tags for request in successors), "it claimed beside a run that drains"
         return bool(successors)
@@ -141,9 +136,7 @@ def _claims(platform: EventSQL) -> list[tuple[str, float]]:
 
 def test_a_tick_takes_nothing_from_a_run_that_drains(bench: Workbench) -> None:
     bench.publish("long", 3)
-    request = bench.request(long)
-    run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
-    claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    run_id, claim = bench.adopted(long, bench.request(long))
     with bench.platform.database.transaction() as connection:
         bench.platform.claims.commit(connection, claim)
     bench.publish("long", 3)
@@ -167,8 +160,7 @@ def test_a_run_that_commits_between_the_looks_of_a_tick_is_left_alone(bench: Wor
 
     watch = PartitionWatch(Topic("long"), long.consumer, "long", long.limits, "s")
     # With a clock an hour ahead, the time in which a run has to adopt its claim is over.
-    clock = time.time if adopted else lambda: time.time() + 3600
-    tick = Tick(bench.platform.shards[0], bench.instance, logging.getLogger(), Budget(math.inf, 1), clock)
+    tick = bench.at(0.0 if adopted else 3600.0)
     answer = watch.attend(claim if adopted else seen, record, None, tick)
     assert isinstance(answer, dg.SkipReason), answer
     assert len(bench.claims()) == 1
@@ -218,9 +210,7 @@ def test_a_run_that_died_between_two_ranges_is_not_waited_for_until_its_window_e
     bench: Workbench,
 ) -> None:
     bench.publish("long", 3)
-    request = bench.request(long)
-    run_id = bench.requested(long, request, dg.DagsterRunStatus.STARTED)
-    claim = bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    _, claim = bench.adopted(long, bench.request(long))
     with bench.platform.database.transaction() as connection:
         bench.platform.claims.commit(connection, claim)
     bench.publish("long", 3)
@@ -278,9 +268,6 @@ def test_a_successor_comes_soon_once_it_has_left_the_queue(bench: Workbench) -> 
 
 def test_a_successor_that_gets_no_events_ends_with_the_run_before_it(bench: Workbench) -> None:
     succeeded = bench.run(long)
-    ended = bench.job(long).execute_in_process(
-        instance=bench.instance,
-        run_config={"ops": {"long": {"config": {"partition": -1, "succeeds": succeeded.run_id}}}},
-    )
-    assert ended.success
+    config = {"ops": {"long": {"config": {"partition": -1, "succeeds": succeeded.run_id}}}}
+    assert bench.run(long, dg.RunRequest(run_config=config)).success
     assert bench.claims() == []

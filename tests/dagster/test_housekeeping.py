@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 
 import dagster as dg
@@ -23,7 +22,6 @@ from eventsql_orchestration.dagster import (
     build_housekeeping_schedule,
     build_transfer_schedule,
     consumer_asset,
-    write_instance,
 )
 from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_claims,
@@ -32,7 +30,7 @@ from eventsql_orchestration.dagster.housekeeping.prune import (
     delete_windows,
     purge_ticks,
 )
-from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA, STORAGE_VARIABLE
+from eventsql_orchestration.dagster.local.instance import STORAGE_SCHEMA
 from eventsql_orchestration.dagster.shards import on_each
 from eventsql_orchestration.dagster.tags import (
     BACKFILL_OF_TAG,
@@ -210,14 +208,6 @@ def test_the_windows_of_a_backfill_are_deleted_with_its_last_run(bench: Workbenc
     assert keep_house(after_days=0) == {}, "a run that plans a backfill registers it after its partitions"
     assert keep_house() == {name: 2}
     assert bench.instance.get_dynamic_partitions(name) == ["somebody's own"]
-
-
-@pytest.fixture
-def stored(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dg.DagsterInstance]:
-    """An instance with its storage in PostgreSQL, as `eventsql dev` and a deployment have it."""
-    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
-    with dg.DagsterInstance.from_config(str(write_instance(tmp_path, dsn))) as opened:
-        yield opened
 
 
 ledger_check = build_delivered_check(consumer_asset(topic=Topic("orders"), consumer="ledger", name="ledger")(record))

@@ -155,12 +155,6 @@ def processes(home: Path, dsn: str) -> Iterator[Processes]:
     started.end()
 
 
-@pytest.fixture
-def instance(home: Path) -> Iterator[dg.DagsterInstance]:
-    with dg.DagsterInstance.from_config(str(home)) as opened:
-        yield opened
-
-
 @contextlib.contextmanager
 def publishing(platform: EventSQL, ids: list[int], *, count: int) -> Iterator[None]:
     """Publish events one by one, move them, and drop old ones, until the block ends; `count` of them at least."""
@@ -307,7 +301,7 @@ def under_way(instance: dg.DagsterInstance) -> Iterator[str]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("seed", [1])
 def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_killed(
-    processes: Processes, platform: EventSQL, instance: dg.DagsterInstance, seed: int
+    processes: Processes, platform: EventSQL, stored: dg.DagsterInstance, seed: int
 ) -> None:
     with platform.database.connection() as connection:
         connection.execute(location.EFFECTS)
@@ -320,11 +314,11 @@ def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_kil
     for consumer in location.CONSUMERS:
         platform.registry.register_consumer(consumer.consumer, start="latest")
 
-    backfilled = Backfilled(processes, platform, instance, ids[-1])
+    backfilled = Backfilled(processes, platform, stored, ids[-1])
     for name in ("daemon", "webserver"):
         processes.start(name)
     wait_until(lambda: bool(_answers(processes.url)), "the webserver")
-    killer, chosen = Killer(processes, instance, seed), random.Random(seed)
+    killer, chosen = Killer(processes, stored, seed), random.Random(seed)
     old = ids[-1]
     with publishing(platform, ids, count=60):
         processes.start("backfill")
@@ -352,7 +346,7 @@ def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_kil
     try:
         wait_until(finished, f"all effects, after {killer.done}", seconds=SECONDS)
     except AssertionError:
-        sys.stderr.write("".join(f"{line}\n" for line in under_way(instance)))
+        sys.stderr.write("".join(f"{line}\n" for line in under_way(stored)))
         raise
     done = f"{killer.done.total()} kills {dict(killer.done)}, {len(ids)} events, {backfilled.launched} launches"
     sys.stderr.write(f"{done}\n")

@@ -41,15 +41,8 @@ pytestmark = pytest.mark.prepared.with_args(prepare, fixture="home")
 
 
 @pytest.fixture
-def home(tmp_path: Path, dsn: str, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
-    return write_instance(tmp_path, dsn)
-
-
-@pytest.fixture
-def instance(home: Path) -> Iterator[dg.DagsterInstance]:
-    with dg.DagsterInstance.from_config(str(home)) as opened:
-        yield opened
+def instance(stored: dg.DagsterInstance) -> dg.DagsterInstance:
+    return stored
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ import pytest
 
 from eventsql_orchestration import Event, EventSQL, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
-from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
@@ -51,12 +50,8 @@ def again(
 ) -> dg.ExecuteInProcessResult:
     """A run with the config of another run, to which a person has added `replay`."""
     (op, config) = next(iter(requested.run_config["ops"].items()))
-    return bench.job(definition).execute_in_process(
-        instance=bench.instance,
-        run_config={"ops": {op: {"config": {**config["config"], "replay": replay}}}},
-        tags=tags,
-        raise_on_error=False,
-    )
+    replaying = {"ops": {op: {"config": {**config["config"], "replay": replay}}}}
+    return bench.run(definition, dg.RunRequest(run_config=replaying, tags=tags))
 
 
 def materialized(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
@@ -105,9 +100,7 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
     assert succeeded
     assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
     assert reexecuting.offset(slow) == ids[-1]
-    run = reexecuting.instance.get_run_by_id(second)
-    assert run is not None
-    assert run.tags["eventsql/replay"] == "true"
+    assert reexecuting.stored(second).tags["eventsql/replay"] == "true"
     (entry,) = reexecuting.instance.all_logs(second, of_type=dg.DagsterEventType.ASSET_MATERIALIZATION)
     assert entry.asset_materialization is not None
     assert entry.asset_materialization.metadata["replayed"].value is True
@@ -138,9 +131,7 @@ def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothin
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
-    run = reexecuting.instance.get_run_by_id(first)
-    assert run is not None
-    reexecuting.instance.report_run_failed(run)
+    reexecuting.instance.report_run_failed(reexecuting.stored(first))
 
     _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
     assert succeeded
@@ -150,8 +141,7 @@ def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothin
 def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_range(reexecuting: Workbench) -> None:
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
-    dead = reexecuting.requested(slow, requested, dg.DagsterRunStatus.FAILURE)
-    reexecuting.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {dead}")
+    dead, _ = reexecuting.adopted(slow, requested, dg.DagsterRunStatus.FAILURE)
 
     _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=dead))
     assert succeeded
@@ -210,14 +200,11 @@ def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replay
     requested = reexecuting.request(slow)
     first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     instance = reexecuting.instance
-    run = instance.get_run_by_id(first)
-    assert run is not None
+    run = reexecuting.stored(first)
     instance.report_run_failed(run)
     success = dg.DagsterEvent(dg.DagsterEventType.RUN_SUCCESS.value, run.job_name)
     instance.report_dagster_event(success, run_id=first)
-    run = instance.get_run_by_id(first)
-    assert run is not None
-    assert run.status is dg.DagsterRunStatus.SUCCESS
+    assert reexecuting.stored(first).status is dg.DagsterRunStatus.SUCCESS
 
     _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
     assert succeeded
@@ -310,12 +297,8 @@ def test_a_range_that_was_not_committed_cannot_be_replayed(bench: Workbench) -> 
 def test_a_replay_without_a_claim_is_refused_and_consumes_no_waiting_events(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
-    found = bench.job(definition).execute_in_process(
-        instance=bench.instance,
-        run_config={"ops": {definition.asset.op.name: {"config": {"replay": True}}}},
-        raise_on_error=False,
-    )
-    assert not found.success
+    config = {"ops": {"c": {"config": {"replay": True}}}}
+    assert not bench.run(definition, dg.RunRequest(run_config=config)).success
     assert bench.effects() == []
 
 
@@ -328,8 +311,7 @@ def test_a_replay_whose_events_are_gone_is_refused_before_anything_happens(bench
         drop_events(connection, "rides", ids[0])
     found = again(bench, definition, requested, replay=True)
     assert not found.success
-    (failed,) = [event for event in found.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    assert "retention deleted 1 of its 5 events" in str(failed.step_failure_data.user_failure_data)
+    assert "retention deleted 1 of its 5 events" in str(found.failure_data_for_node("c"))
     assert bench.effects() == ids
 
 
@@ -397,9 +379,7 @@ def test_dagster_does_not_retry_a_replay_that_the_config_requests(bench: Workben
     found = again(bench, definition, requested, replay=True, tags={"dagster/max_retries": "3", **tags})
     assert found.success is (not tags)
     assert bench.effects() == ids * (1 if tags else 2)
-    run = bench.instance.get_run_by_id(found.run_id)
-    assert run is not None
-    assert run.tags["dagster/max_retries"] == "0"
+    assert bench.stored(found.run_id).tags["dagster/max_retries"] == "0"
 
 
 def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -> None:
@@ -468,9 +448,7 @@ def test_a_queued_run_that_was_deleted_from_history_leaves_its_range_to_the_next
 def test_a_run_that_was_deleted_while_it_runs_keeps_its_range(bench: Workbench) -> None:
     definition = define()
     bench.publish("rides", 5)
-    requested = bench.request(definition)
-    run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
-    bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    run_id, _ = bench.adopted(definition, bench.request(definition))
     bench.instance.delete_run(run_id)
     assert bench.tick(definition.sensors[0]).startswith(f"run {run_id} leases the partition")
 
@@ -530,16 +508,10 @@ def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_clai
     """Dagster's default launcher does not see it, and the queue would count it for ever."""
     definition = define()
     bench.publish("rides", 5)
-    requested = bench.request(definition)
-    run_id = bench.requested(definition, requested, dg.DagsterRunStatus.STARTED)
-    claim: Claim = bench.platform.claims.adopt(int(requested.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    run_id, claim = bench.adopted(definition, bench.request(definition))
     assert isinstance(bench.tick(definition.sensors[0]), str)
-    run = bench.instance.get_run_by_id(run_id)
-    assert run is not None
-    assert run.status is dg.DagsterRunStatus.STARTED, "its lease goes on"
+    assert bench.stored(run_id).status is dg.DagsterRunStatus.STARTED, "its lease goes on"
 
     bench.end_lease(definition)
     assert bench.request(definition).tags[".dagster/eventsql_after"] == str(claim.position)
-    run = bench.instance.get_run_by_id(run_id)
-    assert run is not None
-    assert run.status is dg.DagsterRunStatus.FAILURE
+    assert bench.stored(run_id).status is dg.DagsterRunStatus.FAILURE

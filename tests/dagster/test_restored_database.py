@@ -87,12 +87,9 @@ def test_a_run_from_before_the_new_schema_replays_no_range_of_it(before: dg.RunR
     ids = anew.publish("rides", 5)
     assert anew.run(eager, anew.request(eager)).success
     config = {"ops": {"eager": {"config": {"claim": int(before.tags[".dagster/eventsql_claim"]), "replay": True}}}}
-    result = anew.job(eager).execute_in_process(
-        instance=anew.instance, run_config=config, tags=dict(before.tags), raise_on_error=False
-    )
+    result = anew.run(eager, dg.RunRequest(run_config=config, tags=before.tags))
     assert not result.success
-    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    assert "restored" in str(event.step_failure_data.user_failure_data)
+    assert "restored" in str(result.failure_data_for_node("eager"))
     assert anew.effects() == ids
 
 

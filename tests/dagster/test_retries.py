@@ -121,8 +121,7 @@ def test_a_range_whose_function_fails_is_given_back_and_its_run_fails(
     result = bench.run(broken, bench.request(broken))
     assert not result.success
     assert restarts(result) == 0
-    (event,) = [event for event in result.all_events if event.event_type == dg.DagsterEventType.STEP_FAILURE]
-    failure = event.step_failure_data.user_failure_data
+    failure = result.failure_data_for_node("c").user_failure_data  # type: ignore[union-attr]
     assert failure is not None
     assert type(error).__name__ in str(failure.description)
     assert failure.metadata.keys() == (error.metadata.keys() if isinstance(error, dg.Failure) else set())
@@ -148,9 +147,7 @@ def test_a_run_that_was_reported_as_dead_does_not_succeed_and_is_not_retried(
     monkeypatch.setattr(Claims, "adopt", wake)
     result = bench.run(steady, late)
     assert not result.success
-    run = bench.instance.get_run_by_id(result.run_id)
-    assert run is not None
-    assert run.tags["dagster/max_retries"] == "0"
+    assert bench.stored(result.run_id).tags["dagster/max_retries"] == "0"
     assert bench.effects() == []
     assert bench.run(steady, following[0]).success
     assert bench.effects() == ids
@@ -173,9 +170,7 @@ def test_a_claim_that_is_lost_in_the_middle_fails_the_run_and_no_policy_tries_it
     result = bench.run(stolen, bench.request(stolen))
     assert not result.success
     assert restarts(result) == 0
-    run = bench.instance.get_run_by_id(result.run_id)
-    assert run is not None
-    assert run.tags["dagster/max_retries"] == "0"
+    assert bench.stored(result.run_id).tags["dagster/max_retries"] == "0"
     assert bench.effects() == ids[:2], "what was committed before stays"
 
 
@@ -200,9 +195,7 @@ def test_a_tag_asks_dagster_to_retry_a_run(shipped: Workbench, tags: dict[str, s
     requested = shipped.request(broken)
     result = shipped.run(broken, requested)
     assert not result.success
-    run = shipped.instance.get_run_by_id(result.run_id)
-    assert run is not None
-    assert run.tags["dagster/will_retry"] == str(retried).lower()
+    assert shipped.stored(result.run_id).tags["dagster/will_retry"] == str(retried).lower()
 
     # Dagster's daemon then launches a run with the config and the tags of the first run.
     assert shipped.run(mended, requested).success

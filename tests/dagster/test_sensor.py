@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import math
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +15,6 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
-from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
 from tests.dagster.conftest import Workbench, request_of
@@ -141,14 +137,7 @@ def test_a_run_that_waits_keeps_its_claim_beyond_the_lease(bench: Workbench, sta
 def later(bench: Workbench, seconds: float) -> Any:
     """A tick of `eager`'s sensor, so many seconds from now."""
     watch = PartitionWatch(TOPIC, eager.consumer, "eager", EAGER, "consume_eager")
-    tick = Tick(
-        bench.platform.shards[0],
-        bench.instance,
-        logging.getLogger(),
-        Budget(math.inf, 1),
-        lambda: time.time() + seconds,
-    )
-    answer = watch.evaluate(tick)
+    answer = watch.evaluate(bench.at(seconds))
     return list(answer.run_requests or []) or (answer.skip_reason and answer.skip_reason.skip_message)
 
 
@@ -196,9 +185,8 @@ def test_a_run_whose_step_waits_for_a_place_in_a_pool_keeps_its_claim(
     pools.free_concurrency_slot_for_step("another run", "train")
     record = shared_instance.get_run_record_by_id(run_id)
     assert record is not None
-    tick = Tick(bench.platform.shards[0], shared_instance, logging.getLogger(), Budget(math.inf, 1))
     long_ago = record._replace(update_timestamp=datetime.now(UTC) - timedelta(hours=1))
-    assert tick.state(long_ago, patience=60.0).unchanged < 1800.0
+    assert bench.at(0.0).state(long_ago, patience=60.0).unchanged < 1800.0
     request_of(later(bench, 90.0))
 
 
@@ -206,25 +194,17 @@ def test_a_run_whose_retried_step_waits_for_a_place_in_a_pool_is_not_reported_as
     bench: Workbench, shared_instance: dg.DagsterInstance
 ) -> None:
     pools = in_a_full_pool(bench, shared_instance)
-    request = bench.request(eager)
-    run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
-    bench.platform.claims.adopt(int(request.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    run_id, _ = bench.adopted(eager, bench.request(eager))
     pools.claim_concurrency_slot("gpu", run_id, "eager")
     bench.end_lease(eager)
 
     bench.request(eager)
-    run = shared_instance.get_run_by_id(run_id)
-    assert run is not None
-    assert run.status == dg.DagsterRunStatus.STARTED
+    assert bench.stored(run_id).status == dg.DagsterRunStatus.STARTED
 
 
 def test_a_running_run_is_named_and_its_lease_decides(bench: Workbench) -> None:
     bench.publish("rides", 5)
-    request = bench.request(eager)
-    run_id = bench.requested(eager, request, dg.DagsterRunStatus.STARTED)
-    claim_id = int(request.tags[".dagster/eventsql_claim"])
-    bench.platform.claims.adopt(claim_id, owner=f"run {run_id}", lease=60.0)
-
+    run_id, _ = bench.adopted(eager, bench.request(eager))
     assert bench.tick(eager.sensors[0]).startswith(f"run {run_id} leases the partition for")
 
     # Its process died and Dagster has not seen it yet.
@@ -237,9 +217,7 @@ def test_the_claim_of_a_dead_run_is_released_and_the_range_claimed_from_the_same
     bench: Workbench, status: dg.DagsterRunStatus
 ) -> None:
     ids = bench.publish("rides", 5)
-    dead = bench.request(eager)
-    run_id = bench.requested(eager, dead, status)
-    bench.platform.claims.adopt(int(dead.tags[".dagster/eventsql_claim"]), owner=f"run {run_id}")
+    bench.adopted(eager, bench.request(eager), status)
     bench.publish("rides", 3)
 
     request = bench.request(eager)
@@ -267,12 +245,11 @@ def test_runs_that_fail_from_the_same_offset_again_and_again_are_requested_less_
     first = bench.request(eager)
     bench.requested(eager, first, dg.DagsterRunStatus.FAILURE)
     second = bench.request(eager)
-    run = bench.instance.get_run_by_id(bench.requested(eager, second, dg.DagsterRunStatus.STARTED))
-    assert run is not None
-    bench.instance.report_run_failed(run)
+    run_id = bench.requested(eager, second, dg.DagsterRunStatus.STARTED)
+    bench.instance.report_run_failed(bench.stored(run_id))
 
     reason = bench.tick(eager.sensors[0])
-    assert reason.startswith(f"2 runs failed from offset 0, the last run is {run.run_id}; the next is requested")
+    assert reason.startswith(f"2 runs failed from offset 0, the last run is {run_id}; the next is requested")
 
 
 def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(bench: Workbench) -> None:
@@ -281,9 +258,7 @@ def test_retries_that_find_nothing_to_do_do_not_hide_that_runs_keep_failing(benc
     for _ in range(2):
         requested = bench.request(eager)
         run_id = bench.requested(eager, requested, dg.DagsterRunStatus.STARTED)
-        run = bench.instance.get_run_by_id(run_id)
-        assert run is not None
-        bench.instance.report_run_failed(run)
+        bench.instance.report_run_failed(bench.stored(run_id))
         bench.instance.create_run_for_job(
             bench.job(eager), run_config=requested.run_config, status=dg.DagsterRunStatus.SUCCESS,
             tags={**requested.tags, "dagster/retry_number": "1"}, parent_run_id=run_id, root_run_id=run_id,
@@ -358,8 +333,7 @@ def test_a_topic_without_the_partitions_that_an_asset_declares_is_a_skip_reason(
 def test_a_run_of_a_consumer_that_is_not_registered_fails_and_names_the_job(bench: Workbench) -> None:
     elsewhere = consumer_asset(topic=Topic("elsewhere", 2), consumer="c", partitioned=True, name="elsewhere")(record)
     result = bench.run(elsewhere)
-    (failed,) = result.filter_events(lambda event: event.is_step_failure)
-    assert "`register`" in str(failed.step_failure_data.user_failure_data or failed.step_failure_data.error)
+    assert "`register`" in str(result.failure_data_for_node("elsewhere"))
 
 
 def test_a_missing_schema_is_a_skip_reason_again_and_again(bench: Workbench, dsn: str) -> None:

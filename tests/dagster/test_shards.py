@@ -248,9 +248,8 @@ def test_the_failures_of_a_shard_are_its_own(eventsql: EventSQLResource, shards:
     for attempt in range(2):
         requests = {request.tags["eventsql/shard"]: request for request in tick(bench, ledger.sensors[0])}
         assert set(requests) == ({ONE, OTHER} if not attempt else {OTHER})
-        dead = bench.instance.get_run_by_id(bench.requested(ledger, requests[OTHER], dg.DagsterRunStatus.STARTED))
-        assert dead is not None
-        bench.instance.report_run_failed(dead)
+        run_id = bench.requested(ledger, requests[OTHER], dg.DagsterRunStatus.STARTED)
+        bench.instance.report_run_failed(bench.stored(run_id))
         if not attempt:
             assert bench.run(ledger, requests[ONE]).success
     assert "2 runs failed from offset 0" in bench.tick(ledger.sensors[0])
@@ -304,14 +303,9 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_on_its_shard(
     for request in requests:
         assert shards[ONE].run(ledger, request).success
     _, other = requests
-    config = {**other.run_config["ops"]["ledger"]["config"], "replay": True}
+    config = {"ops": {"ledger": {"config": {**other.run_config["ops"]["ledger"]["config"], "replay": True}}}}
     # A person launches a run with only the config of the earlier run.
-    again = (
-        shards[ONE]
-        .job(ledger)
-        .execute_in_process(instance=shards[ONE].instance, run_config={"ops": {"ledger": {"config": config}}})
-    )
-    assert again.success
+    assert shards[ONE].run(ledger, dg.RunRequest(run_config=config)).success
     assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
     assert shards[ONE].effects() == ids[ONE]
     assert shards[OTHER].offset(ledger, 0) == ids[OTHER][-1]
@@ -322,16 +316,8 @@ def test_a_claim_without_the_name_of_its_shard_is_looked_for_on_no_shard(
 ) -> None:
     shards[ONE].publish("orders", 1, partition=0)
     tick(shards[ONE], ledger.sensors[0])
-    result = (
-        shards[ONE]
-        .job(ledger)
-        .execute_in_process(
-            instance=shards[ONE].instance,
-            run_config={"ops": {"ledger": {"config": {"claim": 1}}}},
-            raise_on_error=False,
-        )
-    )
-    assert not result.success
+    config = {"ops": {"ledger": {"config": {"claim": 1}}}}
+    assert not shards[ONE].run(ledger, dg.RunRequest(run_config=config)).success
     assert shards[ONE].effects() == []
 
 
@@ -340,7 +326,7 @@ def test_a_run_launched_by_hand_consumes_the_waiting_events_of_every_shard_or_of
 ) -> None:
     ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
     config = {"ops": {"ledger": {"config": {"shard": OTHER}}}}
-    assert shards[ONE].job(ledger).execute_in_process(instance=shards[ONE].instance, run_config=config).success
+    assert shards[ONE].run(ledger, dg.RunRequest(run_config=config)).success
     assert (shards[ONE].effects(), sorted(shards[OTHER].effects())) == ([], ids[OTHER])
     ids[OTHER] += shards[OTHER].publish("orders", 1)
     result = shards[ONE].run(ledger)
@@ -363,15 +349,13 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     )
     for definition in both:
         definition.register(eventsql.platform)
-    job = dg.Definitions(
-        assets=[definition.asset for definition in both], jobs=[both[0].job], resources={"eventsql": eventsql}
-    ).resolve_job_def("consume_together")
+    job = bench.job(*both)
     ids = {name: each.publish("orders", 2, partition=1) for name, each in shards.items()}
     one, other = tick(bench, both[0].sensors[0])
     assert shards_of([one, other]) == [(ONE, 1), (OTHER, 1)]
 
     # A run consumes the events that wait for all consumers on its shard, and no events of the other shard.
-    assert job.execute_in_process(instance=bench.instance, run_config=other.run_config, tags=dict(other.tags)).success
+    assert bench.execute(job, other).success
     assert shards[OTHER].effects() == [*ids[OTHER], *ids[OTHER]]
     assert shards[ONE].effects() == []
 
@@ -434,15 +418,11 @@ def test_a_shard_that_is_down_keeps_no_other_from_being_consumed(
     assert "; shard-2: it is down: " in skipped
     ids = bench.publish("orders", 3, partition=0)
     (request,) = tick(bench, sensor, eventsql=with_one_down)
-    job = dg.Definitions(
-        assets=[definition.asset], jobs=[definition.job], resources={"eventsql": with_one_down}
-    ).resolve_job_def(definition.job.name)
-    assert job.execute_in_process(
-        instance=bench.instance, run_config=request.run_config, tags=dict(request.tags)
-    ).success
+    job = bench.job(definition, eventsql=with_one_down)
+    assert bench.execute(job, request).success
     # A run that a person launches skips the shard, too.
     ids += bench.publish("orders", 1, partition=0)
-    result = job.execute_in_process(instance=bench.instance)
+    result = bench.execute(job)
     (told,) = result.asset_materializations_for_node(definition.key.to_user_string())
     assert "shard-2" in str(told.metadata["note"].value)
     assert bench.effects() == ids

@@ -63,24 +63,10 @@ def prepare(platform: EventSQL) -> None:
 pytestmark = pytest.mark.prepared.with_args(prepare)
 
 
-def together(bench: Workbench, definitions: Sequence[ConsumerDefinition]) -> dg.JobDefinition:
-    return dg.Definitions(
-        assets=[definition.asset for definition in definitions],
-        jobs=[definitions[0].job],
-        resources={"eventsql": bench.eventsql},
-    ).resolve_job_def("consume_together")
-
-
 def execute(
-    bench: Workbench, definitions: Sequence[ConsumerDefinition], request: dg.RunRequest, **options: Any
+    bench: Workbench, definitions: Sequence[ConsumerDefinition], request: dg.RunRequest
 ) -> dg.ExecuteInProcessResult:
-    return together(bench, definitions).execute_in_process(
-        instance=bench.instance,
-        run_config=request.run_config,
-        tags=dict(request.tags),
-        raise_on_error=False,
-        **options,
-    )
+    return bench.execute(bench.job(*definitions), request)
 
 
 def tick(bench: Workbench, definitions: Sequence[ConsumerDefinition], cursor: str | None = None) -> Any:
@@ -132,7 +118,7 @@ def test_nothing_is_claimed_while_a_run_is_under_way(bench: Workbench, status: d
     bench.publish("rides", 3)
     requested = request(bench, definitions)
     run = bench.instance.create_run_for_job(
-        together(bench, definitions), run_config=requested.run_config, tags=dict(requested.tags), status=status
+        bench.job(*definitions), run_config=requested.run_config, tags=dict(requested.tags), status=status
     )
     bench.publish("trips", 2)
     assert tick(bench, definitions).startswith(f"run {run.run_id} is under way")
@@ -143,9 +129,7 @@ def test_the_run_after_a_dead_run_consumes_its_range_and_the_waiting_events(benc
     definitions = define()
     ids = bench.publish("rides", 3)
     dead = request(bench, definitions)
-    bench.instance.create_run_for_job(
-        together(bench, definitions), tags=dict(dead.tags), status=dg.DagsterRunStatus.FAILURE
-    )
+    bench.instance.create_run_for_job(bench.job(*definitions), tags=dict(dead.tags), status=dg.DagsterRunStatus.FAILURE)
     ids += bench.publish("trips", 2, partition=0)
     again = request(bench, definitions)
     assert again.run_key != dead.run_key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import dagster as dg
@@ -28,6 +29,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange
 from eventsql_orchestration.views import Rollup
+from tests.dagster.conftest import executed_check
 from tests.dagster.test_documents import DAGSTER, examples
 from tests.fixtures import Sessions
 from tests.views.test_rebuilding import Counts, World
@@ -109,16 +111,7 @@ def test_a_projection_is_checked_against_a_replay(platform: EventSQL, dsn: str) 
     projections.install()
     platform.store.append("order", "1", [Change("placed", {})], expected_version=0)
     check = build_projection_check(Statuses(), {"status": "id"})
-    location = dg.Definitions(
-        assets=[projection_asset(Statuses)], asset_checks=[check], resources={"eventsql": EventSQLResource(dsn=dsn)}
-    )
-    whole = location.resolve_implicit_global_asset_job_def()
-    job = whole.get_subset(asset_check_selection=set(check.check_keys))
-
-    def checked() -> dg.AssetCheckEvaluation:
-        (evaluation,) = job.execute_in_process().get_asset_check_evaluations()
-        return evaluation
-
+    checked = partial(executed_check, check, projection_asset(Statuses), EventSQLResource(dsn=dsn))
     missing = checked()
     assert not missing.passed
     assert missing.metadata["status"].value == "1"
@@ -131,18 +124,7 @@ def test_a_view_is_checked_against_a_recomputation(platform: EventSQL, dsn: str)
     world.publish(1, 2, 3)
     world.consume()
     check = build_view_check(Counts())
-    location = dg.Definitions(
-        assets=[view_asset(Counts.view, deps=[])],
-        asset_checks=[check],
-        resources={"eventsql": EventSQLResource(dsn=dsn)},
-    )
-    whole = location.resolve_implicit_global_asset_job_def()
-    job = whole.get_subset(asset_check_selection=set(check.check_keys))
-
-    def checked() -> dg.AssetCheckEvaluation:
-        (evaluation,) = job.execute_in_process().get_asset_check_evaluations()
-        return evaluation
-
+    checked = partial(executed_check, check, view_asset(Counts.view, deps=[]), EventSQLResource(dsn=dsn))
     assert checked().passed
     world.spoil()
     spoilt = checked()

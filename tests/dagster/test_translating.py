@@ -109,11 +109,7 @@ def test_consumers_under_a_prefix_share_runs_and_are_backfilled(bench: Workbench
     ids = bench.publish("orders", 3)
     request = bench.request(shared[0])
     location = build_definitions(shared, eventsql=bench.eventsql, backfills=True)
-    job = location.resolve_job_def("both")
-    run = job.execute_in_process(
-        instance=bench.instance, run_config=request.run_config, tags=dict(request.tags), raise_on_error=False
-    )
-    assert run.success
+    assert bench.execute(location.resolve_job_def("both"), request).success
     assert bench.effects() == ids * 2
     assert {"backfill_one", "backfill_other"} <= set(location.get_repository_def().job_names)
 

@@ -72,19 +72,10 @@ class Work:
     def tick(self, definition: WorkerDefinition = thumbnails) -> Any:
         return self.bench.tick(definition.sensor)
 
-    def job(self, definition: WorkerDefinition) -> dg.JobDefinition:
-        return dg.Definitions(
-            assets=[definition.asset, queue_asset("pictures")], jobs=[definition.job],
-            resources={"eventsql": self.bench.eventsql},
-        ).resolve_job_def(definition.job.name)  # fmt: skip
-
     def run(
         self, definition: WorkerDefinition = thumbnails, request: dg.RunRequest | None = None
     ) -> dg.ExecuteInProcessResult:
-        return self.job(definition).execute_in_process(
-            instance=self.bench.instance, run_config=request.run_config if request else None,
-            tags=dict(request.tags) if request else None, raise_on_error=False,
-        )  # fmt: skip
+        return self.bench.run(definition, request)
 
     def end_pauses(self) -> None:
         """Let the messages that failed be due."""
@@ -129,7 +120,7 @@ def test_no_second_run_is_requested_while_one_is_under_way(work: Work) -> None:
     work.send(1)
     (request,) = work.tick()
     instance = work.bench.instance
-    run = instance.create_run_for_job(work.job(thumbnails), tags=dict(request.tags), status=STATUS.STARTING)
+    run = instance.create_run_for_job(work.bench.job(thumbnails), tags=dict(request.tags), status=STATUS.STARTING)
     assert run.run_id in work.tick()
     instance.report_run_canceled(run)
     assert len(work.tick()) == 1
@@ -139,7 +130,7 @@ def test_runs_of_another_location_handle_another_databases_queue(work: Work) -> 
     """A location on a development database may have a queue of the same name, and Dagster may serve both."""
     work.send(1)
     (request,) = work.tick()
-    instance, definition = work.bench.instance, work.job(thumbnails)
+    instance, definition = work.bench.instance, work.bench.job(thumbnails)
     ours, theirs = RegisteredCodeLocationOrigin("ours"), RegisteredCodeLocationOrigin("theirs")
     job = RemoteRepositoryOrigin(theirs, "__repository__").get_job_origin(definition.name)
     instance.create_run_for_job(definition, tags=dict(request.tags), status=STATUS.STARTED, remote_job_origin=job)
@@ -276,11 +267,8 @@ def test_executing_a_run_again_replays_nothing(work: Work) -> None:
     (request,) = work.tick()
     first = work.run(request=request)
     for tags in ({}, {"dagster/retry_number": "1"}):
-        again = work.job(thumbnails).execute_in_process(
-            instance=work.bench.instance, run_config=request.run_config,
-            tags={**request.tags, **tags, "dagster/parent_run_id": first.run_id},
-        )  # fmt: skip
-        assert again.success
+        again = {**request.tags, **tags, "dagster/parent_run_id": first.run_id}
+        assert work.run(request=dg.RunRequest(run_config=request.run_config, tags=again)).success
     assert sorted(work.bench.effects()) == ids
 
 
