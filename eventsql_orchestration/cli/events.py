@@ -28,7 +28,7 @@ from eventsql_orchestration.cli.parameters import (
 )
 from eventsql_orchestration.consuming.lag_values import ConsumerLag, LagCause
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError, ValidationError
-from eventsql_orchestration.model import NOT_PARTITIONED, Event, check_partition
+from eventsql_orchestration.model import Event, check_partition
 from eventsql_orchestration.topics.positions import AtOffset, Earliest, Latest, Place
 from eventsql_orchestration.validation import counted
 
@@ -151,7 +151,7 @@ def _before(shard: Shard, topic: str, start: Place) -> int:
         return max(0, start.offset - 1)
     database = shard.database
     with database.connection() as connection:
-        return lazy.resolve(connection, database.schema, topic, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
+        return lazy.offset_of(connection, database.schema, topic, start)
 
 
 @command(short_help="Print the events that a consumer has left, and commit its offsets.")

@@ -24,12 +24,11 @@ from eventsql_orchestration.consuming.lag_values import ConsumerLag
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.model import BLOCKS, NOT_PARTITIONED, Retention, Topic
 from eventsql_orchestration.sharding import HELD
-from eventsql_orchestration.topics.positions import Back, Earliest, Place
+from eventsql_orchestration.topics.positions import Back, Earliest
 from eventsql_orchestration.validation import counted
 
 if TYPE_CHECKING:
     from eventsql_orchestration.client.eventsql import EventSQL
-    from eventsql_orchestration.database import Connection
     from eventsql_orchestration.metrics.figures import TopicFigures
     from eventsql_orchestration.shards.barriers import HeldBack
     from eventsql_orchestration.shards.shard import Shard
@@ -275,16 +274,13 @@ def statistics(platform: EventSQL, topics: Sequence[str]) -> list[Statistics]:
 
 
 def _statistics(shard: Shard, figures: TopicFigures) -> Statistics:
-    schema, topic, end = shard.database.schema, figures.topic, figures.transferred
-
-    def offset(connection: Connection, place: Place) -> int:
-        return lazy.resolve(connection, schema, topic, place, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
-
+    topic, end = figures.topic, figures.transferred
     with shard.database.connection() as connection:
-        before = offset(connection, Earliest())
+        offset_of = partial(lazy.offset_of, connection, shard.database.schema, topic)
+        before = offset_of(Earliest())
         # Retention may have dropped events of the window, which are not counted.
         rates = {
-            window: max(0, end - max(before, offset(connection, Back(length)))) / length.total_seconds()
+            window: max(0, end - max(before, offset_of(Back(length)))) / length.total_seconds()
             for window, length in _WINDOWS.items()
         }
     return Statistics(

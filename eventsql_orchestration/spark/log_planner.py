@@ -26,7 +26,7 @@ from eventsql_orchestration.storage.log_form import stored_table
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.layouts import Layouts
-from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.offsets import offset_of
 from eventsql_orchestration.topics.positions import AtTime
 from eventsql_orchestration.topics.registry import Registry
 
@@ -225,8 +225,7 @@ class Logs:
 
     def _first_since(self, tp: TopicPartition, time: datetime) -> int:
         with self.database.connection() as connection:
-            found = resolve(connection, self._schema, tp.topic, AtTime(time), {tp.partition: 0})
-        return found[tp.partition].offset + 1
+            return offset_of(connection, self._schema, tp.topic, AtTime(time)) + 1
 
     @_on_its_shard
     def check_complete(self, offsets: OffsetRange, floor: int) -> None:

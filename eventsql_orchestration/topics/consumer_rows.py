@@ -14,7 +14,7 @@ from eventsql_orchestration.model import NOT_PARTITIONED, Topic
 from eventsql_orchestration.sharding import HELD
 from eventsql_orchestration.topics import layouts
 from eventsql_orchestration.topics.catalog import schema_of
-from eventsql_orchestration.topics.offsets import resolve
+from eventsql_orchestration.topics.offsets import offset_of
 from eventsql_orchestration.topics.positions import Earliest, Position
 
 _c: Final = tables.consumer.c
@@ -44,7 +44,7 @@ def insert_consumer(
     driver, schema = driver_connection(connection), schema_of(connection)
     offset = None
     if not isinstance(start, Earliest):
-        offset = resolve(driver, schema, topic.name, start, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
+        offset = offset_of(driver, schema, topic.name, start)
     partitions, until = topic.all_partitions, None
     if not consumer.partitioned:
         partitions = (NOT_PARTITIONED,)

@@ -9,6 +9,7 @@ from functools import cached_property
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_one
 from eventsql_orchestration.errors import ValidationError
+from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.positions import (
     AtOffset,
@@ -48,6 +49,11 @@ def resolve(
     if isinstance(position, ShiftBy):
         return {partition: look.shifted(partition, offset, position.events) for partition, offset in offsets.items()}
     return dict.fromkeys(offsets, look.target(position))
+
+
+def offset_of(connection: Connection, schema: str, topic: str, position: Position) -> int:
+    """The offset that `position` stands for in a topic, for a consumer that has consumed nothing."""
+    return resolve(connection, schema, topic, position, {NOT_PARTITIONED: 0})[NOT_PARTITIONED].offset
 
 
 class _Look:

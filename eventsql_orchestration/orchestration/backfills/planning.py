@@ -12,8 +12,8 @@ from eventsql_orchestration.orchestration.backfills.windows import MAX_RUNS, Log
 from eventsql_orchestration.storage.ranges import LogRanges
 from eventsql_orchestration.topics.catalog import choose_partitions
 from eventsql_orchestration.topics.layouts import Layout
-from eventsql_orchestration.topics.offsets import resolve
-from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
+from eventsql_orchestration.topics.offsets import offset_of
+from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
 
 
 class LogPlanner:
@@ -85,13 +85,9 @@ class LogPlanner:
         """The offsets of a range (after, upto), and remarks on events that the log does not hold."""
         start, end = wanted.start, wanted.end
         with self._shard.database.connection() as connection:
-
-            def offset_of(place: Place) -> int:
-                found = resolve(connection, self._schema, topic, place, {NOT_PARTITIONED: 0})
-                return found[NOT_PARTITIONED].offset
-
-            begin, log_end, after = offset_of(Earliest()), offset_of(Latest()), offset_of(start)
-            upto = offset_of(AtOffset(end.offset + 1) if isinstance(end, AtOffset) else end)
+            last = AtOffset(end.offset + 1) if isinstance(end, AtOffset) else end
+            places = (Earliest(), Latest(), start, last)
+            begin, log_end, after, upto = (offset_of(connection, self._schema, topic, place) for place in places)
         if after > upto:
             raise ValidationError(f"the range ends at offset {upto}, before it begins at offset {after + 1}")
 
