@@ -26,35 +26,29 @@ _SECONDS: Final = 2
 _PLAIN: Final = re.compile(r"[\w@%+=:,./-]+")
 """Names without characters that a shell obeys. A shell puts the chosen name into its line, and would run a `$(…)`."""
 
-
-def topics(context: click.Context, begun: str) -> list[CompletionItem]:
-    """The topics whose names begin with `begun`; none if the database does not answer."""
-    return _names(context, "topics", {"begun": begun})
+_STATEMENTS: Final = {"topic": "topics", "consumer": "consumers", "queue": "queues"}
+"""The statement that finds the names of a kind."""
 
 
-def consumers(context: click.Context, begun: str) -> list[CompletionItem]:
-    """As `topics`, for the consumers of the topic that stands before them on the command line."""
-    return _names(context, "consumers", {"begun": begun, "topic": context.params.get("topic")})
+def offered(context: click.Context, kind: str, begun: str) -> list[CompletionItem]:
+    """The names of a kind that begin with `begun`; none if the database does not answer, and for any other kind.
 
-
-def queues(context: click.Context, begun: str) -> list[CompletionItem]:
-    """The queues, as `topics`."""
-    return _names(context, "queues", {"begun": begun})
-
-
-def _names(context: click.Context, statement: str, values: Mapping[str, object]) -> list[CompletionItem]:
+    The consumers are those of the topic that stands before them on the command line.
+    """
+    if kind not in _STATEMENTS:
+        return []
     # A shell that completes has no place for an error.
     with suppress(Exception):
         given = context.find_root().params
         dsn = _database(given)
-        query = lazy.Queries("completion", str(_setting(given, "schema") or DEFAULT_SCHEMA))(statement)
+        query = lazy.Queries("completion", str(_setting(given, "schema") or DEFAULT_SCHEMA))(_STATEMENTS[kind])
         with (
             closing(lazy.connect(dsn, connect_timeout=_SECONDS, autocommit=True)) as connection,
             connection.transaction(),
         ):
             # Set it for this transaction alone: behind a pooler, the session serves other programs afterwards.
             connection.execute("SET LOCAL statement_timeout = '2s'")
-            found = connection.execute(query, values)
+            found = connection.execute(query, {"begun": begun, "topic": context.params.get("topic")})
             return [CompletionItem(name) for (name,) in found if _PLAIN.fullmatch(name)]
     return []
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Final, TypeAlias, Unpack, get_args, get_origi
 import click
 from click.shell_completion import CompletionItem
 
-from eventsql_orchestration.cli import offered_names
 from eventsql_orchestration.cli.context import pass_context
+from eventsql_orchestration.cli.offered_names import offered
 from eventsql_orchestration.model import check_topic_name
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Place
 from eventsql_orchestration.validation import check_name, check_time, shown
@@ -75,10 +75,7 @@ class Name(click.ParamType[str]):
         incomplete: str,
     ) -> list[CompletionItem]:
         """The names of this kind in the database."""
-        offered = {
-            "topic": offered_names.topics, "consumer": offered_names.consumers, "queue": offered_names.queues
-        }.get(self.name)  # fmt: skip
-        return [] if offered is None else offered(ctx, incomplete)
+        return offered(ctx, self.name, incomplete)
 
     def convert(self, value: Any, param: object, ctx: object) -> str:  # noqa: ARG002 - click's
         return self._check(value)

@@ -18,7 +18,7 @@ from click.testing import Result
 from eventsql_orchestration import Consumer, EventSQL, Topic
 from eventsql_orchestration.cli import lazy, main
 from eventsql_orchestration.cli.application import _COMMANDS
-from eventsql_orchestration.cli.offered_names import topics
+from eventsql_orchestration.cli.offered_names import offered
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.queue import Queue
 from tests.cli.conftest import PROGRAM
@@ -90,7 +90,7 @@ def test_completion_leaves_no_limit_on_the_session_of_a_pooler(
         monkeypatch.setattr(lazy, "connect", lambda *_, **__: shared)
         context = click.Context(main, info_name="eventsql")
         context.params["dsn"] = (dsn,)
-        assert [item.value for item in topics(context, "pri")] == ["prices"]
+        assert [item.value for item in offered(context, "topic", "pri")] == ["prices"]
         assert session.execute("SHOW statement_timeout").fetchone() == ("0",)
 
 
