@@ -22,7 +22,7 @@ from eventsql_orchestration.cli.backfill_output import (
     summary_of,
 )
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import picked, say, show_items, write_json
+from eventsql_orchestration.cli.output import picked, say, show_list
 from eventsql_orchestration.cli.parameters import (
     CONSUMER,
     FILE,
@@ -277,11 +277,8 @@ def list_backfills(context: CliContext, topic: OptionalTopicName, as_json: AsJso
     """List the backfills that are not done, of TOPIC or of all topics."""
     with _platform(context) as platform:
         found = _backfills(context, platform).registered(topic)
-    if as_json:
-        write_json([picked(each, UNFINISHED) for each in found])
-    else:
-        table = {name.replace("_", " "): column for name, column in UNFINISHED.items() if name != "into"}
-        show_items(found, table)
+    table = {name.replace("_", " "): column for name, column in UNFINISHED.items() if name != "into"}
+    show_list(found, table, as_json=as_json, json=lambda each: picked(each, UNFINISHED))
 
 
 @command(backfill)

@@ -20,8 +20,7 @@ from eventsql_orchestration.cli.output import (
     on_shard,
     picked,
     say,
-    show_items,
-    write_json,
+    show_list,
 )
 from eventsql_orchestration.errors import ConfigurationError, EmbeddedServerError
 
@@ -143,10 +142,7 @@ class CliContext:
 
     def show_items(self, items: Sequence[Any], *, as_json: bool, json: Columns, table: Columns) -> None:
         """Write objects as a JSON list with the fields of `json`, or as a table with the columns of `table`."""
-        if as_json:
-            write_json([self.on_its_shard(item, json) for item in items])
-        else:
-            show_items(items, table)
+        show_list(items, table, as_json=as_json, json=lambda item: self.on_its_shard(item, json))
 
     def definitions(self) -> EventSQL:
         """The platform to define topics and consumers on: it makes the tables of a database that has no tables.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypedDict, Unpack
 
 import click
@@ -20,7 +21,7 @@ from eventsql_orchestration.cli.output import (
     same,
     say,
     show_fields,
-    show_items,
+    show_list,
     write,
     write_json,
 )
@@ -82,9 +83,6 @@ def list_dead_letters(
     with context.platform() as platform:
         letters = platform.dead_letters.list(topic, wanted, limit=limit, redriven=redriven)
         _tell_of_backfills(platform, topic, wanted)
-    if as_json:
-        write_json([_object(context, letter) for letter in letters])
-        return
     columns: Columns = {
         **same("shard"), "offset": "id", "event": _metadata(dead_letter_values.SOURCE_OFFSET),
         "partition": _source_partition, **same("key", "consumer"),
@@ -92,7 +90,7 @@ def list_dead_letters(
         "message": _metadata(dead_letter_values.MESSAGE), "given up": "buffered_at",
         "redriven": "redriven_at",
     }  # fmt: skip
-    show_items(letters, columns)
+    show_list(letters, columns, as_json=as_json, json=partial(_object, context))
 
 
 def _metadata(name: str) -> Callable[[DeadLetter], object]:

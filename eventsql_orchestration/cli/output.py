@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
@@ -264,6 +265,11 @@ def same(*names: str) -> dict[str, Column]:
     return {name: name for name in names}
 
 
+def without(item: Any, *names: str) -> dict[str, Any]:
+    """The fields of an object of a data class, except those of `names`."""
+    return {name: value for name, value in asdict(item).items() if name not in names}
+
+
 def picked(item: object, columns: Columns) -> dict[str, Any]:
     """The columns of an object by their names."""
     return {name: getattr(item, each) if isinstance(each, str) else each(item) for name, each in columns.items()}
@@ -348,6 +354,14 @@ def show(renderable: RenderableType) -> None:
 
 def show_items(items: Sequence[Any], columns: Columns, *, right: Collection[str] = ()) -> None:
     show(table_of(items, columns, right=right))
+
+
+def show_list(items: Sequence[Any], columns: Columns, *, as_json: bool, json: Callable[[Any], object] = asdict) -> None:
+    """Write objects as a table or, with `as_json`, as a JSON list of what `json` makes of each."""
+    if as_json:
+        write_json([json(item) for item in items])
+    else:
+        show_items(items, columns)
 
 
 def show_fields(fields: Mapping[str, object]) -> None:

@@ -14,7 +14,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
-from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_list, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.topic_output import age
@@ -95,14 +95,11 @@ def list_all(context: CliContext, as_json: AsJson) -> None:
     """List the queues with the numbers of their messages."""
     with context.platform() as platform:
         found = [Queue(platform, each.name).statistics() for each in _definitions(platform)]
-    if as_json:
-        write_json([asdict(each) for each in found])
-        return
     columns: Columns = {
         **same("queue", "visible"), "in flight": "in_flight", **same("delayed", "blocked", "dead"),
         "oldest (s)": "oldest", "waiting (s)": "waiting",
     }  # fmt: skip
-    show_items(found, columns)
+    show_list(found, columns, as_json=as_json)
 
 
 @command(queue)
@@ -199,16 +196,13 @@ def _give_back(source: Queue, messages: Sequence[Message]) -> None:
 
 
 def _print(messages: Sequence[Message | PeekedMessage], *, as_json: bool) -> None:
-    if as_json:
-        write_json([_object(message) for message in messages])
-        return
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("priority", "receives"),
         "sent": "sent_at",
     }  # fmt: skip
     if any(isinstance(message, PeekedMessage) for message in messages):
         columns = {**columns, **same("state", "origin")}
-    show_items(messages, columns)
+    show_list(messages, columns, as_json=as_json, json=_object)
 
 
 def _object(message: Message | PeekedMessage | ArchivedMessage) -> dict[str, Any]:
@@ -294,14 +288,11 @@ def archive(
             say(f"{counted(len(dropped), 'day')} of the archive dropped")
             return
         archived = _existing(platform, name).archived(limit)
-    if as_json:
-        write_json([_object(message) for message in archived])
-        return
     columns: Columns = {
         **same("id", "key"), "body": lambda message: _text(message.body), **same("receives"),
         "sent": "sent_at", "acknowledged": "acknowledged_at",
     }  # fmt: skip
-    show_items(archived, columns)
+    show_list(archived, columns, as_json=as_json, json=_object)
 
 
 @command(queue, context_settings={"allow_interspersed_args": False})

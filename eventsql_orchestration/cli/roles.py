@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeAlias
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, say, show_items, write, write_json
+from eventsql_orchestration.cli.output import Columns, say, show_list, write
 from eventsql_orchestration.cli.parameters import AsJson, command, option
 from eventsql_orchestration.database.grants import DEFAULT_PREFIX
 from eventsql_orchestration.database.roles import Roles
@@ -58,18 +58,16 @@ def list_roles(context: CliContext, as_json: AsJson) -> None:
         {"role": name, "kind": state.role.kind, "topic": state.role.topic, "members": list(state.members)}
         for name, state in states.items()
     ]
-    if as_json:
-        write_json(rows)
-    elif rows:
-        columns: Columns = {
-            "role": itemgetter("role"),
-            "does": itemgetter("kind"),
-            "topic": lambda row: row["topic"] or "all",
-            "members": lambda row: ", ".join(row["members"]),
-        }
-        show_items(rows, columns)
-    else:
+    if not rows and not as_json:
         say("there are no roles: `eventsql roles create` makes them")
+        return
+    columns: Columns = {
+        "role": itemgetter("role"),
+        "does": itemgetter("kind"),
+        "topic": lambda row: row["topic"] or "all",
+        "members": lambda row: ", ".join(row["members"]),
+    }
+    show_list(rows, columns, as_json=as_json, json=dict)
 
 
 @command(roles, short_help="Drop the roles of some topics, or all roles of this installation.")

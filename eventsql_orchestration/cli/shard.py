@@ -10,7 +10,16 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, keep_secret, same, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import (
+    Columns,
+    keep_secret,
+    same,
+    say,
+    show_fields,
+    show_items,
+    show_list,
+    write_json,
+)
 from eventsql_orchestration.cli.parameters import FILE, AsJson, command, option
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
@@ -55,11 +64,9 @@ def list_shards(context: CliContext, as_json: AsJson) -> None:
     """
     with context.platform() as platform:
         members = _sharded(platform).status()
-    if as_json:
-        write_json([asdict(each) for each in members])
-        return
-    show_items(members, {**same("shard", "database"), "since generation": "generation", **same("state")})
-    for left in filter(None, map(what_is_left, members)):
+    columns: Columns = {**same("shard", "database"), "since generation": "generation", **same("state")}
+    show_list(members, columns, as_json=as_json)
+    for left in filter(None, map(what_is_left, [] if as_json else members)):
         say(left)
 
 

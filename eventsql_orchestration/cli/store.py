@@ -16,7 +16,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, same, say, show_items, timestamp, write_json, write_lines
+from eventsql_orchestration.cli.output import Columns, same, say, show_list, timestamp, write_lines
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.validation import check_name, counted
 
@@ -50,10 +50,8 @@ def list_aggregates(
     with context.platform() as platform:
         if aggregate_type is None:
             types = [{"type": name, "aggregates": count} for name, count in platform.store.types().items()]
-            if as_json:
-                write_json(types)
-            else:
-                show_items(types, {"type": itemgetter("type"), "aggregates": itemgetter("aggregates")})
+            named: Columns = {"type": itemgetter("type"), "aggregates": itemgetter("aggregates")}
+            show_list(types, named, as_json=as_json, json=dict)
             return
         found = platform.store.aggregates(aggregate_type, after_id=after or "", limit=limit)
         columns: Columns = same("id", "version", "created_at", "closed_at", "archived_at")

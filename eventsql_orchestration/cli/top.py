@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -20,6 +20,7 @@ from eventsql_orchestration.cli.output import (
     show,
     stdout_is_terminal,
     table_of,
+    without,
     write_json,
 )
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Number, OptionalTopicName, command, option
@@ -116,8 +117,7 @@ class Screen:
 
     def as_json(self) -> dict[str, Any]:
         def plain(row: TopicRow | ConsumerRow | StoppedRow | QueueRow) -> dict[str, Any]:
-            left_out = {"trend"} if row.shard is not None else {"trend", "shard"}
-            return {name: value for name, value in asdict(row).items() if name not in left_out}
+            return without(row, "trend") if row.shard is not None else without(row, "trend", "shard")
 
         return {
             "time": self.time,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated, Any, TypedDict, Unpack
 
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, say, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, say, show_list, without, write_json
 from eventsql_orchestration.cli.parameters import (
     POSITIVE,
     AsJson,
@@ -23,7 +23,6 @@ from eventsql_orchestration.cli.parameters import (
 from eventsql_orchestration.cli.topic_output import (
     STATISTICS,
     TOPIC,
-    Statistics,
     description,
     form,
     kept,
@@ -258,14 +257,9 @@ def stats(
     """
     with context.platform() as platform:
         found = statistics(platform, topics)
-    if as_json:
-        write_json([{**context.on_shard(each.shard), **_plain(each)} for each in found])
-    else:
-        show_items(found, STATISTICS)
-
-
-def _plain(each: Statistics) -> dict[str, Any]:
-    return {name: value for name, value in asdict(each).items() if name != "shard"}
+    show_list(
+        found, STATISTICS, as_json=as_json, json=lambda each: {**context.on_shard(each.shard), **without(each, "shard")}
+    )
 
 
 @command(topic)

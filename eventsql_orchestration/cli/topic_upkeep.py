@@ -9,7 +9,7 @@ from typing import Annotated, Final
 import click
 
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, picked, same, say, show_fields, show_items, write_json
+from eventsql_orchestration.cli.output import Columns, picked, same, say, show_fields, show_list, write_json
 from eventsql_orchestration.cli.parameters import (
     FILE,
     POSITIVE,
@@ -91,15 +91,12 @@ def erasures(
     """
     with context.platform() as platform:
         records = platform.eraser.records(topic, key=key, limit=limit)
-    if as_json:
-        write_json([asdict(each) for each in records])
-        return
     columns: Columns = {
         **same("shard", "topic"), "key (SHA-256)": "key_digest", "begun": "started_at",
         "finished": "finished_at", **same("role"), "requested by": "requested_by", **same("events", "buffered"),
         "dead letters": "dead_letters",
     }  # fmt: skip
-    show_items(records, columns)
+    show_list(records, columns, as_json=as_json)
 
 
 @command()
@@ -150,22 +147,18 @@ def retain(
     """
     with context.platform() as platform:
         dropped = platform.retention.run_once(topics or None, force=force, execute=not dry_run)
-    if as_json:
-        write_json([context.on_its_shard(each, _DROPPED) for each in dropped])
-    elif not dropped:
+    if not dropped and not as_json:
         say(
             "nothing to do: no topic has a retention (`eventsql topic alter` sets one), or another process applies it "
             "just now"
         )
-    else:
-        show_items(
-            dropped,
-            {
-                **same("topic", "shard"),
-                "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
-                "events (about)": "events",
-                "size": lambda each: size(each.bytes),
-                "up to offset": lambda each: each.upto if each.segments else "",
-                "kept for": lambda each: each.held_by or "",
-            },
-        )
+        return
+    columns: Columns = {
+        **same("topic", "shard"),
+        "would drop" if dry_run else "dropped": lambda each: counted(each.segments, "segment"),
+        "events (about)": "events",
+        "size": lambda each: size(each.bytes),
+        "up to offset": lambda each: each.upto if each.segments else "",
+        "kept for": lambda each: each.held_by or "",
+    }
+    context.show_items(dropped, as_json=as_json, json=_DROPPED, table=columns)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import click
@@ -13,14 +12,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.airflow_url import AirflowUrl, local_airflow
 from eventsql_orchestration.cli.context import CliContext, open_platform
-from eventsql_orchestration.cli.output import (
-    on_shard,
-    picked,
-    same,
-    say,
-    show,
-    write_json,
-)
+from eventsql_orchestration.cli.output import on_shard, picked, same, say, show, without, write_json
 from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, TopicName, argument, command, option
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.orchestration.trace.tracer import (
@@ -119,17 +111,13 @@ def _run_of(origin: TracedEvents) -> str | None:
     return origin.run_id if origin.run_id is not None or origin.original is None else _run_of(origin.original)
 
 
-def _without(item: Any, field: str) -> dict[str, Any]:
-    return {name: value for name, value in asdict(item).items() if name != field}
-
-
 def _object(origin: TracedEvents, urls: Mapping[str, str]) -> dict[str, Any]:
     run = origin.run
     return {
         **on_shard(origin.shard),
         **picked(origin, {**same("topic", "events"), "first_offset": "first", "last_offset": "last"}),
         **picked(origin, same("run_id", "asset", "partition")),
-        "run": None if run is None else _without(run, "inputs"),
+        "run": None if run is None else without(run, "inputs"),
         "url": link_to(origin.run_id, urls),
         "inputs": [_input_object(each, urls) for each in origin.inputs],
         "copy_of": None if origin.original is None else _object(origin.original, urls),
@@ -139,7 +127,7 @@ def _object(origin: TracedEvents, urls: Mapping[str, str]) -> dict[str, Any]:
 
 def _input_object(read: TracedInput, urls: Mapping[str, str]) -> dict[str, Any]:
     return {
-        **_without(read.range, "shard"),
+        **without(read.range, "shard"),
         **on_shard(read.range.shard),
         "origins": [_object(each, urls) for each in read.origins],
         "origins_left_out": read.left_out,

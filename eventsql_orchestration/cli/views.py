@@ -17,7 +17,7 @@ import click
 
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
-from eventsql_orchestration.cli.output import Columns, cell, picked, same, say, show_items, timestamp, write, write_json
+from eventsql_orchestration.cli.output import Columns, cell, picked, same, say, show_list, timestamp, write, write_json
 from eventsql_orchestration.cli.parameters import FILE, POSITIVE, AsJson, Moment, Name, argument, command, option
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import advised, check_name, counted
@@ -74,10 +74,7 @@ def list_views(context: CliContext, *, as_json: AsJson) -> None:
     }
     with _views(context) as views:
         definitions = views.definitions()
-    if as_json:
-        write_json([picked(each, columns) for each in definitions])
-    else:
-        show_items(definitions, {**columns, **texts})
+    show_list(definitions, {**columns, **texts}, as_json=as_json, json=lambda each: picked(each, columns))
 
 
 @command(view)
@@ -332,10 +329,7 @@ def _form(definition: Definition) -> str | None:
 
 
 def _show(items: list[Any], columns: Columns, *, as_json: bool) -> None:
-    if as_json:
-        write_json([picked(each, _fields(columns)) for each in items])
-    else:
-        show_items(items, columns)
+    show_list(items, columns, as_json=as_json, json=lambda each: picked(each, _fields(columns)))
 
 
 def _fields(columns: Columns) -> Columns:
