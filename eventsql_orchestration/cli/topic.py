@@ -153,26 +153,20 @@ def alter(
         if compression is not None:
             _compress(platform, topic, compression)
         if storage is not None:
-            _store(platform, found, storage)
-        if compression is not None or storage is not None:
-            if partitions is None and not bounds:
-                return
-            found = platform.registry.topic(topic)
+            _store(platform, topic, storage)
         if partitions is not None and found.partitioned and partitions != NOT_PARTITIONED:
-            _repartition(platform, found, partitions)
-            if not bounds:
-                return
+            _repartition(platform, topic, partitions)
+            partitions = None
+        if partitions is not None or bounds:
             found = platform.registry.topic(topic)
-        elif partitions is not None:
-            found = replace(found, partitions=partitions)
-        _register(platform, found, bounds)
+            _register(platform, found if partitions is None else replace(found, partitions=partitions), bounds)
 
 
-def _store(platform: EventSQL, topic: Topic, storage: Storage) -> None:
-    if platform.registry.set_storage(topic.name, storage):
-        say(f"new events of topic {topic.name!r} are stored in {storage} now; its present events stay as they are")
+def _store(platform: EventSQL, topic: str, storage: Storage) -> None:
+    if platform.registry.set_storage(topic, storage):
+        say(f"new events of topic {topic!r} are stored in {storage} now; its present events stay as they are")
     else:
-        say(f"new events of topic {topic.name!r} are stored in {storage} already")
+        say(f"new events of topic {topic!r} are stored in {storage} already")
 
 
 def _compress(platform: EventSQL, topic: str, compression: Compression) -> None:
@@ -183,15 +177,15 @@ def _compress(platform: EventSQL, topic: str, compression: Compression) -> None:
         say(f"new blocks of topic {topic!r} are {way} already")
 
 
-def _repartition(platform: EventSQL, topic: Topic, partitions: int) -> None:
-    changed = platform.repartitioner.repartition(topic.name, partitions)
+def _repartition(platform: EventSQL, topic: str, partitions: int) -> None:
+    changed = platform.repartitioner.repartition(topic, partitions)
     if changed is None:
-        say(f"topic {topic.name!r} has {counted(partitions, 'partition')} already")
+        say(f"topic {topic!r} has {counted(partitions, 'partition')} already")
         return
     # Each shard has its own offsets: `topic describe` shows them.
     after = f" after offset {changed.after:,}" if len(platform.shards) == 1 else " on every shard"
-    say(f"topic {topic.name!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
-    if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic.name)}:
+    say(f"topic {topic!r} has {counted(partitions, 'partition')}{after}; it had {changed.before:,}")
+    if waiting := {name for shard in platform.shards for name in shard.layouts.unsettled(topic)}:
         say(
             f"consumers that finish the old partitions first: {', '.join(sorted(waiting))}; sensors and deployments "
             "that name partitions need the new number"
