@@ -56,41 +56,29 @@ class Provenance(ABC):
         return json.dumps([self.asset, output, self.partition, topic, cause], ensure_ascii=False)
 
 
-def asset_of(writer: str) -> str | None:
-    """The asset of a `Provenance.writer`; None if the writer has no asset, or if the id has another form."""
-    asset = _read_writer(writer)[0]
-    return asset if isinstance(asset, str) else None
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """The parts of a `Provenance.writer`: its asset, and either its claim with the claim's shard, or its root run."""
 
+    asset: str | None = None
+    claim: int | None = None
+    shard: str | None = None
+    run: str | None = None
 
-def claim_of(writer: str) -> int | None:
-    """The claim of a `Provenance.writer`; None if the writer had no claim."""
-    found = _claim(writer)
-    return None if found is None else int(found["id"])
-
-
-def shard_of(writer: str) -> str | None:
-    """The shard of that claim; None if there is one database."""
-    found = _claim(writer)
-    return None if found is None else found["shard"]
-
-
-def _claim(writer: str) -> re.Match[str] | None:
-    cause = _read_writer(writer)[-1]
-    return _CLAIM.fullmatch(cause) if isinstance(cause, str) else None
-
-
-def run_of(writer: str) -> str | None:
-    """The root run of a `Provenance.writer` without a claim, else None."""
-    cause = _read_writer(writer)[-1]
-    return cause.removeprefix(_RUN) if isinstance(cause, str) and cause.startswith(_RUN) else None
-
-
-def _read_writer(writer: str) -> list[object]:
-    try:
-        parts = json.loads(writer)
-    except ValueError:
-        return [None]
-    return parts if isinstance(parts, list) and parts else [None]
+    @classmethod
+    def read(cls, writer: str) -> Writer:
+        """Read the id of a writer; nothing is known of an id of another form."""
+        try:
+            parts = json.loads(writer)
+        except ValueError:
+            parts = None
+        if not isinstance(parts, list) or not parts:
+            return cls()
+        asset = parts[0] if isinstance(parts[0], str) else None
+        cause = parts[-1] if isinstance(parts[-1], str) else ""
+        if (found := _CLAIM.fullmatch(cause)) is not None:
+            return cls(asset, claim=int(found["id"]), shard=found["shard"])
+        return cls(asset, run=cause.removeprefix(_RUN) if cause.startswith(_RUN) else None)
 
 
 def trace_context() -> dict[str, str]:

@@ -35,7 +35,7 @@ from eventsql_orchestration.errors import (
     ShardSetError,
 )
 from eventsql_orchestration.metrics import PlatformCollector
-from eventsql_orchestration.orchestration.provenance import SHARD, claim_of, shard_of
+from eventsql_orchestration.orchestration.provenance import SHARD, Writer
 from eventsql_orchestration.orchestration.shards import shards_of as databases_of
 from tests.conftest import Prepared
 from tests.dagster.conftest import Workbench
@@ -400,7 +400,8 @@ def test_a_range_asset_is_given_a_claim_that_names_its_shard_and_commits_it_ther
     assert [shard for shard, *_ in named] == [ONE, OTHER, ONE, OTHER]
     writers = [writer for _, writer, _ in named]
     assert len(set(writers)) == 4, "ids of claims come again on each shard"
-    assert [(claim_of(writer), shard_of(writer)) for writer in writers] == [(1, ONE), (1, OTHER), (2, ONE), (2, OTHER)]
+    read = [Writer.read(writer) for writer in writers]
+    assert [(each.claim, each.shard) for each in read] == [(1, ONE), (1, OTHER), (2, ONE), (2, OTHER)]
     assert [told for *_, told in named] == [ONE, OTHER, ONE, OTHER]
 
 

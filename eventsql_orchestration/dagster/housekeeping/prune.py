@@ -32,7 +32,7 @@ from eventsql_orchestration.database import Queries
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, is_recent, read_key
 from eventsql_orchestration.orchestration.owners import AIRFLOW_OWNER
-from eventsql_orchestration.orchestration.provenance import claim_of, run_of
+from eventsql_orchestration.orchestration.provenance import Writer
 
 BATCH: Final = 1_000
 """Rows that one statement deletes. It takes a few milliseconds, so it holds up nobody."""
@@ -215,12 +215,11 @@ def delete_publications(shard: Shard, instance: dg.DagsterInstance, *, before: d
 
 def _not_repeated(writers: Sequence[str], instance: dg.DagsterInstance) -> list[str]:
     """The writers that cannot publish again: they committed a claim, or their run is deleted."""
-    runs = {writer: run for writer in writers if (run := run_of(writer)) and not run.startswith(AIRFLOW_OWNER)}
+    read = {writer: Writer.read(writer) for writer in writers}
+    runs = {name: each.run for name, each in read.items() if each.run and not each.run.startswith(AIRFLOW_OWNER)}
     wanted = sorted(set(runs.values()))
     kept = {run.run_id for run in instance.get_runs(dg.RunsFilter(run_ids=wanted))} if wanted else set()
-    return [
-        writer for writer in writers if (writer in runs and runs[writer] not in kept) or claim_of(writer) is not None
-    ]
+    return [name for name in writers if read[name].claim is not None or (name in runs and runs[name] not in kept)]
 
 
 def delete_windows(

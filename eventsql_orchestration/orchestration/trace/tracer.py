@@ -28,9 +28,7 @@ from eventsql_orchestration.orchestration.provenance import (
     DAGSTER_ASSET,
     DAGSTER_PARTITION,
     DAGSTER_RUN,
-    asset_of,
-    claim_of,
-    shard_of,
+    Writer,
 )
 from eventsql_orchestration.orchestration.shards import rows_of, shard_named, shards_of
 from eventsql_orchestration.orchestration.trace.runs import RunFacts, RunInput, Runs
@@ -211,12 +209,10 @@ class Tracer:
 
     def _of_asset(self, traced: TracedEvents, claimed: Sequence[RunInput]) -> list[RunInput]:
         """The claims of the asset that published, from the claims of a run that several consumers share."""
-        committed = {
-            (shard_of(writer), claim_of(writer))
-            for shard in self._shards.values()
-            for (writer,) in rows_of(shard, "lineage", "writers_between", {"first": traced.since, "last": traced.until})
-            if asset_of(writer) == traced.asset
-        }
+        values = {"first": traced.since, "last": traced.until}
+        rows = [row for shard in self._shards.values() for row in rows_of(shard, "lineage", "writers_between", values)]
+        writers = [Writer.read(writer) for (writer,) in rows]
+        committed = {(writer.shard, writer.claim) for writer in writers if writer.asset == traced.asset}
         by_record = [each for each in claimed if (each.shard, each.claim) in committed]
         # The record may be deleted, or the asset published without its claim. Most assets have their consumer's name.
         by_name = [each for each in claimed if each.consumer == traced.asset]
