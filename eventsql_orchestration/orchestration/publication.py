@@ -91,16 +91,16 @@ def publish(
     if claim is not None:
         origin = replace(origin, shard=claim.shard)
     writer = origin.writer(topic, claim=None if claim is None else claim.id, output=output)
-    publications = _Publications(access, topic, None if claim is None else claim.shard)
+    write = _Write(access, topic, origin.metadata(), writer, batch, claim)
+    record = _Record(write, origin)
     # With a claim, go on even if it is recorded: the caller must learn whether the claim is committed or lost.
-    repeated = claim is None and publications.is_finished(writer, batch)
+    repeated = claim is None and record.is_finished()
     if not repeated:
-        write = _Write(access, topic, origin.metadata(), writer, batch, claim)
         if is_spark_frame(type(value)):
             write.write_frame(value)
         else:
             repeated = not write.stage_and_publish(value)
-    return publications.outcome(writer, batch, origin, repeated=repeated)
+    return record.outcome(repeated=repeated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,30 +162,33 @@ class _Portion:
     at: datetime
 
 
-class _Publications:
-    """Finds the record of a publication to a topic, and its events in the log."""
+class _Record:
+    """The record of a publication to a topic, and its events in the log."""
 
-    def __init__(self, access: PlatformAccess, topic: str, shard: str | None) -> None:
-        """`shard` is the claim's shard, which has the publication's record. Without a claim, the first shard has it."""
-        self._topic = topic
-        self._shards = access.shards
+    def __init__(self, write: _Write, origin: Provenance) -> None:
+        """The claim's shard has the publication's record. Without a claim, the first shard has it."""
+        self._topic = write.topic
+        self._origin = origin
+        self._named = {"writer": write.writer, "batch": write.batch}
+        self._shards = write.access.shards
+        shard = None if write.claim is None else write.claim.shard
         self._alone = len(self._shards) == 1
         if shard is None and not self._alone:
             states = (ShardStore(each.database).state() for each in self._shards if each.name is not None)
             shard = next(states).first
-        self._decider = access.shard(shard)
+        self._decider = write.access.shard(shard)
 
-    def find(self, writer: str, batch: int) -> tuple[int, datetime] | None:
-        """The number of events in a writer's batch and the time of its publication; None if it is not published."""
-        rows = rows_of(self._decider, "lineage", "publication", {"writer": writer, "batch": batch})
+    def find(self) -> tuple[int, datetime] | None:
+        """The number of events and the time of the publication; None if it is not published."""
+        rows = rows_of(self._decider, "lineage", "publication", self._named)
         return (rows[0][0], rows[0][1]) if rows else None
 
-    def _found_after(self, writer: str, batch: int) -> tuple[int, datetime] | None:
+    def _found_after(self) -> tuple[int, datetime] | None:
         """As `find`, after the publication: asks again while the database cannot be reached."""
         retry = Backoff(FIND_SECONDS)
         while True:
             try:
-                return self.find(writer, batch)
+                return self.find()
             except DatabaseUnavailableError as error:
                 if not retry.lasts():
                     raise EventSQLError(
@@ -193,68 +196,62 @@ class _Publications:
                         f"again, which publishes nothing twice ({error.message})"
                     ) from error
 
-    def is_finished(self, writer: str, batch: int) -> bool:
+    def is_finished(self) -> bool:
         """Whether there is nothing left to publish."""
-        if self.find(writer, batch) is None:
+        if self.find() is None:
             return False
         left = () if self._alone else TwoPhaseParticipant(self._decider.database).announced()
-        return not any((each.writer, each.batch) == (writer, batch) for each in left)
+        return not any({"writer": each.writer, "batch": each.batch} == self._named for each in left)
 
-    def outcome(self, writer: str, batch: int, origin: Provenance, *, repeated: bool) -> Published:
-        """The result of a publication, with the offsets of its events if they are transferred in time."""
-        found = self._found_after(writer, batch)
-        if found is None or not found[0]:
-            return self._published(0, origin, repeated=repeated)
-        events, at = found
+    def outcome(self, *, repeated: bool) -> Published:
+        """The result of the publication, with the offsets of its events if they are transferred in time."""
+        events, at = self._found_after() or (0, None)
+        origin = self._origin
+        published = Published(self._topic, events, origin.run_id, origin.asset, repeated, partition=origin.partition)
+        if not events or at is None:
+            return published
         try:
-            return self._with_offsets(writer, batch, events, at, origin, repeated=repeated)
+            return self._with_offsets(published, at)
         except (EventSQLError, psycopg.Error) as error:
             # The events are published: an error would tell the user to publish them again.
             logger.warning("the offsets of %d events of topic %s are not known: %s", events, self._topic, error)
-            return self._published(events, origin, repeated=repeated)
+            return published
 
-    def _published(self, events: int, origin: Provenance, *, repeated: bool, run_id: str | None = None) -> Published:
-        run = run_id or origin.run_id
-        return Published(self._topic, events, run, origin.asset, repeated, partition=origin.partition)
-
-    def _with_offsets(
-        self, writer: str, batch: int, events: int, at: datetime, origin: Provenance, *, repeated: bool
-    ) -> Published:
-        portions = self._portions(writer, batch, events, at)
+    def _with_offsets(self, published: Published, at: datetime) -> Published:
+        portions = self._portions(published.events, at)
         deadline = time.monotonic() + TRANSFER_TIMEOUT
         while True:
             spans, run = [], None
             for portion in portions:
                 portion.shard.transfer.run_once([self._topic])
-                count, first, last, found_run = self._offsets(portion, origin)
+                count, first, last, found_run = self._offsets(portion)
                 run = run or found_run
                 if count >= portion.events and first is not None and last is not None:
                     spans.append(Span(portion.shard.name, first, last))
-            published = self._published(events, origin, repeated=repeated, run_id=run)
+            published = replace(published, run_id=run or published.run_id)
             if len(spans) == len(portions):
                 return replace(published, spans=tuple(spans))
             if time.monotonic() >= deadline:
                 return published
             time.sleep(0.1)
 
-    def _portions(self, writer: str, batch: int, events: int, at: datetime) -> list[_Portion]:
+    def _portions(self, events: int, at: datetime) -> list[_Portion]:
         if self._alone:
             return [_Portion(self._decider, events, at)]
         portions = []
         for shard in self._shards:
             if shard is not self._decider:
-                named = {"decider": self._decider.name, "writer": writer, "batch": batch}
-                rows = rows_of(shard, "two_phase", "published_part", named)
+                rows = rows_of(shard, "two_phase", "published_part", {"decider": self._decider.name, **self._named})
                 portions += [_Portion(shard, row[0], row[1]) for row in rows]
         left = events - sum(portion.events for portion in portions)
         return [_Portion(self._decider, left, at), *portions] if left else portions
 
-    def _offsets(self, portion: _Portion, origin: Provenance) -> LoggedPublication:
+    def _offsets(self, portion: _Portion) -> LoggedPublication:
         # Events enter the log after they were published.
         database = portion.shard.database
         with database.connection() as connection:
             before = LogReader(database.schema).before_time(connection, self._topic, portion.at)
             return LogRanges(database.schema).publication(
-                connection, self._topic, after=before, at=portion.at, asset=origin.asset,
-                run_partition=origin.partition, events=portion.events,
+                connection, self._topic, after=before, at=portion.at, asset=self._origin.asset,
+                run_partition=self._origin.partition, events=portion.events,
             )  # fmt: skip

@@ -57,14 +57,14 @@ def test_a_database_that_is_away_after_a_publication_does_not_hide_that_it_was_p
     monkeypatch: pytest.MonkeyPatch,
     seconds: float,
 ) -> None:
-    stage_and_publish, find = publication._Write.stage_and_publish, publication._Publications.find
+    stage_and_publish, find = publication._Write.stage_and_publish, publication._Record.find
 
     def away(*_: object) -> None:
-        monkeypatch.setattr(publication._Publications, "find", find)
+        monkeypatch.setattr(publication._Record, "find", find)
         raise DatabaseUnavailableError("gone")
 
     def publish_and_go(self: publication._Write, value: object) -> bool:
-        monkeypatch.setattr(publication._Publications, "find", away)
+        monkeypatch.setattr(publication._Record, "find", away)
         return stage_and_publish(self, value)
 
     monkeypatch.setattr(publication._Write, "stage_and_publish", publish_and_go)
