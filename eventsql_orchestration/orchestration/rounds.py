@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -22,18 +21,17 @@ class Counts:
     lag: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     @classmethod
-    def take(cls, platform: EventSQL, topics: Iterable[str] | None = None) -> Counts:
-        """Count now. `topics` limits it to these topics; by default, it covers all topics."""
-        wanted = set(topics) if topics is not None else {topic.name for topic in platform.registry.topics()}
-        counts = cls(buffered=Counter({t: n for t, n in platform.buffered().items() if t in wanted}))
-        for topic in wanted:
-            counts.logged[topic] = platform.reader.count(topic)
+    def take(cls, platform: EventSQL) -> Counts:
+        """Count now. Events of a topic that does not exist stay in the buffer, and are left out."""
+        topics = {topic.name for topic in platform.registry.topics()}
+        counts = cls(
+            logged=Counter({topic: platform.reader.count(topic) for topic in topics}),
+            buffered=Counter({topic: events for topic, events in platform.buffered().items() if topic in topics}),
+        )
         for state in platform.registry.consumers():
-            if state.topic in wanted:
-                counts.consumed[state.topic, state.name] += state.consumed_events
+            counts.consumed[state.topic, state.name] += state.consumed_events
         for lag in platform.lag():
-            if lag.topic in wanted:
-                counts.lag[lag.topic, lag.consumer] += lag.events
+            counts.lag[lag.topic, lag.consumer] += lag.events
         return counts
 
 
