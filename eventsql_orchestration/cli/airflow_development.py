@@ -236,14 +236,12 @@ class _Running:
 
     def serve(self) -> NoReturn:
         """Show lag, and simulate a round every minute if there is a simulation, until the user ends it."""
-        self.progress.stop()
-        airflow, console = self.airflow, self.progress.console
-        console.print(f"The Airflow UI is at {airflow.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
+        airflow = self.airflow
         simulations = Simulations(
             lambda: [(dag, self.simulate(dag)) for dag in self.tagged(SIMULATION)],
             lambda run: airflow.api.state(*run) not in UNDER_WAY,
         )
         serve(
-            self.context, self.platform, console, simulations, check=airflow.check, keep_spark=self.keep_spark,
-            passing=(DatabaseUnavailableError, LocalAirflowError),
+            self.context, self.platform, self.progress, simulations, ui=f"The Airflow UI is at {airflow.url}",
+            check=airflow.check, keep_spark=self.keep_spark, passing=(DatabaseUnavailableError, LocalAirflowError),
         )  # fmt: skip

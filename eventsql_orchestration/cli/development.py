@@ -201,17 +201,12 @@ class Running:
 
     def serve(self) -> NoReturn:
         """Show lag, and simulate a round every minute if the location can, until the user ends it."""
-        self.progress.stop()
-        console = self.progress.console
-        console.print(
-            f"The Dagster UI is at {self.dagster.url} - Ctrl-C ends everything", highlight=False, soft_wrap=True
-        )
         jobs = self.simulations
         simulations = Simulations(
             lambda: [self.dagster.launch(job, run_config=self.config) for job in jobs], self.ended
         )
         serve(
-            self.context, self.platform, console, simulations,
+            self.context, self.platform, self.progress, simulations, ui=f"The Dagster UI is at {self.dagster.url}",
             check=self.dagster.require_running, keep_spark=self.keep_spark,
             passing=(DatabaseUnavailableError, LocalDagsterError, sqlalchemy.exc.DBAPIError),
         )  # fmt: skip

@@ -35,10 +35,9 @@ from eventsql_orchestration.validation import counted
 
 Run = TypeVar("Run")
 
-SPARK_SETTINGS: Final = {"spark.driver.extraJavaOptions": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
+_JAVA_OPTIONS: Final = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 """In a short session, optimizing compilation costs more than it saves: for one range, Java takes 8 s of processor time
-with these settings and 14 s without. The file of EVENTSQL_SPARK_CONFIG has precedence."""
-
+with these options and 14 s without."""
 
 SIMULATION_SECONDS: Final = 60.0
 """Seconds between two rounds of the simulation, without `--once`."""
@@ -73,13 +72,12 @@ def interrupt(*_: object) -> NoReturn:
 
 def settings_for(environment: Mapping[str, str]) -> dict[str, str]:
     """The settings of a Spark with an environment: Java does not look at TMPDIR."""
-    options = "spark.driver.extraJavaOptions"
     directory = environment.get("TMPDIR")
     java = "" if directory is None else f" -Djava.io.tmpdir={shlex.quote(directory)}"
-    return {**SPARK_SETTINGS, options: SPARK_SETTINGS[options] + java}
+    return {"spark.driver.extraJavaOptions": _JAVA_OPTIONS + java}
 
 
-def spark_settings(directory: Path, settings: Mapping[str, str] = SPARK_SETTINGS) -> Path:
+def spark_settings(directory: Path, settings: Mapping[str, str]) -> Path:
     """Write a file of settings for the sessions of runs."""
     file = directory / "spark.conf"
     file.write_text("".join(f"{name} {value}\n" for name, value in settings.items()), encoding="utf-8")
@@ -238,17 +236,21 @@ class Simulations(Generic[Run]):
 def serve(
     context: CliContext,
     platform: EventSQL,
-    console: Console,
+    progress: Progress,
     simulations: Simulations[Any],
     *,
+    ui: str,
     check: Callable[[], None],
     keep_spark: Callable[[], None],
     passing: tuple[type[Exception], ...],
 ) -> NoReturn:
-    """Show lag, and go on with the simulations, until the user ends it.
+    """Print the sentence `ui`, show lag, and go on with the simulations, until the user ends it.
 
     `check` raises if the orchestrator has ended. A `passing` error is shown once, and the next second tries again.
     """
+    progress.stop()
+    console = progress.console
+    console.print(f"{ui} - Ctrl-C ends everything", highlight=False, soft_wrap=True)
     down = False
     with live_lag(console) as live:
         while True:

@@ -19,7 +19,6 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import dev, development, rounds
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.dagster.local.dagster_process import LocalDagster
-from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.errors import RoundError
 from eventsql_orchestration.orchestration.rounds import TopicRound
@@ -49,9 +48,9 @@ def test_under_nohup_it_outlives_its_terminal() -> None:
 def test_spark_reads_the_settings_for_short_sessions_from_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instance_directory(tmp_path).mkdir()
-    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(rounds.spark_settings(instance_directory(tmp_path))))
-    assert rounds.SPARK_SETTINGS.items() <= spark_config().items()
+    settings = rounds.settings_for({"TMPDIR": "/tmp/of one run"})
+    monkeypatch.setenv(SPARK_CONFIG_VARIABLE, str(rounds.spark_settings(tmp_path, settings)))
+    assert settings.items() <= spark_config().items()
 
 
 def test_a_deployments_own_spark_has_precedence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
