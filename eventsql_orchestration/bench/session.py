@@ -124,8 +124,13 @@ class Session:
     # Topics, tables and processes
 
     @contextmanager
-    def removing(self, remove: Callable[[], object]) -> Iterator[None]:
-        """Call `remove` after the block, however the block ends."""
+    def removing(self, remove: Callable[[], object], *, leftovers: bool = False) -> Iterator[None]:
+        """Call `remove` after the block, however the block ends. With `leftovers`, call it before the block, too.
+
+        A killed benchmark leaves what has no name of its own for each run.
+        """
+        if leftovers:
+            remove()
         try:
             yield
         finally:

@@ -115,7 +115,7 @@ class Store(Benchmark):
         with (
             # Each side keeps as many connections as there are threads.
             Database(theirs.dsn, schema=theirs.schema, pool_size=max(_CONNECTIONS)) as database,
-            _cleaned(session),
+            session.removing(partial(_delete, session), leftovers=True),
             _recorder(session) as recorder,
         ):
             sides: list[_Side] = [_Own(EventStore(database))]
@@ -203,17 +203,9 @@ def _append(side: _Side, appends: int, size: int) -> None:
         side.append(aggregate_id, number % 10 * size, size)
 
 
-@contextmanager
-def _cleaned(session: Session) -> Iterator[None]:
-    """Delete what the benchmark, or a killed benchmark before it, has stored."""
-
-    def delete() -> None:
-        for statement in ("delete_changes", "delete_snapshots", "delete_aggregates"):
-            session.connection.execute(session.queries(statement), {"type": _TYPE})
-
-    delete()
-    with session.removing(delete):
-        yield
+def _delete(session: Session) -> None:
+    for statement in ("delete_changes", "delete_snapshots", "delete_aggregates"):
+        session.connection.execute(session.queries(statement), {"type": _TYPE})
 
 
 @contextmanager

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -76,7 +76,8 @@ class ViewsBenchmark(BesideRawCopy):
         views = Views(session.platform.database)
         end = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
         chosen = random.Random(1)  # noqa: S311 - no secret
-        with _declared(session, views):
+        with session.removing(partial(_drop, views), leftovers=True):
+            views.declare(*_VIEWS)
             self._fill_timeline(session, views, end - _MONTH)
             self._fill_logs(session, views, end - _MONTH)
             self._fill_rollup(session, views, end - _DAY)
@@ -183,16 +184,7 @@ class ViewsBenchmark(BesideRawCopy):
         return transactions * self.slots * self.batch / at_once(self.slots, partial(apply, transactions=transactions))
 
 
-@contextmanager
-def _declared(session: Session, views: Views) -> Iterator[None]:
-    """Declare the views, empty, and drop them at the end of the block. Drops the views of a killed benchmark first."""
-
-    def drop() -> None:
-        for view in _VIEWS:
-            with suppress(ViewNotFoundError):
-                views.drop(view.name)
-
-    drop()
-    with session.removing(drop):
-        views.declare(*_VIEWS)
-        yield
+def _drop(views: Views) -> None:
+    for view in _VIEWS:
+        with suppress(ViewNotFoundError):
+            views.drop(view.name)
