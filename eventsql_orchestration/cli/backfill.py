@@ -34,6 +34,7 @@ from eventsql_orchestration.cli.parameters import (
     TopicName,
     argument,
     command,
+    executing,
     option,
 )
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -104,7 +105,7 @@ class _Options(TypedDict):
     max_failures: Annotated[int | None, option(_FAILURES, type=POSITIVE)]
     backfill_id: Annotated[str | None, option("Id of the backfill; by default a new one.", "--id", metavar="ID")]
     resume: Annotated[str | None, option("Run the rest of backfill ID, instead of a range.", metavar="ID")]
-    execute: Annotated[bool, option("Run it. Without this, only the plan is shown.")]
+    execute: Annotated[bool, executing("Run it")]
     orchestrator: Annotated[Orchestrator, option("Where it runs.", type=click.Choice(ORCHESTRATORS), default="dagster")]
     airflow_url: AirflowUrl
     dag: Annotated[str | None, option("DAG to run; by default the DAG that CONSUMER's claims schedule.")]

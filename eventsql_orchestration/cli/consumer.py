@@ -9,6 +9,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_fields, show_items, write_json
 from eventsql_orchestration.cli.parameters import (
+    PLACES,
     POSITIVE,
     AsJson,
     ConsumerName,
@@ -22,11 +23,6 @@ from eventsql_orchestration.consuming.lag_values import LagCause
 from eventsql_orchestration.topics.positions import Earliest, Place
 from eventsql_orchestration.topics.side_consumers import backfill_of
 from eventsql_orchestration.validation import advised
-
-_START: Final = (
-    "Where a new consumer begins: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a "
-    "duration before now (15m, 2h, 7d)  [default: earliest]."
-)
 
 
 @click.group()
@@ -44,7 +40,9 @@ def create(
     max_attempts: Annotated[
         int | None, option("Attempts before an event is given up  [default: 5, or unchanged].", type=POSITIVE)
     ],
-    start: Annotated[Place | None, option(_START, "--start", "--from")],
+    start: Annotated[
+        Place | None, option(f"Where a new consumer begins: {PLACES}  [default: earliest].", "--start", "--from")
+    ],
     keys: Annotated[
         tuple[str, ...], option("Only events with this key; repeat it for several keys.", "--key", metavar="K")
     ],

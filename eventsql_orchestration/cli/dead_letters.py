@@ -35,12 +35,14 @@ if TYPE_CHECKING:
 
 _OFFSET: Final[dict[str, Any]] = {"type": POSITIVE, "metavar": "OFFSET"}
 
+_BACKFILL: Final = "Dead letters of this backfill. Without this option, dead letters of backfills are left out."
+
 
 class _Filter(TypedDict):
     """The options that choose dead letters."""
 
     consumer: Annotated[str | None, option("Dead letters of this consumer.", type=CONSUMER, metavar="NAME")]
-    backfill: Annotated[str | None, option("Dead letters of this backfill; by default, of no backfill.", metavar="ID")]
+    backfill: Annotated[str | None, option(_BACKFILL, metavar="ID")]
     exception: Annotated[str | None, option("With this type of exception, such as ValueError.", metavar="TYPE")]
     key: Annotated[str | None, option("With this key.", metavar="KEY")]
     metadata: Annotated[tuple[tuple[str, str], ...], option("With this metadata; repeat it.")]
@@ -158,11 +160,14 @@ def redrive(
     topic: TopicName,
     limit: Annotated[int | None, option("The oldest N that were not redriven yet.", type=POSITIVE)],
     again: Annotated[bool, option("Also dead letters that were redriven before.")],
-    dry_run: Annotated[bool, option("Only print the number of dead letters.")],
+    dry_run: Annotated[bool, option("Publish nothing, and print the numbers of dead letters.")],
     as_json: AsJson,
     **conditions: Unpack[_Filter],
 ) -> None:
     """Publish the dead letters of TOPIC to it again, each once and in order.
+
+    The command publishes at once: --dry-run only counts the letters that it would publish, and `eventsql dlt list TOPIC
+    --not-redriven` lists them, with the same options.
 
     With options, only the dead letters that meet all of them. Dead letters that were redriven before are left out
     without --again.

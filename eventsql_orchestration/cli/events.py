@@ -17,6 +17,7 @@ from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import EVENT_FORMATS, EventWriter, say, write_events
 from eventsql_orchestration.cli.parameters import (
+    PLACES,
     ConsumerName,
     Follow,
     MaxEvents,
@@ -51,9 +52,8 @@ _STOPPED: Final = frozenset(
 
 
 _START: Final = (
-    "Where to begin: earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration before "
-    "now (15m, 2h, 7d). From a time, it begins with the first event that entered the log then or later  [default: "
-    "earliest, with --follow latest]."
+    f"Where to begin: {PLACES}. From a time, it begins with the first event that entered the log then or later  "
+    "[default: earliest, with --follow latest]."
 )
 
 

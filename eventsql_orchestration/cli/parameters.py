@@ -25,6 +25,11 @@ FILE: Final = click.Path(path_type=Path, dir_okay=False)
 DIRECTORY: Final = click.Path(path_type=Path, file_okay=False, exists=True)
 POSITIVE: Final = click.IntRange(min=1)
 
+PLACES: Final = (
+    "earliest, latest, an offset, a time with its zone (2026-05-01T12:00:00Z), or a duration before now (15m, 2h, 7d)"
+)
+"""The places that `LogPlace` reads, for people."""
+
 Parameter: TypeAlias = Callable[[str, Any], click.Parameter]
 """Makes an argument or option of the name and the type of a function's parameter."""
 
@@ -237,6 +242,11 @@ def option(help: str, *flags: str, **settings: Any) -> Parameter:  # noqa: A002 
         return click.Option([*(flags or [f"--{name.replace('_', '-')}"]), name], help=help, **{**chosen, **settings})
 
     return make
+
+
+def executing(does: str) -> Parameter:
+    """The option that makes a command do what it otherwise only plans."""
+    return option(f"{does}. Without this option, the command only shows what it would do.")
 
 
 CONSUMER: Final = Name("consumer", partial(check_name, "consumer name"))

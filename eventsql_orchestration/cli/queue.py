@@ -15,7 +15,7 @@ import click
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.failures import message_of
 from eventsql_orchestration.cli.output import Columns, same, say, show_fields, show_list, write_json
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Name, argument, command, executing, option
 from eventsql_orchestration.cli.queue_work import check_command, work_off
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.client.eventsql import EventSQL
@@ -224,9 +224,7 @@ def peek(context: CliContext, name: QueueName, limit: Limit, as_json: AsJson) ->
 
 
 @command(queue)
-def purge(
-    context: CliContext, name: QueueName, execute: Annotated[bool, option("Delete them; else only count them.")]
-) -> None:
+def purge(context: CliContext, name: QueueName, execute: Annotated[bool, executing("Delete them")]) -> None:
     """Delete all messages of QUEUE. Its dead letters stay: they are messages of their own queue."""
     with context.platform() as platform:
         target = _existing(platform, name)
@@ -263,7 +261,7 @@ def redrive(
     limit: Annotated[int | None, option("The oldest N.", type=POSITIVE)],
     ids: Annotated[tuple[int, ...], option("The dead letter with this id; repeat it.", "--id", type=POSITIVE)],
 ) -> None:
-    """Move the dead letters of QUEUE back to it. `eventsql queue peek QUEUE_dead` shows them."""
+    """Move the dead letters of QUEUE back to it, at once. To see them first: `eventsql queue peek QUEUE_dead`."""
     with context.platform() as platform:
         redriven = _existing(platform, name).redrive(limit, ids=ids or None)
     say(f"{counted(redriven, 'dead letter')} moved back to queue {name!r}")

@@ -26,6 +26,7 @@ from eventsql_orchestration.errors import MissingExtraError
 from eventsql_orchestration.orchestration.errors import RoundError
 from eventsql_orchestration.orchestration.local_processes import SPARK_LOCK, free_port, kill_group, start_group
 from eventsql_orchestration.orchestration.rounds import Counts, TopicRound
+from eventsql_orchestration.orchestration.shards import partition_label
 from eventsql_orchestration.spark import SPARK_CONFIG_VARIABLE
 from eventsql_orchestration.spark.connect_server import ConnectServer, connect_is_installed
 from eventsql_orchestration.spark.java import ensure_java
@@ -275,7 +276,11 @@ def _behind(platform: EventSQL) -> list[ConsumerLag]:
 
 
 def _named(behind: list[ConsumerLag]) -> str:
-    return "; ".join(f"{lag.topic}/{lag.consumer}[{lag.partition}] lacks {lag.events} ({lag.cause})" for lag in behind)
+    return "; ".join(
+        f"{partition_label(f'{lag.topic}/{lag.consumer}', lag.partition)} has {counted(lag.events, 'event')} left "
+        f"({lag.cause})"
+        for lag in behind
+    )
 
 
 def report(failed: Sequence[str], topics: list[TopicRound], faults: list[str]) -> None:

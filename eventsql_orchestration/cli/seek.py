@@ -10,7 +10,7 @@ import click
 
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, partition_of, same, say, show_items, write_json
-from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, option
+from eventsql_orchestration.cli.parameters import AsJson, ConsumerName, Partition, TopicName, command, executing, option
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest, Position, ShiftBy
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def seek(
     topic: TopicName,
     consumer: ConsumerName,
     partition: Partition,
-    execute: Annotated[bool, option("Move it; without this, the plan is shown and nothing is changed.")],
+    execute: Annotated[bool, executing("Move it")],
     force: Annotated[bool, option("Move it even while it is leased. Its owner's batch is not committed.")],
     as_json: AsJson,
     **places: Unpack[_Places],

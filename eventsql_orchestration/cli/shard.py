@@ -20,7 +20,7 @@ from eventsql_orchestration.cli.output import (
     show_list,
     write_json,
 )
-from eventsql_orchestration.cli.parameters import FILE, AsJson, command, option
+from eventsql_orchestration.cli.parameters import FILE, AsJson, command, executing, option
 from eventsql_orchestration.cli.urls import ASK, ask_for_url, urls_of_file
 from eventsql_orchestration.client.eventsql import EventSQL, ShardStatus
 from eventsql_orchestration.database import Database
@@ -122,7 +122,7 @@ def status(context: CliContext, as_json: AsJson) -> None:
 
 
 _DSN: Final = (
-    "The database to add; it may have no topics of its own. The list of processes shows this option. To hide the "
+    "The database to add. It must not have topics of its own. The list of processes shows this option. To hide the "
     "password, give `-`, which asks for the URL, or set EVENTSQL_NEW_DSN, or use --dsn-file."
 )
 
@@ -135,7 +135,7 @@ def add(
     new_file: Annotated[Path | None, option("A file with the URL of the database to add.", "--dsn-file", type=FILE)],
     name: Annotated[str | None, option("Its name, for ever  [default: the next free shard-N].", metavar="NAME")],
     prepare: Annotated[bool, option("Only prepare it. Then give its URL to every process, and run --execute.")],
-    execute: Annotated[bool, option("Add it; without this, the plan is shown and nothing is changed.")],
+    execute: Annotated[bool, executing("Add it")],
     as_json: AsJson,
 ) -> None:
     """Add a database to the shards: a plan and, with --execute, the addition.

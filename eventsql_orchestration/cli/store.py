@@ -17,7 +17,7 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, same, say, show_list, timestamp, write_lines
-from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, option
+from eventsql_orchestration.cli.parameters import POSITIVE, AsJson, Moment, Name, argument, command, executing, option
 from eventsql_orchestration.validation import check_name, counted
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def replay(
     *,
     subscription: Annotated[str, argument()],
     start: Annotated[str, option("Where to go on: beginning, now, or a checkpoint.", "--from", default="beginning")],
-    execute: Annotated[bool, option("Move it; without this option, the command tells what it would do.")],
+    execute: Annotated[bool, executing("Move it")],
 ) -> None:
     """Move SUBSCRIPTION to another place: its handler gets the changes after that place again."""
     place: Any = start if start in ("beginning", "now") else lazy.StoreCheckpoint.parse(start)

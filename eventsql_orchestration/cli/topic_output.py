@@ -99,7 +99,7 @@ class Unsettled:
             on = "" if self.shard is None else f" on {self.shard}"
             return (
                 f"consumer {self.consumer!r} finishes its partitions{on} up to offset {self.until:,} before it begins "
-                "with the next"
+                "with the new partitions"
             )
         others = ", ".join(self.waits_for) or "the other shards, see `eventsql shard status`"
         return (

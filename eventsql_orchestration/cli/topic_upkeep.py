@@ -18,6 +18,7 @@ from eventsql_orchestration.cli.parameters import (
     TopicName,
     argument,
     command,
+    executing,
     option,
 )
 from eventsql_orchestration.cli.topic_output import size
@@ -33,7 +34,7 @@ def erase(
     keys: Annotated[tuple[str, ...], option("Erase the events of this key; repeat it.", "--key", metavar="KEY")],
     key_file: Annotated[Path | None, option("Erase the events of the keys in FILE, one a line.", type=FILE)],
     requested_by: Annotated[str | None, option("A note for the record, such as a ticket.", metavar="TEXT")],
-    execute: Annotated[bool, option("Erase them; without this, the plan is shown and nothing is changed.")],
+    execute: Annotated[bool, executing("Erase them")],
     as_json: AsJson,
 ) -> None:
     """Erase the values and metadata of a key's events in TOPIC: a plan and, with --execute, the erasure.
@@ -104,7 +105,7 @@ def compact(
     context: CliContext,
     *,
     topic: TopicName,
-    execute: Annotated[bool, option("Merge them; without this, the plan is shown and nothing is changed.")],
+    execute: Annotated[bool, executing("Merge them")],
     as_json: AsJson,
 ) -> None:
     """Merge the small blocks in the log of TOPIC: a plan and, with --execute, the compaction.

@@ -18,7 +18,17 @@ import click
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.cli.output import Columns, cell, picked, same, say, show_list, timestamp, write, write_json
-from eventsql_orchestration.cli.parameters import FILE, POSITIVE, AsJson, Moment, Name, argument, command, option
+from eventsql_orchestration.cli.parameters import (
+    FILE,
+    POSITIVE,
+    AsJson,
+    Moment,
+    Name,
+    argument,
+    command,
+    executing,
+    option,
+)
 from eventsql_orchestration.cli.topic_output import age
 from eventsql_orchestration.validation import advised, check_name, counted
 
@@ -108,12 +118,7 @@ def _show_kept(results: Sequence[Retained | Sorted], text: Callable[[Any], str],
 
 
 @command(view)
-def drop(
-    context: CliContext,
-    *,
-    name: ViewName,
-    execute: Annotated[bool, option("Drop it. Without this option, nothing is dropped.")],
-) -> None:
+def drop(context: CliContext, *, name: ViewName, execute: Annotated[bool, executing("Drop it")]) -> None:
     """Drop the view NAME with all of its entries."""
     with _views(context) as views:
         definition = views.definition(name)

@@ -264,7 +264,7 @@ def test_a_round_does_not_wait_for_a_paused_consumer_and_names_any_other(platfor
         running = development.Running(
             context, platform, cast("LocalDagster", dagster), instance, Progress(disable=True)
         )
-        with pytest.raises(RoundError, match=r"rides/ledger\[-1\] lacks 1 \(waiting\)"):
+        with pytest.raises(RoundError, match=r"rides/ledger has 1 event left \(waiting\)"):
             running.round(0.0)
         platform.registry.pause("rides", "ledger")
         assert running.round(60.0) == []

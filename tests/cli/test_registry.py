@@ -171,7 +171,7 @@ def test_a_topic_is_repartitioned_while_its_consumers_go_on(run: Run, platform: 
     assert platform.registry.topic(topic) == Topic(topic, 5)
     assert platform.registry.topic(topic).retention == Retention(events=9)
     described = run("topic", "describe", topic)
-    assert "consumer 'mailer' finishes its partitions up to offset 6 before it begins with the next" in described.stderr
+    assert "consumer 'mailer' finishes its partitions up to offset 6 before it begins with the new" in described.stderr
     assert run("topic", "alter", topic, "--partitions", 1).exit_code == 0
     layouts = json.loads(run("topic", "describe", topic, "--json").stdout)
     assert layouts["events"] == 6

@@ -181,7 +181,7 @@ class Tracer:
             notes.append(f"it handled messages of queue {run.queue!r}")
         elif not read:
             notes.append(
-                "no claim names a topic that it read, and Dagster names none"
+                "neither a claim nor Dagster names a topic that it read"
                 if run is not None and orchestrator == DAGSTER
                 else f"it had no claim; only {orchestrator} knows what a run reads without one"
             )
