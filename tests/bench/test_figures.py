@@ -16,7 +16,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.bench import machine, roles, workload
-from eventsql_orchestration.bench.benchmark import Benchmark
+from eventsql_orchestration.bench.benchmark import Benchmark, OnTopic
 from eventsql_orchestration.bench.figure import (
     EVENTS_PER_SECOND,
     Figure,
@@ -120,6 +120,7 @@ def test_the_whole_table_is_measured_with_its_options() -> None:
         quick=True, storage="rows", partitions=3, raw_events=7, publishers=2
     )
     assert whole._sized(Store) == Store.sized(quick=True)
+    assert {(each.partitions, each.storage) for each in whole.parts if isinstance(each, OnTopic)} == {(3, "rows")}
 
 
 def test_encoded_events_arrive_as_published_ones_do(session: Session) -> None:

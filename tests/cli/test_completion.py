@@ -23,20 +23,25 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.queue import Queue
 from tests.cli.conftest import PROGRAM
 
-HEAVY = ["rich", "pydantic", "psycopg", "sqlalchemy", "alembic", "pyspark", "pyarrow", "dagster"]
+HEAVY = [
+    "rich", "pydantic", "psycopg", "psycopg2", "sqlalchemy", "alembic", "pyspark", "pyarrow", "pandas", "dagster",
+]  # fmt: skip
+
+
+def completing(*words: str) -> dict[str, str]:
+    """What bash tells the program of the words whose last word is to be completed."""
+    return {
+        "_EVENTSQL_COMPLETE": "bash_complete",
+        "COMP_WORDS": " ".join(["eventsql", *words]),
+        "COMP_CWORD": str(len(words)),
+    }
 
 
 def completed(*words: str, **environment: str) -> list[str]:
     """What Tab offers for the last of the words."""
     shown = subprocess.run(
         [PROGRAM],
-        env={
-            **os.environ,
-            "_EVENTSQL_COMPLETE": "bash_complete",
-            "COMP_WORDS": " ".join(["eventsql", *words]),
-            "COMP_CWORD": str(len(words)),
-            **environment,
-        },
+        env={**os.environ, **completing(*words), **environment},
         capture_output=True,
         text=True,
         check=True,
@@ -165,14 +170,6 @@ def loaded(*words: str, **environment: str) -> set[str]:
         os.close(writes)
     with os.fdopen(reads) as shown:
         return set(json.load(shown))
-
-
-def completing(*words: str) -> dict[str, str]:
-    return {
-        "_EVENTSQL_COMPLETE": "bash_complete",
-        "COMP_WORDS": " ".join(["eventsql", *words]),
-        "COMP_CWORD": str(len(words)),
-    }
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--help"], ["topic", "create", "--help"], ["tail", "--help"]])

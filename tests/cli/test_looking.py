@@ -192,6 +192,7 @@ def test_watch_on_a_terminal_draws_a_trend(rides: EventSQL, start: Start, termin
     shown = terminal.close().decode(errors="replace")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown)
     assert re.search(r"topic +consumer +partition +events .*trend", plain)
+    assert "eventsql:" not in plain
 
 
 @pytest.mark.parametrize("width", [20, 40, 60, 80])

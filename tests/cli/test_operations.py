@@ -23,9 +23,8 @@ from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
 from tests.cli.conftest import Start
-from tests.cli.terminals import Terminal
 from tests.conftest import Administrator
-from tests.fixtures import Until, UntilBlocked
+from tests.fixtures import UntilBlocked
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
 
@@ -89,16 +88,6 @@ def test_a_schema_of_another_name_is_migrated_beside_it(invoke: Run, dsn: str) -
     assert invoke("--dsn", dsn, "--schema", "mine", "migrate").exit_code == 0
     assert invoke("--dsn", dsn, "--schema", "mine", "topic", "create", TOPIC).exit_code == 0
     assert json.loads(invoke("--dsn", dsn, "topic", "list", "--json").stdout) == []
-
-
-def test_a_command_that_defines_nothing_changes_no_database_that_was_never_migrated(invoke: Run, empty: str) -> None:
-    for command in (["topic", "list"], ["publish", TOPIC], ["lag"], ["transfer", "--once"]):
-        result = invoke("--dsn", empty, *command, stdin="1\n")
-        assert (result.exit_code, result.stdout) == (1, "")
-        assert len(result.stderr.splitlines()) == 1
-        assert "run `eventsql migrate`" in result.stderr
-    with EventSQL(empty, migrate=False) as platform:
-        assert platform.database.revision() is None
 
 
 @pytest.mark.usefixtures("java")
@@ -515,12 +504,6 @@ def test_a_second_ctrl_c_does_not_wait_for_the_batch(moving: subprocess.Popen[by
     assert platform.buffered() == {TOPIC: 1}
 
 
-def test_a_transfer_does_not_wait_for_a_database_that_is_down_from_the_start(invoke: Run, closed_port: int) -> None:
-    result = invoke("--dsn", f"postgresql://127.0.0.1:{closed_port}/x", "transfer")
-    assert result.exit_code == 1
-    assert "cannot be reached" in result.stderr
-
-
 # lag
 
 
@@ -550,15 +533,6 @@ def test_lag_is_watched_until_ctrl_c(start: Start, consumer: str, platform: Even
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert (process.returncode, errors) == (130, b"")
-
-
-def test_lag_is_watched_on_a_terminal(start: Start, consumer: str, terminal: Terminal, until: Until) -> None:
-    process = start("lag", "--watch", "--interval", 0.1, stdout=terminal.descriptor)
-    until(lambda: terminal.shown.count(b"mailer") >= 6)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=PATIENCE) == 130
-    assert process.stderr is not None
-    assert process.stderr.read() == b""
 
 
 def test_a_narrow_terminal_folds_texts_and_keeps_numbers_whole(

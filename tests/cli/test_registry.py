@@ -253,13 +253,6 @@ def test_a_consumer_that_exists_keeps_its_offsets_and_its_changes_are_told(
     assert platform.registry.consumer(topic, "mailer")[0].last_event_id == 0
 
 
-def test_a_consumer_can_begin_at_the_end(run: Run, platform: EventSQL, topic: str) -> None:
-    platform.publisher.publish(Publication(topic, b"1"))
-    platform.transfer.run_once()
-    run("consumer", "create", topic, "late", "--from", "latest")
-    assert platform.registry.consumer(topic, "late")[0].last_event_id == 1
-
-
 @pytest.mark.parametrize("option", ["--start", "--from"])
 def test_a_consumer_can_begin_anywhere(run: Run, platform: EventSQL, topic: str, option: str) -> None:
     for _ in range(3):
