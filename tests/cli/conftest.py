@@ -20,7 +20,17 @@ from tests.conftest import is_setting, own_server
 
 PROGRAM = Path(sys.executable).parent / "eventsql"
 
+Run: TypeAlias = Callable[..., Result]
 Start: TypeAlias = Callable[..., "subprocess.Popen[bytes]"]
+
+
+def one_line(result: Result) -> str:
+    """The one line that a failed command leaves behind, without the program's name; standard output is empty."""
+    assert result.stdout == ""
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1, result.stderr
+    assert lines[0].startswith("eventsql: ")
+    return lines[0].removeprefix("eventsql: ")
 
 
 @pytest.fixture(autouse=True)

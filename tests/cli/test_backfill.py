@@ -15,7 +15,6 @@ from typing import Any
 import dagster as dg
 import pytest
 import requests
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.cli.backfill_output import conclude
@@ -33,12 +32,10 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import Backfill, Plan, ReplayRange
 from eventsql_orchestration.orchestration.errors import LocalDagsterError, RunFailedError
 from eventsql_orchestration.topics.positions import Earliest
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start, one_line
 from tests.dagster import backfill_location as location
 from tests.forms import change_value
 from tests.waiting import wait_until
-
-Run = Callable[..., Result]
 
 ROOT = Path(__file__).parents[2]
 MODULE = ("-m", "tests.dagster.backfill_location")
@@ -84,12 +81,6 @@ def ledger(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> Ledger:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
     monkeypatch.delenv("DAGSTER_HOME", raising=False)
     return Ledger(platform)
-
-
-def one_line(result: Result) -> str:
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    return lines[0]
 
 
 # Plans

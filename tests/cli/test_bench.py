@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench.session import PREFIX
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.cli.terminals import Terminal
 from tests.waiting import PATIENCE, wait_until
-
-Run = Callable[..., Result]
-
 
 FIGURES: dict[str, list[str]] = {
     "stream": ["publish_and_consume", "publish_and_consume_processor", "publish_and_consume_disk", "raw_copy"],

@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench import dagster_daemon, dagster_measurements
@@ -18,8 +17,7 @@ from eventsql_orchestration.bench.dagster_daemon import Handled
 from eventsql_orchestration.bench.dagster_measurements import Traffic, steady_traffic
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 
 @pytest.mark.nightly

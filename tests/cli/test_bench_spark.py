@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.bench.session import PREFIX
 from eventsql_orchestration.bench.spark import JDBC_JAR
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 needs_the_driver = pytest.mark.skipif(
     not JDBC_JAR.is_file(), reason=f"no {JDBC_JAR} here: install libpostgresql-jdbc-java"

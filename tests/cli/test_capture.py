@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.database import Connection
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 
 def test_a_capture_is_created_listed_and_dropped(run: Run, platform: EventSQL, session: Connection) -> None:

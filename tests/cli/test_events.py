@@ -15,10 +15,8 @@ import pytest
 from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.waiting import PATIENCE
-
-Run = Callable[..., Result]
 
 TOPIC = "account_created"
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import ast
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration.cli import dev
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 
 def written(root: Path) -> set[str]:

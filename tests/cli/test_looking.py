@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import time
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from types import SimpleNamespace
 
@@ -24,13 +23,11 @@ from eventsql_orchestration.cli.output import cell, progress_bar, same, table_of
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import TopicFigures
 from eventsql_orchestration.shards.shard import Shard
-from tests.cli.conftest import PROGRAM, Start
+from tests.cli.conftest import PROGRAM, Run, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 from tests.forms import in_blocks
 from tests.waiting import PATIENCE
-
-Run = Callable[..., Result]
 
 
 def prepare(platform: EventSQL) -> None:

@@ -22,13 +22,11 @@ from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.database import Connection, migrations
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError, MissingExtraError
 from eventsql_orchestration.spark.java import JavaRuntime
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.conftest import Administrator
 from tests.fixtures import UntilBlocked
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
-
-Run = Callable[..., Result]
 
 TOPIC = "account_created"
 

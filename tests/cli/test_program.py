@@ -6,33 +6,22 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
 import psycopg
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.cli import lazy
 from eventsql_orchestration.cli.context import CliContext
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start, one_line
 from tests.waiting import PATIENCE
-
-Run = Callable[..., Result]
 
 PASSWORD = "s3cret/p@ss"
 QUOTED = "s3cret%2Fp%40ss"
-
-
-def one_line(result: Result) -> str:
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    return lines[0]
 
 
 # Usage
@@ -195,7 +184,7 @@ def test_a_database_that_is_down_is_one_line(invoke: Run, directory: Path, close
         result = invoke("--dsn", dsn, *command, stdin="1\n")
         assert result.exit_code == 1
         line = one_line(result)
-        assert line.startswith(f"eventsql: postgresql://me:***@127.0.0.1:{closed_port}/x cannot be reached (")
+        assert line.startswith(f"postgresql://me:***@127.0.0.1:{closed_port}/x cannot be reached (")
         assert line.endswith("is the server running, is the URL right?")
 
 
@@ -311,7 +300,7 @@ def test_a_password_in_an_unexpected_error_is_hidden(
     monkeypatch.setattr(EventSQL, "lag", break_down)
     plain = invoke("--dsn", dsn, "lag")
     assert plain.exit_code == 1
-    assert "eventsql: unexpected RuntimeError: " in one_line(plain)
+    assert one_line(plain).startswith("unexpected RuntimeError: ")
     assert "run it again with --debug" in plain.stderr
     debug = invoke("--debug", "--dsn", dsn, "lag")
     assert debug.exit_code == 1
@@ -397,7 +386,7 @@ def test_an_empty_variable_is_named(invoke: Run, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("EVENTSQL_DSN", url)
     result = invoke("lag")
     assert result.exit_code == 2
-    assert one_line(result).startswith("eventsql: EVENTSQL_DSN is empty: give it the database's URL")
+    assert one_line(result).startswith("EVENTSQL_DSN is empty: give it the database's URL")
 
 
 def test_the_doctor_tells_a_role_without_rights_what_it_lacks(invoke: Run, dsn: str, platform: EventSQL) -> None:

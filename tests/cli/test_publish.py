@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import Event, EventSQL, Topic
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start, one_line
 from tests.cli.terminals import Terminal
 from tests.forms import check_order
 from tests.waiting import PATIENCE, wait_until
 
-Run = Callable[..., Result]
 Stored = Callable[[str], int]
 
 
@@ -38,15 +36,6 @@ pytestmark = pytest.mark.prepared.with_args(prepare)
 @pytest.fixture
 def topic() -> str:
     return "account_created"
-
-
-def one_line(result: Result) -> str:
-    """The one line that a failed command leaves behind; nothing went to standard output."""
-    assert result.stdout == ""
-    lines = result.stderr.splitlines()
-    assert len(lines) == 1, result.stderr
-    assert lines[0].startswith("eventsql: ")
-    return lines[0].removeprefix("eventsql: ")
 
 
 def events(platform: EventSQL, topic: str) -> list[Event]:

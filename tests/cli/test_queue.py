@@ -7,21 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration.cli.queue_work import HandlerFailedError, Programs
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.queue import Queue, list_queues
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.fixtures import Until
 from tests.waiting import PATIENCE
-
-Run = Callable[..., Result]
 
 
 def shown(run: Run, *arguments: object) -> object:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import Consumer, ConsumerState, EventSQL, Publication, Topic
 from eventsql_orchestration.cli.consumer import condition
@@ -19,8 +17,7 @@ from eventsql_orchestration.consumer import EventFilter
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.publishing import log_room
 from eventsql_orchestration.storage import segments
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 
 def prepare(platform: EventSQL) -> None:

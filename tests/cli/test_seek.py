@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
 import pytest
@@ -14,9 +14,8 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.maintenance import seek as seek_module
 from eventsql_orchestration.topics.positions import Earliest
+from tests.cli.conftest import Run
 from tests.forms import ids_in
-
-Run = Callable[..., Result]
 
 
 def prepare(platform: EventSQL) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 
 def test_a_running_server_is_shown_without_its_password(invoke: Run, server: EmbeddedPostgres) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -15,9 +15,8 @@ from click.testing import Result
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Topic
 from eventsql_orchestration.store import Change, RecordedChange, SubscriptionOptions
 from eventsql_orchestration.views import Timeline, ViewFeed, Views
+from tests.cli.conftest import Run
 from tests.store.test_order import restored
-
-Run = Callable[..., Result]
 
 
 def prepare(platform: EventSQL) -> None:

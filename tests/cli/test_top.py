@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Callable
 from datetime import datetime
 
 import pytest
-from click.testing import Result
 from rich.console import Console
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
@@ -17,12 +15,10 @@ from eventsql_orchestration.cli.top import _drawn, _Look
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.metrics.figures import FiguresReader
 from eventsql_orchestration.queue import Queue
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.cli.terminals import Terminal
 from tests.fixtures import Until
 from tests.waiting import PATIENCE
-
-Run = Callable[..., Result]
 
 
 def prepare(platform: EventSQL) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 import dagster as dg
 import pytest
 import requests
-from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
@@ -33,14 +32,13 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.orchestration.owners import airflow_run
+from tests.cli.conftest import Run
 from tests.conftest import Prepared
 from tests.dagster.conftest import migrated
 from tests.forms import stored
 from tests.waiting import wait_until
 
 __all__ = ["migrated"]
-
-Run = Callable[..., Result]
 
 
 def doubled(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.views import LogEntry, Logs, Rollup, RollupEntry, Timeline, Views
-from tests.cli.conftest import Start
+from tests.cli.conftest import Run, Start
 from tests.views.conftest import SKETCHES
-
-Run = Callable[..., Result]
 
 NOON = datetime(2026, 1, 2, 12, tzinfo=UTC)
 PARCELS = Timeline("parcels")

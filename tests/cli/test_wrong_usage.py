@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import shlex
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 
 from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-
-Run = Callable[..., Result]
+from tests.cli.conftest import Run
 
 LONG = "a" * 58
 
