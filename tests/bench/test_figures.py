@@ -36,17 +36,9 @@ from eventsql_orchestration.database import Database
 from eventsql_orchestration.errors import BenchmarkError
 from eventsql_orchestration.queue import Queue
 from eventsql_orchestration.topics.partitioner import default_partition
+from tests.bench.conftest import queues, tables
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
-
-
-def tables(database: Database) -> set[str]:
-    with database.connection() as connection:
-        rows = connection.execute(
-            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
-        )
-        return {str(name) for (name,) in rows}
-
 
 PROGRAM = [
     sys.executable,
@@ -68,11 +60,6 @@ def ended(process: psutil.Process) -> bool:
         return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def queues(platform: EventSQL) -> list[str]:
-    with platform.database.connection() as connection:
-        return [str(name) for (name,) in connection.execute("SELECT eql_name FROM eventsql.queue")]
 
 
 def test_quarters_end_between_the_samples_around_them() -> None:
@@ -206,23 +193,21 @@ def test_spark_s_jdbc_source_reads_the_same_events_in_rows(session: Session) -> 
         assert source == rows
 
 
-def test_the_topics_and_tables_of_a_figure_are_dropped_when_it_ends(session: Session, database: Database) -> None:
+def test_the_topics_and_tables_of_a_figure_are_dropped_when_it_ends(session: Session) -> None:
     with pytest.raises(ZeroDivisionError), session.topic("gone", partitions=2) as topic, session.raw_table() as raw:
         session.consumer(topic)
         session.fill_buffer(topic, partitions=2, events=10)
-        assert tables(database) >= {stored(topic), raw}
+        assert tables(session.platform) >= {stored(topic), raw}
         _ = 1 / 0
-    assert tables(database) == set()
+    assert tables(session.platform) == set()
     assert session.platform.buffered() == {}
     assert session.platform.registry.topics() == []
 
 
-def test_a_benchmark_deletes_what_a_killed_one_has_left_and_nothing_else(
-    platform: EventSQL, database: Database
-) -> None:
+def test_a_benchmark_deletes_what_a_killed_one_has_left_and_nothing_else(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders", 2))
     platform.registry.register_topic(Topic(f"{PREFIX}stream_0", 2))
-    with database.connection() as connection:
+    with platform.database.connection() as connection:
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}raw_0 (eql_id bigint)")
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}deleted_event (eql_id bigint)")
         connection.execute(f"CREATE TABLE eventsql.{PREFIX}notes (eql_id bigint)")
@@ -230,7 +215,7 @@ def test_a_benchmark_deletes_what_a_killed_one_has_left_and_nothing_else(
         Queue(platform, name).send(b"message")
     with Session(platform):
         assert [topic.name for topic in platform.registry.topics()] == ["orders"]
-        assert tables(database) == {f"{PREFIX}notes"}
+        assert tables(platform) == {f"{PREFIX}notes"}
         assert queues(platform) == ["waiting"]
 
 

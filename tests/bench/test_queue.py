@@ -9,6 +9,7 @@ import pytest
 from eventsql_orchestration.bench.queue import QueueBenchmark
 from eventsql_orchestration.bench.session import Session
 from eventsql_orchestration.errors import BenchmarkError
+from tests.bench.conftest import queues
 
 PGMQ = """
 CREATE TABLE pgmq.sent (id bigserial PRIMARY KEY, body jsonb);
@@ -37,7 +38,7 @@ def test_steps_are_compared_in_one_run_beside_pgmq_and_leave_nothing(session: Se
     for step in ("send", "receive"):
         own, other = figures[f"queue_{step}"].value, figures[f"queue_pgmq_{step}"].value
         assert figures[f"queue_{step}_of_pgmq"].value == own / other
-    assert queues(session) == []
+    assert queues(session.platform) == []
     assert session.connection.execute("SELECT to_regnamespace('pgmq')").fetchone() == (None,)
 
 
@@ -48,7 +49,7 @@ def test_messages_that_are_received_while_they_are_sent_all_count(session: Sessi
     assert figure.name == "queue_end_to_end"
     assert figure.value > 0
     assert figure.ratio_to_raw_copy is not None
-    assert queues(session) == []
+    assert queues(session.platform) == []
 
 
 def test_a_schema_of_pgmq_that_was_there_stays(session: Session, tmp_path: Path) -> None:
@@ -58,8 +59,4 @@ def test_a_schema_of_pgmq_that_was_there_stays(session: Session, tmp_path: Path)
     with pytest.raises(BenchmarkError):
         QueueBenchmark.sized(quick=True, pgmq_sql=str(file)).measure(session)
     assert session.connection.execute("SELECT to_regnamespace('pgmq')").fetchone() == ("pgmq",)
-    assert queues(session) == []
-
-
-def queues(session: Session) -> list[str]:
-    return [str(name) for (name,) in session.connection.execute("SELECT eql_name FROM eventsql.queue")]
+    assert queues(session.platform) == []

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.bench.session import PREFIX
+from tests.bench.conftest import tables
 from tests.cli.conftest import Run, Start
 from tests.cli.terminals import Terminal
 from tests.waiting import PATIENCE, wait_until
@@ -67,22 +67,13 @@ LONG = {
 """Commands that take long even where they are quick."""
 
 
-def left_behind(platform: EventSQL) -> list[str]:
-    """The tables that a benchmark has in the database."""
-    with platform.database.connection() as connection:
-        rows = connection.execute(
-            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
-        )
-        return [str(name) for (name,) in rows]
-
-
 def under_way(process: subprocess.Popen[bytes], platform: EventSQL) -> list[psutil.Process]:
     """The processes of a benchmark, once it has begun."""
 
     def begun() -> bool:
         assert process.poll() is None
         workers[:] = psutil.Process(process.pid).children()
-        return len(workers) == 2 and any("stream" in name for name in left_behind(platform))
+        return len(workers) == 2 and any("stream" in name for name in tables(platform))
 
     workers: list[psutil.Process] = []
     wait_until(begun, "the benchmark begins")
@@ -118,7 +109,7 @@ def test_a_quick_run_ends_with_its_figures_and_leaves_nothing(
     assert result.exit_code == 0, result.stderr
     assert check(json.loads(result.stdout)) == names
     assert "these figures are not of a durable server: fsync is off" in result.stderr
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
     assert platform.registry.topics() == []
     assert platform.captures.list() == []
     assert platform.buffered() == {}
@@ -139,7 +130,7 @@ def test_the_whole_table_is_one_command(run: Run, platform: EventSQL) -> None:
     } <= set(names)
     assert "publish_and_consume_4_publishers" in names
     assert len(names) == len(set(names))
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
 
 
 @pytest.mark.nightly
@@ -188,7 +179,7 @@ def test_a_process_that_dies_fails_the_run_with_its_error(start: Start, platform
     assert (process.returncode, output) == (1, b"")
     assert b"publisher 1 died of signal 9, so there is no figure" in errors
     assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
 
 
 @pytest.mark.parametrize(
@@ -208,7 +199,7 @@ def test_a_benchmark_that_is_ended_takes_its_topics_and_processes_along(
     output, _ = process.communicate(timeout=PATIENCE)
     assert (process.returncode, output) == (code, b"")
     assert psutil.wait_procs(workers, timeout=PATIENCE)[1] == []
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
     assert platform.registry.topics() == []
 
 

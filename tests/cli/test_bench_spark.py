@@ -9,21 +9,13 @@ from statistics import median
 import pytest
 
 from eventsql_orchestration import EventSQL
-from eventsql_orchestration.bench.session import PREFIX
 from eventsql_orchestration.bench.spark import JDBC_JAR
+from tests.bench.conftest import tables
 from tests.cli.conftest import Run
 
 needs_the_driver = pytest.mark.skipif(
     not JDBC_JAR.is_file(), reason=f"no {JDBC_JAR} here: install libpostgresql-jdbc-java"
 )
-
-
-def left_behind(platform: EventSQL) -> list[str]:
-    with platform.database.connection() as connection:
-        rows = connection.execute(
-            "SELECT relname FROM pg_class WHERE starts_with(relname, %s) AND relkind IN ('r', 'p')", [PREFIX]
-        )
-        return [str(name) for (name,) in rows]
 
 
 def test_a_driver_that_is_missing_is_named_before_anything_is_measured(run: Run, tmp_path: Path) -> None:
@@ -43,7 +35,7 @@ def test_a_jar_that_is_no_driver_ends_it_and_leaves_nothing(run: Run, platform: 
     assert result.exit_code == 1
     assert "Spark failed" in result.stderr
     assert "org.postgresql.Driver" in result.stderr
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
     assert platform.registry.topics() == []
     assert platform.buffered() == {}
 
@@ -72,6 +64,6 @@ def test_reading_and_writing_are_measured_beside_spark_s_jdbc_source(run: Run, p
     assert all(len(figure["details"]["rounds"]) == 2 for figure in figures[:6])
     assert values["spark_write_and_transfer"] < values["spark_write"]
     assert environment["benchmark"]["tasks"] == 2
-    assert left_behind(platform) == []
+    assert tables(platform) == set()
     assert platform.registry.topics() == []
     assert platform.buffered() == {}
