@@ -11,7 +11,6 @@ from airflow.sdk.exceptions import AirflowFailException, AirflowSkipException
 from click.testing import CliRunner
 
 from eventsql_orchestration import Connection, Consumer, Event, EventSQL, Publication, Topic
-from eventsql_orchestration.airflow import EventSQLConsumeOperator, RunLimits
 from eventsql_orchestration.airflow.api import URL_FILE, AirflowApi, running_airflow
 from eventsql_orchestration.airflow.backfills import CONF, AirflowJob, AirflowRuns, ReplayRequest
 from eventsql_orchestration.cli import main
@@ -22,10 +21,11 @@ from eventsql_orchestration.orchestration.backfills.windows import Backfill, Rep
 from eventsql_orchestration.orchestration.errors import AirflowAnswerError, LocalAirflowError, RunFailedError
 from eventsql_orchestration.topics.positions import Earliest
 from tests.airflow.conftest import context_of
+from tests.airflow.consuming import effects, operator
 from tests.airflow.served import FakeAirflow, serving
+from tests.effects import make_table
 
 EVENTS = 6
-QUICK = RunLimits(max_wait=0.0, drain_idle=0.0)
 
 
 @pytest.fixture
@@ -33,28 +33,12 @@ def rides(connected: EventSQL) -> EventSQL:
     """A topic whose events a consumer has consumed."""
     connected.registry.register_topic(Topic("rides"))
     connected.registry.register_consumer(Consumer("rides", "billing"))
-    with connected.database.transaction() as connection:
-        connection.execute("CREATE TABLE effect (id bigint)")
+    make_table(connected)
     connected.publisher.publish_all(Publication("rides", b"%d" % number) for number in range(EVENTS))
     connected.transfer.run_once()
     with connected.database.transaction() as connection:
         connection.execute("UPDATE eventsql.consumer SET eql_last_event_id = %s", (EVENTS,))
     return connected
-
-
-def record(events: Sequence[Event], connection: Connection) -> None:
-    with connection.cursor() as cursor:
-        cursor.executemany("INSERT INTO effect VALUES (%s)", [(event.id,) for event in events])
-
-
-def effects(platform: EventSQL) -> list[int]:
-    with platform.database.transaction() as connection:
-        return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY id")]
-
-
-def operator(function: Any = record, **options: Any) -> EventSQLConsumeOperator:
-    given = {"topic": "rides", "consumer": "billing", "limits": QUICK, "batch": 2, **options}
-    return EventSQLConsumeOperator(task_id="consume", python_callable=function, **given)
 
 
 def begun(platform: EventSQL, window: int = 3) -> tuple[Backfill, list[str]]:

@@ -17,18 +17,18 @@ from eventsql_orchestration.airflow.claim_producer import ClaimEvent
 from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.orchestration.owners import AIRFLOW_TRIGGER
 from tests.airflow.conftest import context_of
+from tests.airflow.consuming import QUICK, effects, operator
+from tests.effects import make_table, write
 
 RIDES = Topic("rides", partitions=4)
 CONSUMER = Consumer("rides", "billing", partitioned=True)
-QUICK = RunLimits(max_wait=0.0, drain_idle=0.0)
 
 
 @pytest.fixture
 def rides(connected: EventSQL) -> EventSQL:
     connected.registry.register_topic(RIDES)
     connected.registry.register_consumer(CONSUMER)
-    with connected.database.transaction() as connection:
-        connection.execute("CREATE TABLE effect (id bigint)")
+    make_table(connected)
     return connected
 
 
@@ -37,23 +37,8 @@ def publish(platform: EventSQL, count: int, partition: int = 0) -> None:
     platform.transfer.run_once()
 
 
-def record(events: Sequence[Event], connection: Connection) -> None:
-    with connection.cursor() as cursor:
-        cursor.executemany("INSERT INTO effect VALUES (%s)", [(event.id,) for event in events])
-
-
-def effects(platform: EventSQL) -> list[int]:
-    with platform.database.transaction() as connection:
-        return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY id")]
-
-
 def logged(platform: EventSQL) -> list[int]:
     return [event.id for batch in platform.reader.stream("rides") for event in batch]
-
-
-def operator(function: Any = record, **options: Any) -> EventSQLConsumeOperator:
-    given = {"topic": "rides", "consumer": "billing", "limits": QUICK, "batch": 2, **options}
-    return EventSQLConsumeOperator(task_id="consume", python_callable=function, **given)
 
 
 def claimed(platform: EventSQL, *, owner: str = AIRFLOW_TRIGGER, partition: int = 0, **options: Any) -> Claim:
@@ -138,7 +123,7 @@ def test_a_retry_tells_of_an_event_that_failed_in_a_claim_without_a_run(rides: E
     def refusing(events: Sequence[Event], connection: Connection) -> None:
         if events[0].partition == 1:
             raise ValueError("no")
-        record(events, connection)
+        write(events, connection)
 
     with pytest.raises(AirflowException, match="failed, attempt 1"):
         operator(refusing).execute(context_of(payloads=[payload(first)]))
@@ -263,7 +248,7 @@ def test_a_claim_stays_with_the_task_that_has_taken_it_over(rides: EventSQL, sec
 
             return after_a_second_run
 
-    first = Beside(task_id="consume", topic="rides", consumer="billing", limits=QUICK, python_callable=record)
+    first = Beside(task_id="consume", topic="rides", consumer="billing", limits=QUICK, python_callable=write)
     assert first.execute(context_of(run_id="first"))["events"] == 4
     assert effects(rides) == logged(rides)
 
@@ -281,7 +266,7 @@ def test_a_retry_goes_on_where_the_first_try_died(rides: EventSQL, in_: str) -> 
     batches = []
 
     def dying(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
+        write(events, connection)
         if events[0].partition == 0:
             batches.append(events)
         if len(batches) == 2:
@@ -299,7 +284,7 @@ def test_a_failing_event_fails_the_task_and_keeps_the_events_before_it(rides: Ev
     bad = logged(rides)[2]
 
     def refusing(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
+        write(events, connection)
         if any(event.id == bad for event in events):
             raise ValueError("no")
 
@@ -321,7 +306,7 @@ def test_an_event_that_keeps_failing_becomes_a_dead_letter_and_the_task_succeeds
     def refusing(events: Sequence[Event], connection: Connection) -> None:
         if any(event.id == bad for event in events):
             raise ValueError("no")
-        record(events, connection)
+        write(events, connection)
 
     result = operator(refusing).execute(context_of(payloads=[payload(claimed(rides))]))
     assert result["dead_letters"] == [bad]
@@ -337,7 +322,7 @@ def test_an_event_that_fails_delays_no_other_partition(rides: EventSQL, by: str)
     def refusing(events: Sequence[Event], connection: Connection) -> None:
         if events[0].partition == 0:
             raise ValueError("no")
-        record(events, connection)
+        write(events, connection)
 
     with pytest.raises(AirflowException, match=f"event {logged(rides)[0]} of topic rides failed"):
         operator(refusing).execute(context_of(payloads=payloads))
@@ -403,7 +388,7 @@ def test_a_lost_claim_fails_the_task_without_a_retry(rides: EventSQL) -> None:
     claim = claimed(rides)
 
     def overtaken(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
+        write(events, connection)
         if not taken:
             taken.append(True)
             return
@@ -464,7 +449,7 @@ def test_the_database_that_goes_away_fails_the_try_and_the_next_one_continues(ri
     claim = claimed(rides)
 
     def cut_off(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
+        write(events, connection)
         with psycopg.connect(direct_dsn, autocommit=True) as other:
             other.execute("SELECT pg_terminate_backend(%s)", [connection.info.backend_pid])
 
