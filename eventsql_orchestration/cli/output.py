@@ -169,7 +169,7 @@ def _as_json(value: object) -> object:
     raise TypeError(f"{type(value).__name__} is not JSON")
 
 
-def event_object(event: Event, *, shard: str | None = None) -> dict[str, Any]:
+def event_object(event: Event, *, shard: str | None) -> dict[str, Any]:
     """An event as the commands print it. `timestamp` is the time of its publication; `shard` is there if it has one."""
     printed: dict[str, Any] = {
         **on_shard(shard),
@@ -193,7 +193,7 @@ def on_shard(shard: str | None) -> dict[str, Any]:
     return {} if shard is None else {"shard": shard}
 
 
-def write_events(events: Iterable[Event], *, shard: str | None = None) -> None:
+def write_events(events: Iterable[Event], *, shard: str | None) -> None:
     """Write events as JSON lines."""
     write_lines(event_object(event, shard=shard) for event in events)
 
@@ -204,7 +204,7 @@ def write_lines(items: Iterable[Mapping[str, Any]]) -> None:
         write("".join(lines))
 
 
-def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool = True) -> None:
+def write_csv(items: Iterable[Mapping[str, Any]], columns: Sequence[str], *, header: bool) -> None:
     """Write the columns of objects as lines of CSV, after a line with the names of the columns."""
     text = io.StringIO()
     # Quote all texts: before Python 3.13, the writer does not quote a lone carriage return, which would end the line.

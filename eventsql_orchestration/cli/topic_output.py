@@ -92,7 +92,7 @@ class Unsettled:
     shard: str | None
     consumer: str
     until: int | None
-    waits_for: tuple[str, ...] = ()
+    waits_for: tuple[str, ...]
 
     def __str__(self) -> str:
         if self.until is not None:

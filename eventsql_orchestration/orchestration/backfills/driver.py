@@ -26,8 +26,8 @@ class DriverProgress:
     done_runs: int
     running: int
     failed: int
-    given_up: int = 0
-    failing: str | None = None
+    given_up: int
+    failing: str | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,7 +215,7 @@ class Replayed:
     spent: bool
     failure: str | None
     retry_in: float
-    given_up: int = 0
+    given_up: int
 
 
 @dataclass(frozen=True, slots=True)
