@@ -20,7 +20,6 @@ from eventsql_orchestration.airflow.provenance import TaskOrigin
 from eventsql_orchestration.airflow.task_claims import TaskClaims
 from eventsql_orchestration.consuming.handlers import check_runs
 from eventsql_orchestration.errors import ValidationError
-from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.replay import WindowReplay
 from eventsql_orchestration.orchestration.backfills.windows import read_key
 from eventsql_orchestration.orchestration.batch import BatchConsumer, RangeConsumer
@@ -147,8 +146,7 @@ class EventSQLConsumeOperator(BaseOperator):
                 raise
             replay.drained.note = f"another run has replayed window {request.window}"
         else:
-            if Backfills([shard]).finish(backfill):
-                self.log.info("backfill %s is done%s", backfill_id, "" if shard.name is None else f" on {shard.name}")
+            replay.finish(backfill)
         return replay.drained
 
     def _consume(self, context: Context, hook: EventSQLHook) -> tuple[Drained, list[dict[str, int | str]]]:

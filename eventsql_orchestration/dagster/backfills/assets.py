@@ -238,9 +238,7 @@ def _replay(
             for asset, metadata in _results(consumer, replay.drained, backfill_id):
                 context.log_event(dg.AssetMaterialization(asset_key=asset, metadata=metadata))
     context.log.info("%d events were replayed", replay.drained.events)
-    finished = Backfills([shard]).finish(backfill)
-    if finished:
-        context.log.info("backfill %s is done%s", backfill_id, "" if window.shard is None else f" on {window.shard}")
+    finished = replay.finish(backfill)
     _, own = next(_results(consumer, replay.drained, backfill_id))
     yield dg.MaterializeResult(asset_key=key, metadata={**own, "backfill is done": finished})
 

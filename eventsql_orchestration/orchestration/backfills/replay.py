@@ -103,6 +103,14 @@ class WindowReplay:
         if part.owner == self.owner:
             self._give_back(part)
 
+    def finish(self, backfill: Backfill) -> bool:
+        """End the backfill on this shard if all of its windows are replayed. False if it is not at its end."""
+        finished = self._backfills.finish(backfill)
+        if finished:
+            on = "" if self.shard.name is None else f" on {self.shard.name}"
+            self.log.info("backfill %s is done%s", self.backfill_id, on)
+        return finished
+
     def is_finished(self) -> bool:
         """Whether the backfill has ended with all of its windows replayed."""
         return bool(self._backfills.finished(self.topic, self.backfill_id, self.consumer))
