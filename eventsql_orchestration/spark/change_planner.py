@@ -25,8 +25,8 @@ _END: Final = 2**63 - 1
 def plan_changes(options: ChangeOptions, columns: Sequence[str]) -> list[ChangeRange]:
     """The ranges of the tasks, in the global order, each with about as many changes.
 
-    Raises `ValidationError` for a checkpoint beyond the horizon, `DatabaseError` for a checkpoint of another era and
-    for a restored dump that is not adopted, and `SchemaOutdatedError`.
+    Raises `ValidationError` for a checkpoint beyond the horizon or an end before the begin, `DatabaseError` for a
+    checkpoint of another era and for a restored dump that is not adopted, and `SchemaOutdatedError`.
     """
     (url,) = options.source.urls
     database = Database(url, schema=options.source.schema, migrate=False, application_name="eventsql-spark")
@@ -70,6 +70,8 @@ class _Planner:
                     raise ValidationError(
                         f"changes may still appear before {upto}: give a checkpoint that `read_all` or `newest` gave"
                     )
+                if after > upto:
+                    raise ValidationError(f"{upto} lies before afterCheckpoint, {after}")
         return after, upto
 
     def _places(

@@ -97,6 +97,9 @@ def test_a_read_has_the_changes_below_the_horizon_in_their_order(
     assert read_changes(numPartitions=tasks, kinds="other") == []
     with pytest.raises(ValidationError):
         read_changes(uptoCheckpoint=store.checkpoint_of("order", "1", 5))
+    assert read_changes(afterCheckpoint=place, uptoCheckpoint=place) == []
+    with pytest.raises(ValidationError, match=r"option uptoCheckpoint: .* lies before afterCheckpoint"):
+        read_changes(afterCheckpoint=place, uptoCheckpoint=store.read_all(limit=5)[-1].checkpoint)
 
 
 def test_tasks_are_even(store: Store, dsn: str) -> None:
