@@ -168,6 +168,8 @@ class CopyConnection:
 
 # Reading of a task
 
+_UNDEFINED_TABLE: Final = "42P01"
+
 _TEXT_MAP: Final = pa.map_(pa.string(), pa.string())
 
 TYPES: Final[Mapping[str, pa.DataType]] = MappingProxyType(
@@ -261,7 +263,16 @@ def _read_piece(
     # Times without a zone are in UTC: EventSQL's Java library makes such tables.
     connection.execute("SET LOCAL TIME ZONE 'UTC'")
     first = copy_out.event_query(source.schema, piece.table, piece.first)
-    if not sum(batch.num_rows for batch in connection.batches(first)):
+    try:
+        there = sum(batch.num_rows for batch in connection.batches(first))
+    except Error as error:
+        if error.sqlstate != _UNDEFINED_TABLE:
+            raise
+        raise DatabaseError(
+            f"{piece.offsets} could not be read: topic {topic!r} was deleted, or its log got another form, after the "
+            "read was planned: load it again"
+        ) from error
+    if not there:
         # From here on, this transaction keeps its segment and all later segments from being dropped.
         report_loss(
             f"events from offset {piece.first} on of topic {topic!r} were dropped after the read of "

@@ -384,6 +384,16 @@ def test_the_error_says_that_the_server_went_away_in_mid_read(platform: EventSQL
         list(batches)
 
 
+def test_the_error_says_that_the_topic_was_deleted_after_the_read_was_planned(
+    platform: EventSQL, dsn: str, orders: str
+) -> None:
+    reader = EventSQLDataSource({"dsn": dsn, "subscribe": orders}).reader(ALL)
+    (split,) = reader.partitions()
+    platform.registry.unregister_topic(orders, force=True)
+    with pytest.raises(DatabaseError, match="'orders' was deleted, or its log got another form"):
+        list(reader.read(split))
+
+
 def test_tasks_on_other_machines_get_the_password_of_the_drivers_environment(
     dsn: str, orders: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
