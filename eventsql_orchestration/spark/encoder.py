@@ -31,7 +31,7 @@ from eventsql_orchestration.publishing.block_format import (
     array_field,
 )
 from eventsql_orchestration.topics.partitioner import partition_of_key
-from eventsql_orchestration.validation import MAX_VALUE_BYTES
+from eventsql_orchestration.validation import MAX_VALUE_BYTES, check_metadata
 
 BATCH_BYTES: Final = 4 * 1024 * 1024
 """The size of the rows that are encoded at once. They become blocks of each of their partitions."""
@@ -160,16 +160,16 @@ class Encoder:
             headers = tuple(entries or ())
             known = texts.get(headers)
             if known is None:
-                for name, value in headers:
-                    if value is None:
-                        raise InvalidPublicationError(f"column 'headers': {name!r} is null, metadata is text")
-                    if "\x00" in name or "\x00" in value:
-                        raise InvalidPublicationError(
-                            f"column 'headers': {name!r} holds a NUL character, which PostgreSQL text cannot store"
-                        )
-                known = texts[headers] = _json({**dict(headers), **self.headers}).encode()
+                known = texts[headers] = _json(_checked({**dict(headers), **self.headers})).encode()
             encoded.append(known)
         return pa.array(encoded, pa.binary()) if any(text != _NO_METADATA for text in texts.values()) else None
+
+
+def _checked(metadata: Mapping[str, str]) -> Mapping[str, str]:
+    try:
+        return check_metadata(metadata, error=InvalidPublicationError)
+    except InvalidPublicationError as error:
+        raise InvalidPublicationError(f"column 'headers': {error}") from None
 
 
 def _json(metadata: Mapping[str, str]) -> str:

@@ -558,8 +558,9 @@ def test_a_bad_option_or_column_is_named(
             InvalidPublicationError,
             "column 'value': a value has 70000000 bytes",
         ),
-        ({"headers": [{"a": None}, {}]}, InvalidPublicationError, "column 'headers': 'a' is null"),
-        ({"headers": [{"a": "\x00"}, {}]}, InvalidPublicationError, "column 'headers': 'a' holds a NUL"),
+        ({"headers": [{"a": None}, {}]}, InvalidPublicationError, "column 'headers': metadata 'a' must be text"),
+        ({"headers": [{"a": "\x00"}, {}]}, InvalidPublicationError, "column 'headers': metadata 'a' holds a NUL"),
+        ({"headers": [{"a": "x" * 17_000_000}, {}]}, InvalidPublicationError, "column 'headers': .* 17000001 bytes"),
     ],
 )
 def test_a_bad_row_names_its_column_and_leaves_nothing(
