@@ -11,9 +11,12 @@ from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
-from eventsql_orchestration.validation import split_urls
+from eventsql_orchestration.validation import check_text, split_urls
 
 MAX_BIGINT: Final = 2**63 - 1
+
+MAX_WRITER_BYTES: Final = 2_000
+"""An index has the name of the writer, and an entry of an index has at most 2,704 bytes."""
 
 DATABASE: Final = ("dsn", "schema")
 STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
@@ -83,15 +86,18 @@ class WriteOptions:
             given.refuse("a stream keeps its progress in its checkpoint", "claim")
         claim = given.number("claim", 1, MAX_BIGINT)
         batch = given.number("batchId", 0, MAX_BIGINT, default=0)
+        writer = given.text("writerId")
+        if writer is not None:
+            check_text("option writerId", writer, most=MAX_WRITER_BYTES)
         if claim is None:
             given.refuse("no claim is given", "claimShard")
-            if given.text("writerId") is None:
+            if writer is None:
                 given.refuse("it numbers the batches of a writer, and no writerId is given", "batchId")
         return cls(
             source=given.source(),
             topic=given.topic("topic"),
             headers=given.headers("headers"),
-            writer=given.text("writerId") or (None if claim is None else f"claim-{claim}"),
+            writer=writer or (None if claim is None else f"claim-{claim}"),
             batch=batch,
             claim=claim,
             claim_shard=given.text("claimShard"),

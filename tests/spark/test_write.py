@@ -506,6 +506,8 @@ def schema_of(text: str) -> StructType:
         (FARE, {"topic": "No-Topic"}, InvalidNameError, "option topic: "),
         (FARE, {"dsn": None}, ConfigurationError, "option dsn is missing"),
         (FARE, {"writerid": " "}, ValidationError, "option writerId is empty"),
+        (FARE, {"writerid": "\x00"}, ValidationError, "option writerId holds a NUL"),
+        (FARE, {"writerid": "x" * 2_001}, ValidationError, "option writerId has 2001 bytes; 2000 are allowed"),
         (FARE, {"batchId": "one"}, ValidationError, "option batchId: 'one' is not a whole number"),
         (FARE, {"batchId": "-1"}, ValidationError, "option batchId: -1 is out of range"),
         (FARE, {"batchId": "1"}, ConfigurationError, "option batchId cannot be used here: .* no writerId is given"),
