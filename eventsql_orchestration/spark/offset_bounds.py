@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from typing import Any, Final, Literal, TypeAlias, TypeGuard
 
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.spark.options import MAX_BIGINT, Given
+from eventsql_orchestration.validation import json_object
 
 FIRST: Final = 1
 """The first offset that any topic can have."""
@@ -113,7 +113,7 @@ def _by_topic(
 ) -> OffsetBounds:
     whole: dict[str, TopicBound] = {}
     shards: dict[str, Mapping[str, TopicBound]] = {}
-    for topic, bound in json_object(option, text, '{"orders": 23}').items():
+    for topic, bound in object_in(option, text, '{"orders": 23}').items():
         if topic not in topics:
             raise ValidationError(f"option {option}: topic {topic!r} is not read: name {', '.join(topics)}")
         if several and isinstance(bound, dict):
@@ -135,13 +135,10 @@ def _topic_bound(option: str, topic: str, given: object, parse: _Parse) -> Topic
     return {int(partition): parse(option, each) for partition, each in given.items()}
 
 
-def json_object(option: str, text: str, example: str) -> dict[str, Any]:
+def object_in(option: str, text: str, example: str) -> dict[str, Any]:
     """The JSON object in an option. Raises `ValidationError`."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        value = None
-    if not isinstance(value, dict):
+    value = json_object(text)
+    if value is None:
         raise ValidationError(f"option {option} is not a JSON object: write one such as {example}")
     return value
 

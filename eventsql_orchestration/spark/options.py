@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,7 @@ from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
-from eventsql_orchestration.validation import check_text, split_urls
+from eventsql_orchestration.validation import check_text, json_object, split_urls
 
 MAX_BIGINT: Final = 2**63 - 1
 
@@ -179,11 +178,8 @@ class Given:
         return value == "true"
 
     def headers(self, name: str) -> dict[str, str]:
-        try:
-            headers = json.loads(self.text(name) or "{}")
-        except ValueError:
-            headers = None
-        if not isinstance(headers, dict):
+        headers = json_object(self.text(name) or "{}")
+        if headers is None:
             raise ValidationError(f'option {name} is not a JSON object of strings: write one such as {{"a": "b"}}')
         prefix = self._prefix or ""
         headers |= {each.removeprefix(prefix): text for each, text in self._options.items() if each.startswith(prefix)}

@@ -8,7 +8,7 @@ from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
-from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, json_object, parse_bounds
+from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
 from eventsql_orchestration.spark.options import ENDS, MAX_BIGINT, READ, STARTS, Given, Source, naming_option
 from eventsql_orchestration.validation import check_name
 
@@ -128,7 +128,7 @@ def _topics(given: Given, *, claimed: bool) -> dict[str, tuple[int, ...] | None]
 
 def _assigned(text: str) -> dict[str, tuple[int, ...] | None]:
     topics: dict[str, tuple[int, ...] | None] = {}
-    for topic, partitions in json_object("assign", text, '{"orders": [0, 2]}').items():
+    for topic, partitions in object_in("assign", text, '{"orders": [0, 2]}').items():
         if not isinstance(partitions, list) or not partitions or not all(map(is_whole, partitions)):
             raise ValidationError(f"option assign: topic {topic!r} needs a list of partitions, such as [0, 2]")
         whole = partitions == [NOT_PARTITIONED]

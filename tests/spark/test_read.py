@@ -243,6 +243,7 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"subscribe": None, "assign": '{"orders": 0}'}, ValidationError, "option assign: .* list of partitions"),
         ({"subscribe": None, "assign": '{"orders": [7]}'}, PartitionOutOfRangeError, "assign: .*partitions 0 to 3"),
         ({"subscribe": None, "assign": "orders"}, ValidationError, "option assign is not a JSON object"),
+        ({"subscribe": None, "assign": "[" * 100_000}, ValidationError, "option assign is not a JSON object"),
         ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
         ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
         ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
