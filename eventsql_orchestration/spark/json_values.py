@@ -82,11 +82,14 @@ def check_type(kind: pa.DataType, name: str = "value") -> None:
 def _object(value: bytes, convert: _Converter) -> Any:
     try:
         parsed = json.loads(value, parse_float=_Number)
-    except (ValueError, RecursionError) as error:
+        if not isinstance(parsed, dict):
+            raise _MismatchError("is not a JSON object")
+        # Text of JSON that is just flat enough to be read may be too deep to be written.
+        return convert(parsed)
+    except RecursionError:
+        raise _MismatchError("is JSON of too many levels") from None
+    except ValueError as error:
         raise _MismatchError(f"is not JSON ({error})") from None
-    if not isinstance(parsed, dict):
-        raise _MismatchError("is not a JSON object")
-    return convert(parsed)
 
 
 class _Number(float):

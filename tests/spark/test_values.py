@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
 from collections.abc import Callable
 from datetime import UTC, date, datetime
 
@@ -158,6 +159,26 @@ def test_no_value_that_json_allows_stops_a_read(kind: pa.DataType, value: str) -
         ValueDecoder(struct, fail_fast=True).decode(values, "orders", [7])
     # Spark sends the error as UTF-8.
     assert caught.value.message.encode()
+
+
+def reads(depth: int) -> bool:
+    try:
+        json.loads("[" * depth + "]" * depth)
+    except RecursionError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", [pa.string(), pa.bool_()])
+def test_no_depth_of_json_stops_a_read(kind: pa.DataType) -> None:
+    # Python reads some depths that it cannot write as text again.
+    deepest = bisect_left(range(1_000_000), x=True, key=lambda depth: not reads(depth))
+    values = [f'{{"field": {"[" * depth}{"]" * depth}}}'.encode() for depth in range(deepest - 50, deepest + 50)]
+    struct = pa.struct([("field", kind)])
+    found = ValueDecoder(struct, fail_fast=False).decode(pa.array(values), "orders", None).to_pylist()
+    assert found[-1] == {"field": None}
+    with pytest.raises(ValidationError, match="event 7 of topic 'orders' is JSON of too many levels"):
+        ValueDecoder(struct, fail_fast=True).decode(pa.array(values[-1:]), "orders", [7])
 
 
 @pytest.mark.parametrize(
