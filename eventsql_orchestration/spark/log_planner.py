@@ -137,20 +137,19 @@ class Logs:
         return [tp for topic in topics for tp in self._partitions_of(topic)]
 
     def _partitions_of(self, topic: Topic) -> list[TopicPartition]:
-        asked = self._options.topics[topic.name]
-        wanted = dict.fromkeys(asked or (), "partition or assign")
-        for option, given in self._partition_bounds(topic.name).items():
-            wanted |= dict.fromkeys(given, option)
-        if asked is None and not wanted:
+        asked, bounds = self._options.topics[topic.name], self._partition_bounds(topic.name)
+        if asked is None and not bounds:
             return [TopicPartition(topic.name, shard=self.name)]
 
         most = Layouts(self.database).most_partitions(topic)
-        for partition, option in sorted(wanted.items()):
+        read = range(most) if asked is None else asked
+        for option, named in {"partition or assign": asked or (), **bounds}.items():
             with naming_option(f"option {option}"):
-                check_partition(topic.name, partition, most)
-        if asked is None:
-            wanted |= dict.fromkeys(range(most), "")
-        return [TopicPartition(topic.name, partition, self.name) for partition in sorted(wanted)]
+                for partition in named:
+                    check_partition(topic.name, partition, most)
+                    if partition not in read:
+                        raise ValidationError(f"partition {partition} of topic {topic.name!r} is not read")
+        return [TopicPartition(topic.name, partition, self.name) for partition in read]
 
     @_on_its_shard
     def has_partition(self, topic: str, partition: int) -> bool:

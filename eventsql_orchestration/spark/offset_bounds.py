@@ -130,8 +130,8 @@ def _by_topic(
 def _topic_bound(option: str, topic: str, given: object, parse: _Parse) -> TopicBound:
     if not isinstance(given, dict):
         return parse(option, given)
-    if not all(name.isdecimal() for name in given):
-        raise ValidationError(f"option {option}: the partitions of topic {topic!r} are whole numbers")
+    if not given or not all(name.isdecimal() for name in given):
+        raise ValidationError(f'option {option}: name the partitions of topic {topic!r} by numbers, such as {{"0": 5}}')
     return {int(partition): parse(option, each) for partition, each in given.items()}
 
 

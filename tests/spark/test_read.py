@@ -246,6 +246,16 @@ def test_equal_parts_cover_a_range_exactly(after: int, width: int, parts: int) -
         ({"subscribe": None, "assign": "[" * 100_000}, ValidationError, "option assign is not a JSON object"),
         ({"startingOffsets": '{"rides": 5}'}, ValidationError, "option startingOffsets: topic 'rides' is not read"),
         ({"startingOffsets": '{"orders": {"0": 5}}'}, ValidationError, "startingOffsets: .* lacks partition 1, 2, 3"),
+        (
+            {"partition": "0", "startingOffsets": '{"orders": {"0": 5, "1": 5}}'},
+            ValidationError,
+            "startingOffsets: partition 1 of topic 'orders' is not read",
+        ),
+        (
+            {"startingOffsets": '{"orders": {}}'},
+            ValidationError,
+            "startingOffsets: name the partitions of topic 'orders'",
+        ),
         ({"startingOffsets": "1", "startingTimestamp": "5"}, ConfigurationError, "option startingTimestamp cannot"),
         ({"startingTimestamp": "yesterday"}, ValidationError, "option startingTimestamp: 'yesterday' is not a time"),
         ({"startingTimestamp": "2026-01-01T00:00:00"}, ValidationError, "option startingTimestamp: .* is not a time"),
