@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
-from eventsql_orchestration.spark.options import DATABASE, MAX_BIGINT, READ, Given, Source, naming_option
-from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK
-from eventsql_orchestration.spark.read_options import MAX_TASKS
+from eventsql_orchestration.spark.options import DATABASE, READ, TASKS, Given, Source, TaskOptions, naming_option
 from eventsql_orchestration.validation import check_name
 
 AGGREGATES: Final = "aggregates"
@@ -18,10 +16,7 @@ AGGREGATES: Final = "aggregates"
 
 ALL: Final = "*"
 
-_CHANGES: Final = (
-    *DATABASE, AGGREGATES, "kinds", "afterCheckpoint", "uptoCheckpoint",
-    "numPartitions", "minPartitions", "maxRecordsPerPartition",
-)  # fmt: skip
+_CHANGES: Final = (*DATABASE, AGGREGATES, "kinds", "afterCheckpoint", "uptoCheckpoint", *TASKS)
 
 
 def reads_changes(options: Mapping[str, str]) -> bool:
@@ -34,8 +29,7 @@ class ChangeOptions:
     """The options of a read of the event store.
 
     `types` and `kinds` are None for all. `after` and `upto` are checkpoints as text, None for the first and the newest
-    change. There are `tasks` tasks if it is given. Otherwise, a task has `per_task` changes, and there are at least
-    `least_tasks` tasks.
+    change.
     """
 
     source: Source
@@ -43,16 +37,13 @@ class ChangeOptions:
     kinds: tuple[str, ...] | None
     after: str | None
     upto: str | None
-    tasks: int | None
-    least_tasks: int
-    per_task: int
+    tasks: TaskOptions
 
     @classmethod
     def parse(cls, options: Mapping[str, str]) -> ChangeOptions:
         """Raises `ConfigurationError` or `ValidationError`."""
         given = Given(options, (*_CHANGES, *READ))
         given.refuse("it is for topics, and aggregates is given", *(name for name in READ if name not in _CHANGES))
-        given.exclusive("numPartitions", "minPartitions", "maxRecordsPerPartition")
         source = given.source()
         if len(source.urls) > 1:
             raise ConfigurationError(
@@ -64,9 +55,7 @@ class ChangeOptions:
             kinds=_names(given, "kinds", "kind of change"),
             after=given.text("afterCheckpoint"),
             upto=given.text("uptoCheckpoint"),
-            tasks=given.number("numPartitions", 1, MAX_TASKS),
-            least_tasks=given.number("minPartitions", 1, MAX_TASKS, default=1),
-            per_task=given.number("maxRecordsPerPartition", 1, MAX_BIGINT, default=EVENTS_PER_TASK),
+            tasks=TaskOptions.of(given),
         )
 
 

@@ -82,7 +82,7 @@ class _Planner:
         count = int(fetch_one(connection, self._queries("count_adopted" if adopted else "count_changes"), values)[0])
         if not count:
             return [after]
-        wanted = self._options.tasks or max(self._options.least_tasks, -(-count // self._options.per_task))
+        wanted = self._options.tasks.number(count)
         # An index has the places of all types and kinds, so these places cut the tasks. The number of tasks is about
         # `wanted`.
         if self._only != {"types": None, "kinds": None}:

@@ -9,7 +9,7 @@ from typing import Final
 from eventsql_orchestration.model import OffsetRange
 from eventsql_orchestration.spark.adbc import Piece
 from eventsql_orchestration.spark.log_planner import Logs
-from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK, PROBES, Interval, even_tasks
+from eventsql_orchestration.spark.ranges import PROBES, Interval, even_tasks
 from eventsql_orchestration.spark.read_options import ReadOptions
 
 _LEAST_PROBES: Final = 4
@@ -36,7 +36,7 @@ def even_splits(options: ReadOptions, wanted: Sequence[Wanted]) -> list[tuple[Pi
     """
     probes = max(_LEAST_PROBES, PROBES // max(1, len(wanted)))
     occupied = [each.logs.occupied(each.offsets, probes) for each in wanted]
-    cut = even_tasks(occupied, _number_of_tasks(options, sum(each.events for each in occupied)))
+    cut = even_tasks(occupied, options.tasks.number(sum(each.events for each in occupied)))
     parts: dict[int, list[Interval]] = {}
     for task in cut:
         for index, bounds in task:
@@ -72,9 +72,3 @@ def _check_complete(wanted: Sequence[Wanted]) -> None:
 def _piece(wanted: Wanted, bounds: Interval, first: int) -> Piece:
     offsets = OffsetRange(wanted.offsets.topic, wanted.offsets.partition, *bounds)
     return Piece(offsets, wanted.logs.table(offsets.topic), first, wanted.rows, wanted.logs.shard)
-
-
-def _number_of_tasks(options: ReadOptions, events: int) -> int:
-    if options.tasks is not None:
-        return options.tasks
-    return max(options.least_tasks or 1, -(-events // (options.max_events_per_task or EVENTS_PER_TASK)))

@@ -10,6 +10,7 @@ from typing import Final, overload
 
 from eventsql_orchestration.errors import ConfigurationError, ConsumerNotFoundError, ValidationError
 from eventsql_orchestration.model import Publication, check_topic_name
+from eventsql_orchestration.spark.ranges import EVENTS_PER_TASK
 from eventsql_orchestration.validation import check_text, json_object, split_urls
 
 MAX_BIGINT: Final = 2**63 - 1
@@ -17,14 +18,17 @@ MAX_BIGINT: Final = 2**63 - 1
 MAX_WRITER_BYTES: Final = 2_000
 """An index has the name of the writer, and an entry of an index has at most 2,704 bytes."""
 
+MAX_TASKS: Final = 100_000
+
 DATABASE: Final = ("dsn", "schema")
 STARTS: Final = ("startingOffsets", "startingTimestamp", "startingOffsetsByTimestamp")
 ENDS: Final = ("endingOffsets", "endingTimestamp", "endingOffsetsByTimestamp")
+TASKS: Final = ("numPartitions", "minPartitions", "maxRecordsPerPartition")
 
 READ: Final = (
     *DATABASE, "subscribe", "assign", "claim", "partition",
     *STARTS, "startingOffsetsByTimestampStrategy", *ENDS,
-    "minPartitions", "numPartitions", "maxRecordsPerPartition", "maxOffsetsPerTrigger",
+    *TASKS, "maxOffsetsPerTrigger",
     "includeHeaders", "failOnDataLoss", "pushFilters", "consumer", "valueSchema", "mode",
 )  # fmt: skip
 
@@ -57,6 +61,30 @@ class Source:
     def urls(self) -> tuple[str, ...]:
         """The URL of each database, in the given order."""
         return split_urls(self.dsn)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """The number of tasks of a read: `exactly` so many, or at least `least`, each with about `rows` rows."""
+
+    exactly: int | None
+    least: int
+    rows: int
+
+    @classmethod
+    def of(cls, given: Given) -> TaskOptions:
+        """Raises `ConfigurationError` or `ValidationError`."""
+        exactly, least, rows = TASKS
+        given.exclusive(*TASKS)
+        return cls(
+            exactly=given.number(exactly, 1, MAX_TASKS),
+            least=given.number(least, 1, MAX_TASKS, default=1),
+            rows=given.number(rows, 1, MAX_BIGINT, default=EVENTS_PER_TASK),
+        )
+
+    def number(self, rows: int) -> int:
+        """The number of tasks for so many rows."""
+        return self.exactly or max(self.least, -(-rows // self.rows))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 from eventsql_orchestration.errors import ConfigurationError, ValidationError
 from eventsql_orchestration.model import NOT_PARTITIONED, check_topic_name
 from eventsql_orchestration.spark.offset_bounds import OffsetBounds, is_whole, object_in, parse_bounds
-from eventsql_orchestration.spark.options import ENDS, MAX_BIGINT, READ, STARTS, Given, Source, naming_option
+from eventsql_orchestration.spark.options import (
+    ENDS,
+    MAX_BIGINT,
+    READ,
+    STARTS,
+    Given,
+    Source,
+    TaskOptions,
+    naming_option,
+)
 from eventsql_orchestration.validation import check_name
-
-MAX_TASKS: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +26,7 @@ class ReadOptions:
     """The options of a read.
 
     `topics` has the partitions of each topic, None for the whole topic. It is empty with a `claim`, whose row names the
-    topic. `tasks` is the number of tasks and `least_tasks` the least; None by default.
+    topic.
     """
 
     source: Source
@@ -29,9 +35,7 @@ class ReadOptions:
     starting: OffsetBounds
     ending: OffsetBounds
     start_late: bool
-    tasks: int | None
-    least_tasks: int | None
-    max_events_per_task: int | None
+    tasks: TaskOptions
     max_events: int | None
     headers: bool
     fail_on_data_loss: bool
@@ -63,7 +67,6 @@ class ReadOptions:
             raise ValidationError(f"option {starting.option}: 'latest' is for streams: a batch would read no event")
         if "earliest" in ending.bounds:
             raise ValidationError(f"option {ending.option}: 'earliest' is before every event: the read would be empty")
-        given.exclusive("numPartitions", "minPartitions", "maxRecordsPerPartition")
         consumer = given.text("consumer")
         with naming_option("option consumer"):
             if consumer is not None:
@@ -75,9 +78,7 @@ class ReadOptions:
             starting=starting,
             ending=ending,
             start_late=given.word("startingOffsetsByTimestampStrategy", ("error", "latest")) == "latest",
-            tasks=given.number("numPartitions", 1, MAX_TASKS),
-            least_tasks=given.number("minPartitions", 1, MAX_TASKS),
-            max_events_per_task=given.number("maxRecordsPerPartition", 1, MAX_BIGINT),
+            tasks=TaskOptions.of(given),
             max_events=given.number("maxOffsetsPerTrigger", 1, MAX_BIGINT),
             headers=given.flag("includeHeaders"),
             fail_on_data_loss=given.flag("failOnDataLoss", default=True),
