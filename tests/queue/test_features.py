@@ -160,6 +160,22 @@ def test_a_key_that_is_too_long_for_ordered_dead_letters_holds_nothing_up(databa
     assert [(each.body, each.key) for each in letters] == [(b"1", key), (b"2", "short")]
 
 
+def test_a_key_that_is_too_long_for_the_order_of_a_queue_holds_no_redrive_up(database: Database) -> None:
+    Queue(database, "graveyard", ordered=True, max_receives=1, dead_letters="last").definition()
+    queue = Queue(database, "commands", max_receives=1, dead_letters="graveyard")
+    dead, last = Queue(database, "graveyard"), Queue(database, "last")
+    keys = [secrets.token_hex(1_500), "k" * MAX_KEY_BYTES, "short"]
+    queue.send_all([NewMessage(b"%d" % number, key=key) for number in (1, 2) for key in keys])
+    for each in (queue, dead):
+        while each.receive(max_messages=10):
+            expire(database)
+    assert last.statistics().visible == 6
+    assert dead.redrive() == 6
+    # The first of each key that the index takes, and both of the other one.
+    received = [(message.body, keys.index(message.key or "")) for message in dead.receive(max_messages=10)]
+    assert sorted(received) == [(b"1", 0), (b"1", 1), (b"1", 2), (b"2", 0)]
+
+
 def test_a_receive_fills_up_behind_spent_messages(database: Database) -> None:
     queue = Queue(database, "commands", max_receives=1)
     queue.send_all([b"1", b"2"])

@@ -16,13 +16,19 @@ END
 $$;
 COMMENT ON FUNCTION {schema}.queue_number(text) IS 'A queue''s number and options, for the functions of queues.';
 
--- The history of a message with one more entry. It keeps the last 20.
+-- The history of a message with one more entry. It keeps the last 20. A message that nobody holds has no receipt: with it
+-- as the receive, the history stays as it is. The body is parsed here, so no session's settings change it, and the planner
+-- inlines it.
 CREATE OR REPLACE FUNCTION {schema}.note_of_message(
-    history jsonb, receive integer, at timestamptz, reason text
-) RETURNS jsonb LANGUAGE sql STABLE SET search_path = pg_catalog, pg_temp AS $$
-    SELECT CASE WHEN jsonb_array_length(history) >= 20 THEN history - 0 ELSE coalesce(history, '[]') END
-        || jsonb_build_array(jsonb_build_object('receive', receive, 'at', at, 'reason', reason))
-$$;
+    history jsonb, receive integer, at timestamptz, reason text DEFAULT 'the visibility timeout ended'
+) RETURNS jsonb LANGUAGE sql STABLE
+RETURN CASE
+    WHEN receive IS NULL THEN history
+    ELSE CASE WHEN pg_catalog.jsonb_array_length(history) >= 20 THEN history - 0 ELSE coalesce(history, '[]') END
+        || pg_catalog.jsonb_build_array(
+            pg_catalog.jsonb_build_object('receive', receive, 'at', at, 'reason', reason)
+        )
+END;
 
 -- The error for messages that their receiver does not hold any more.
 CREATE OR REPLACE FUNCTION {schema}.refuse_messages(queue text, ids bigint[]) RETURNS void

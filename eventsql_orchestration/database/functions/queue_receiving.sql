@@ -4,7 +4,8 @@
 -- session, and never a plan that reads a table without its index.
 
 -- A message whose receives are spent goes to the dead letters instead of to a receiver. A key of a queue without order
--- may be too long for the index of keys that an ordered queue needs: then its dead letters have no order.
+-- may be too long for the index of keys that an ordered queue needs: then its dead letter has no order. The index takes
+-- a key as it is stored, compressed if that makes it shorter. `redrive` has the same rule.
 CREATE OR REPLACE FUNCTION {schema}.bury_messages(of_queue integer, to_queue integer, spent bigint[]) RETURNS void
 LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
@@ -16,10 +17,9 @@ BEGIN
     SET eql_id = DEFAULT, eql_queue = to_queue, eql_origin = of_queue, eql_receives = 0, eql_unhandled = 0,
         eql_receipt = NULL,
         eql_visible_at = clock_timestamp(), eql_due_at = NULL,
-        eql_in_order = ordered AND m.eql_key IS NOT NULL AND (m.eql_in_order OR octet_length(m.eql_key) <= 2600),
+        eql_in_order = ordered AND m.eql_key IS NOT NULL AND (m.eql_in_order OR pg_column_size(m.eql_key) <= 2600),
         eql_history = {schema}.note_of_message(
-            CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END,
+            {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at),
             m.eql_receives, clock_timestamp(), 'moved to the dead letters')
     WHERE m.eql_id = ANY (spent);
 END
@@ -113,8 +113,7 @@ BEGIN
             SET eql_visible_at = until,
                 eql_receives = m.eql_receives + 1,
                 eql_receipt = m.eql_receives + 1,
-                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+                eql_history = {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at)
             WHERE m.ctid = ANY (ready)
             RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
                       m.eql_priority, m.eql_created_at, m.eql_history, proceed;
@@ -197,9 +196,7 @@ BEGIN
             UPDATE {schema}.queue_message m
             SET eql_visible_at = until,
                 eql_receives = m.eql_receives + 1,
-                eql_receipt = m.eql_receives + 1,
-                eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                    m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+                eql_receipt = m.eql_receives + 1
             WHERE m.ctid = ANY (ready) AND m.eql_receives = 0 AND (NOT m.eql_in_order OR m.eql_id = (
                 SELECT o.eql_id FROM {schema}.queue_message o
                 WHERE o.eql_queue = of_queue AND o.eql_key >= m.eql_key AND o.eql_key <= m.eql_key
@@ -307,8 +304,7 @@ BEGIN
         SET eql_visible_at = CASE WHEN w.witness = ANY (witnesses) AND w.witness <> ALL (waiting) THEN 'infinity'
                              ELSE clock_timestamp() + interval '1 second' END,
             eql_receipt = NULL,
-            eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+            eql_history = {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at)
         FROM unnest(waiting, waits_for) AS w (id, witness)
         WHERE m.eql_id = w.id AND (spent IS NULL OR w.witness <> ALL (spent));
     END IF;
@@ -320,8 +316,7 @@ BEGIN
         SET eql_visible_at = until,
             eql_receives = m.eql_receives + 1,
             eql_receipt = m.eql_receives + 1,
-            eql_history = CASE WHEN m.eql_receipt IS NULL THEN m.eql_history ELSE {schema}.note_of_message(
-                m.eql_history, m.eql_receives, m.eql_visible_at, 'the visibility timeout ended') END
+            eql_history = {schema}.note_of_message(m.eql_history, m.eql_receipt, m.eql_visible_at)
         WHERE m.ctid = ANY (ready)
         RETURNING m.eql_id, m.eql_body, m.eql_key, m.eql_metadata::text, m.eql_receives, m.eql_receipt,
                   m.eql_priority, m.eql_created_at, m.eql_history, proceed;

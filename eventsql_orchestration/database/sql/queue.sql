@@ -199,6 +199,7 @@ SELECT {schema}.promote_keys(%(queue)s, ARRAY(
 SELECT eql_id FROM {schema}.queue_message WHERE eql_origin = %(queue)s AND eql_id = ANY (%(ids)s::bigint[]);
 
 -- redrive -- Moves dead letters of a queue back to it, the oldest first; gives for each the ordered queue and key it left.
+-- A key that is too long for the index of keys has no order there either: `bury_messages` has the same rule.
 WITH chosen AS MATERIALIZED (
     SELECT eql_id, CASE WHEN eql_in_order THEN eql_queue END AS left_queue, eql_key
     FROM {schema}.queue_message
@@ -211,10 +212,10 @@ WITH chosen AS MATERIALIZED (
     UPDATE {schema}.queue_message
     SET eql_id = DEFAULT, eql_queue = %(queue)s, eql_origin = NULL, eql_receives = 0, eql_unhandled = 0,
         eql_receipt = NULL,
-        eql_visible_at = clock_timestamp(), eql_in_order = %(ordered)s AND eql_key IS NOT NULL,
+        eql_visible_at = clock_timestamp(),
+        eql_in_order = %(ordered)s AND eql_key IS NOT NULL AND (eql_in_order OR pg_column_size(eql_key) <= 2600),
         eql_history = {schema}.note_of_message(
-            CASE WHEN eql_receipt IS NULL THEN eql_history ELSE {schema}.note_of_message(
-                eql_history, eql_receives, eql_visible_at, 'the visibility timeout ended') END,
+            {schema}.note_of_message(eql_history, eql_receipt, eql_visible_at),
             eql_receives, clock_timestamp(), 'redriven')
     WHERE eql_id = ANY (ARRAY(SELECT eql_id FROM chosen))
 )
