@@ -42,7 +42,7 @@ _CONSUME: Final = (
 )  # fmt: skip
 """The functions that consume in SQL, and the functions that they call."""
 
-_SEND: Final = ("put_messages", "lock_last_of_keys", "queue_number", "queue_send", "queue_send_all")
+_SEND: Final = ("put_messages", "queue_number", "queue_send", "queue_send_all")
 """The functions that send messages to queues, and the functions that they call."""
 
 _WORK: Final = (
@@ -56,12 +56,12 @@ FUNCTIONS: Final = (
     "partition_of_key", "keep_published_block", "place_in_layout", "hold_topics", "publish_anywhere",
     "check_publication", "make_segments", "ensure_segments", "enter_layout", "forget_topic", "forget_consumer",
     "redefine_topic", "events", "capture_columns", "capture_destination", "capture_source", "capture_changes",
-    "capture_page", "capture_key", "forget_captures", "publish", "publish_all", *dict.fromkeys((*_SEND, *_WORK)),
-    *_CONSUME, "make_view_periods", "refuse_rows", "order_change",
+    "capture_page", "capture_key", "forget_captures", "publish", "publish_all", "lock_last_of_keys",
+    *dict.fromkeys((*_SEND, *_WORK)), *_CONSUME, "make_view_periods", "refuse_rows", "order_change",
 )  # fmt: skip
 """The platform's functions."""
 
-SEQUENCES: Final = ("event_buffer_eql_id_seq", "queue_message_eql_id_seq")
+SEQUENCES: Final = ("event_buffer_eql_id_seq",)
 """The platform's own sequences on which some kind of role has rights."""
 
 BY_TOPIC: Final = ("consumer", "consumer_claim", "consumer_cursor", "consumer_delivery", "consumer_worker")
@@ -92,12 +92,6 @@ role of one topic could take the next ids of other topics. The same holds for cu
 
 _CURSOR_OF: Final = ("eql_topic", "eql_consumer", "eql_partition")
 _CURSOR: Final = ("eql_offset", "eql_claimed_upto", "eql_unacknowledged", "eql_by_key")
-
-_SENT_MESSAGE: Final = (
-    "eql_id", "eql_queue", "eql_key", "eql_body", "eql_metadata", "eql_priority", "eql_in_order", "eql_visible_at",
-    "eql_due_at",
-)  # fmt: skip
-"""The columns of a message that sending writes."""
 
 _STATE_OF_MESSAGE: Final = (
     "eql_id", "eql_queue", "eql_priority", "eql_in_order", "eql_receives", "eql_unhandled", "eql_receipt",
@@ -181,11 +175,6 @@ _RIGHTS: Final[Mapping[str, tuple[str, ...]]] = {
     "sender": (
         *_DEFINITIONS,
         "SELECT ON {s}.queue",
-        # A sender learns the ids of its messages, and cannot read their contents.
-        "SELECT (eql_id) ON {s}.queue_message",
-        f"INSERT ({', '.join(_SENT_MESSAGE)}) ON {{s}}.queue_message",
-        "USAGE ON SEQUENCE {s}.queue_message_eql_id_seq",
-        "SELECT, INSERT, UPDATE, DELETE ON {s}.queue_deduplication",
         *(f"EXECUTE ON FUNCTION {{s}}.{name}" for name in _SEND),
     ),
     "worker": (

@@ -106,6 +106,7 @@ class QueueTable:
         self._onwards: bytes | None = None
         self._from_start_at = 0.0
         self._id: int | None = None
+        self._inserts = False
         self._known: QueueDefinition | None = None
 
     # The definition
@@ -142,8 +143,8 @@ class QueueTable:
         row = connection.execute(self._queries("definition"), {"name": self.name}).fetchone()
         if row is None:
             return None
-        self._id = row[0]
-        return QueueDefinition(*row[1:])
+        self._id, self._inserts, *definition = row
+        return QueueDefinition(*definition)
 
     def _define(self, connection: Connection, found: QueueDefinition | None) -> QueueDefinition:
         options = self._options
@@ -206,7 +207,7 @@ class QueueTable:
     def _put_alone(self, columns: Mapping[str, bytes | None]) -> list[int] | None:
         """Write messages in a transaction of their own."""
         values = {"queue": _integer(self.id()), **columns}
-        if not self.known().ordered and columns["deduplication_ids"] is None:
+        if self._inserts and not self.known().ordered and columns["deduplication_ids"] is None:
             return [id_ for (id_,) in self.database.fetch_values(self._statements.put_plain, values)]
         encoded = self.database.fetch(self._statements.put, {**values, "alone": _TRUE})[0][0]
         return None if encoded is None else decode_bigints(encoded)

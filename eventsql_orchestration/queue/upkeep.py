@@ -172,7 +172,7 @@ def list_queues(database: Database) -> list[QueueDefinition]:
     """Every queue of a database, by name."""
     with database.connection() as connection:
         rows = connection.execute(Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
-        return [QueueDefinition(*row[1:]) for row in rows]
+        return [QueueDefinition(*row[2:]) for row in rows]
 
 
 def drop_expired_archives(database: Database) -> list[str]:

@@ -368,3 +368,58 @@ def test_rights_that_were_given_by_hand_outlive_a_new_function(old: str, revisio
         assert found == [(True,), (False,)]
         name = given.partition("(")[0]
         assert connection.execute("SELECT FROM pg_proc WHERE proname = %s", [name]).rowcount == 1
+
+
+def test_messages_that_nobody_could_receive_are_within_reach_after_an_upgrade(old: str) -> None:
+    upgrade(old, "0060")
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute("TRUNCATE eventsql.queue_message")
+        connection.execute(
+            """
+            INSERT INTO eventsql.queue_message (
+                eql_queue, eql_metadata, eql_key, eql_body, eql_priority, eql_in_order, eql_visible_at, eql_due_at
+            ) VALUES
+                (1, '{}', 'k', 'as it is', 9, true, 'infinity', NULL), (1, '{}', NULL, 'above', 10, false, now(), NULL),
+                (1, '{}', NULL, 'below', -1, true, '-infinity', NULL),
+                (1, '{}', 'k', 'never', 0, false, 'infinity', NULL),
+                (1, '{}', 'k', 'late', 0, true, 'infinity', 'infinity')
+            """
+        )
+        upgrade(old, migrations.HEAD)
+        found = connection.execute(
+            "SELECT eql_body, eql_priority, eql_in_order, eql_visible_at <= now(), eql_visible_at = 'infinity', "
+            "eql_due_at < '10000-01-01 00:00+00' FROM eventsql.queue_message ORDER BY eql_id"
+        ).fetchall()
+    assert found == [
+        (b"as it is", 9, True, False, True, None), (b"above", 9, False, True, False, None),
+        (b"below", 0, False, True, False, None), (b"never", 0, False, False, False, None),
+        (b"late", 0, True, False, True, True),
+    ]  # fmt: skip
+
+
+def test_whoever_sent_messages_before_an_upgrade_sends_after_it_and_a_sender_has_fewer_rights(old: str) -> None:
+    upgrade(old, "0060")
+    put = f"eventsql.{_PUT}, boolean)"
+    with psycopg.connect(old, autocommit=True) as connection:
+        # PostgreSQL has these roles, and their rights go with the database.
+        connection.execute(
+            "INSERT INTO eventsql.access_role VALUES ('pg_signal_backend', 'sender', NULL);"
+            "GRANT INSERT ON eventsql.queue_message TO pg_monitor, pg_signal_backend;"
+            "GRANT ALL ON eventsql.queue_deduplication, eventsql.queue_message_eql_id_seq TO pg_signal_backend;"
+            "GRANT EXECUTE ON FUNCTION eventsql.lock_last_of_keys TO pg_signal_backend;"
+            f"GRANT EXECUTE ON FUNCTION {put} TO PUBLIC".encode()
+        )
+        upgrade(old, migrations.HEAD)
+        may_put = "SELECT has_function_privilege(%s, %s, 'EXECUTE')"
+        assert connection.execute(may_put, ["pg_monitor", put]).fetchone() == (True,)
+        assert connection.execute(may_put, ["pg_read_all_settings", put]).fetchone() == (False,)
+        kept = connection.execute(
+            "SELECT has_any_column_privilege(r, 'eventsql.queue_message', 'INSERT'), "
+            "has_any_column_privilege(r, 'eventsql.queue_deduplication', 'SELECT, INSERT, UPDATE'), "
+            "has_table_privilege(r, 'eventsql.queue_deduplication', 'DELETE'), "
+            "has_sequence_privilege(r, 'eventsql.queue_message_eql_id_seq', 'USAGE'), "
+            "has_function_privilege(r, 'eventsql.lock_last_of_keys(integer, text[])', 'EXECUTE') "
+            "FROM (VALUES ('pg_signal_backend'::name)) AS role (r)"
+        ).fetchone()
+    # The migration grants to a role what it needs where the roles were made by the package.
+    assert kept == (False, False, False, False, False)

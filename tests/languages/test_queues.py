@@ -201,8 +201,8 @@ def test_a_service_with_rights_by_hand_uses_a_queue_in_a_hostile_session(
         CREATE ROLE {role};
         GRANT USAGE ON SCHEMA eventsql TO {role};
         GRANT SELECT ON eventsql.queue, eventsql.shard, eventsql.shard_layout TO {role};
-        GRANT SELECT, INSERT, UPDATE, DELETE ON eventsql.queue_message, eventsql.queue_deduplication TO {role};
-        GRANT USAGE ON SEQUENCE eventsql.queue_message_eql_id_seq TO {role};
+        GRANT SELECT, UPDATE, DELETE ON eventsql.queue_message TO {role};
+        GRANT EXECUTE ON FUNCTION eventsql.put_messages TO {role};
     """.encode()
     )
     try:

@@ -152,7 +152,22 @@ SENDER = (
     "SELECT * FROM eventsql.take_messages(1, 1, 1)",
     "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata, eql_receives) VALUES (1, 'x', '{}', 9)",
     "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata, eql_origin) VALUES (1, 'x', '{}', 1)",
+    "INSERT INTO eventsql.queue_message (eql_queue, eql_body, eql_metadata) VALUES (1, 'x', '{}')",
+    (
+        "INSERT INTO eventsql.queue_message (eql_id, eql_queue, eql_body, eql_metadata) "
+        "OVERRIDING SYSTEM VALUE VALUES (9, 1, 'x', '{}')"
+    ),
+    (
+        "INSERT INTO eventsql.queue_message (eql_queue, eql_key, eql_body, eql_metadata, eql_in_order, eql_visible_at) "
+        "VALUES (2, 'k', 'x', '{}', true, 'infinity')"
+    ),
     "SELECT setval('eventsql.queue_message_eql_id_seq', 1)",
+    "SELECT nextval('eventsql.queue_message_eql_id_seq')",
+    "SELECT eventsql.lock_last_of_keys(2, '{k}')",
+    "SELECT * FROM eventsql.queue_deduplication",
+    "INSERT INTO eventsql.queue_deduplication VALUES (1, 'order 7', 1, 'infinity')",
+    "UPDATE eventsql.queue_deduplication SET eql_expires_at = 'infinity'",
+    "DELETE FROM eventsql.queue_deduplication",
     "SELECT * FROM eventsql.queue_archive",
 )
 WORKER = (
@@ -208,6 +223,30 @@ def test_each_role_is_refused_what_is_not_its_work(connections: dict[str, Connec
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connections[role].execute(statement)
                 pytest.fail(f"{role} may: {statement}")
+
+
+@pytest.mark.parametrize("queue", ["pictures", "letters"])
+def test_a_sender_sends_no_message_that_nobody_could_receive(
+    queues: dict[str, Queue], login: Login, as_: As, queue: str
+) -> None:
+    with psycopg.connect(login("sender"), autocommit=True) as sender:
+        for bodies, values in (
+            *(("'{a,b}'", each) for each in (
+                "dues => '{infinity}'", "dues => '{-infinity}'", "dues => ARRAY[now(), '10000-01-01Z']",
+                "delays => '{0, 1e12}'", "delays => '{-1}'", "priorities => '{10}'", "priorities => '{0, -1}'",
+            )),
+            ("'{a,NULL}'", "priorities => NULL"), ("'{a}'", "deduplication_ids => ARRAY[repeat('i', 1025)]"),
+            ("ARRAY[convert_to(repeat('x', 67108865), 'UTF8')]", "alone => true"),
+        ):  # fmt: skip
+            with pytest.raises(psycopg.errors.InvalidParameterValue):
+                sender.execute(
+                    "SELECT eventsql.put_messages((SELECT eql_id FROM eventsql.queue WHERE eql_name = %s), "
+                    f"{bodies}, '{{k,k}}', {values})".encode(), [queue],
+                )  # fmt: skip
+                pytest.fail(f"{bodies[:20]}, {values}")
+        assert queues[queue].statistics().depth == 0
+        sender.execute("SELECT eventsql.queue_send(%s, 'x', 'k')", [queue])
+    assert len(Queue(as_("worker"), queue).receive()) == 1
 
 
 def test_the_error_names_the_role_that_may(queues: dict[str, Queue], as_: As) -> None:

@@ -358,7 +358,7 @@ def test_functions_with_the_admins_rights_have_a_fixed_path_and_are_not_for_publ
         ).fetchall()
     assert {(fixed, of_public) for _, fixed, of_public in found} == {(True, False)}
     assert {name for name, _, _ in found} == {
-        "hold_topics", "lock_last_of_keys", "enter_layout", "ensure_segments", "make_queue_archive",
+        "hold_topics", "put_messages", "enter_layout", "ensure_segments", "make_queue_archive",
         "make_view_periods", "capture_changes", "forget_captures",
     }  # fmt: skip
 

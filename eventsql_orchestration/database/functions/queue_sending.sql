@@ -1,12 +1,12 @@
--- Sending messages to queues. The functions have their caller's rights, as the library's statements have.
+-- Sending messages to queues.
 --
 -- A plan that was made while a table was empty would read the whole table later. These functions plan once in a
 -- session, and never a plan that reads a table without its index.
 
--- For a sender, which may not read or lock messages: it tells for each key whether a message was locked. The orders say
--- which index is read: a plan made on an empty table might read another one.
+-- For each key, whether a message was locked. The orders say which index is read: a plan made on an empty table might read
+-- another one.
 CREATE OR REPLACE FUNCTION {schema}.lock_last_of_keys(of_queue integer, keys text[]) RETURNS boolean[]
-SECURITY DEFINER LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
+LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
 SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 BEGIN
     RETURN ARRAY(
@@ -40,25 +40,47 @@ REVOKE EXECUTE ON FUNCTION {schema}.lock_last_of_keys(integer, text[]) FROM PUBL
 -- locked: until this transaction ends, the locked one cannot be acknowledged, and then its acknowledgement sees the
 -- parked one. So only a transaction that ends at once (`alone`) locks, and it never waits for a lock: without one, the
 -- message is visible, and receivers decide.
+--
+-- The function has its owner's rights, and a sender has none on the tables. A sender that could lock messages, choose ids,
+-- park messages or write deduplication ids could hold other senders' messages up or lose them. The rules are those of
+-- `queue.NewMessage`: receivers rely on them.
 CREATE OR REPLACE FUNCTION {schema}.put_messages(
     of_queue integer, bodies bytea[], keys text[] DEFAULT NULL, metadata text[] DEFAULT NULL,
     priorities integer[] DEFAULT NULL, dues timestamptz[] DEFAULT NULL, delays double precision[] DEFAULT NULL,
     deduplication_ids text[] DEFAULT NULL, alone boolean DEFAULT false
-) RETURNS bigint[] LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET plan_cache_mode = force_generic_plan
-SET enable_seqscan = off SET enable_bitmapscan = off SET enable_hashjoin = off SET enable_mergejoin = off AS $$
+) RETURNS bigint[] SECURITY DEFINER LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp
+SET plan_cache_mode = force_generic_plan SET enable_seqscan = off SET enable_bitmapscan = off
+SET enable_hashjoin = off SET enable_mergejoin = off AS $$
 DECLARE
     in_order boolean;
     seconds double precision;
     ids bigint[];
     repeated boolean[];
     behind boolean[];
+    name text;
     place integer;
     sent bigint;
 BEGIN
-    SELECT q.eql_ordered, q.eql_deduplication_seconds INTO in_order, seconds
+    SELECT q.eql_name, q.eql_ordered, q.eql_deduplication_seconds INTO name, in_order, seconds
     FROM {schema}.queue q WHERE q.eql_id = of_queue;
     IF in_order IS NULL THEN
         RETURN NULL;
+    END IF;
+    SELECT min(given.place) INTO place
+    FROM unnest(bodies, keys, metadata, priorities, dues, delays, deduplication_ids) WITH ORDINALITY
+        AS given (body, key, metadata, priority, due, delay, deduplication_id, place)
+    WHERE given.body IS NULL OR octet_length(given.body) > 67108864 OR octet_length(given.key) > 65536
+       OR octet_length(given.metadata) > 268435456
+       OR NOT (given.priority >= 0 AND given.priority <= 9)
+       OR NOT (given.due >= '0001-01-01 00:00+00' AND given.due < '10000-01-01 00:00+00')
+       OR NOT (given.delay >= 0 AND given.delay <= 31536000)
+       OR octet_length(given.deduplication_id) > 1024;
+    IF place IS NOT NULL THEN
+        RAISE EXCEPTION 'message % for queue % cannot be stored', place, quote_literal(name)
+            USING ERRCODE = 'invalid_parameter_value',
+                  HINT = 'A body has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, a deduplication id '
+                         'up to 1024 bytes; a due time is in the years 1 to 9999, a delay is 0 to 31536000 seconds; a '
+                         'priority is 0 to 9.';
     END IF;
 
     IF in_order OR deduplication_ids IS NOT NULL THEN
@@ -95,8 +117,7 @@ BEGIN
     END IF;
 
     IF ids IS NOT NULL THEN
-        IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed'
-           AND has_function_privilege('{schema}.lock_last_of_keys(integer, text[])', 'EXECUTE') THEN
+        IF in_order AND alone AND current_setting('transaction_isolation') = 'read committed' THEN
             -- The first message of a key may be a repeated one, which is not sent: then the next one asks for its key.
             behind := {schema}.lock_last_of_keys(of_queue, CASE WHEN repeated IS NULL THEN keys ELSE ARRAY(
                 SELECT CASE WHEN NOT given.repeated THEN given.key END
@@ -135,8 +156,8 @@ BEGIN
     RETURN ids;
 END
 $$;
+REVOKE EXECUTE ON FUNCTION {schema}.put_messages(integer, bytea[], text[], text[], integer[], timestamptz[], double precision[], text[], boolean) FROM PUBLIC;
 
--- The rules are those of `queue.NewMessage`.
 CREATE OR REPLACE FUNCTION {schema}.queue_send_all(
     queue text, bodies bytea[], keys text[] DEFAULT NULL, metadata json[] DEFAULT NULL,
     delays double precision[] DEFAULT NULL, priorities integer[] DEFAULT NULL, deduplication_ids text[] DEFAULT NULL
@@ -157,12 +178,8 @@ BEGIN
             USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, give NULL.';
     END IF;
     SELECT min(each.position) INTO wrong
-    FROM unnest(bodies, keys, metadata, delays, priorities, deduplication_ids)
-        WITH ORDINALITY AS each (body, key, metadata, delay, priority, deduplication_id, position)
-    WHERE each.body IS NULL OR octet_length(each.body) > 67108864 OR octet_length(each.key) > 65536
-       OR NOT (each.delay >= 0 AND each.delay <= 31536000) OR NOT (each.priority >= 0 AND each.priority <= 9)
-       OR octet_length(each.deduplication_id) > 1024
-       OR json_typeof(each.metadata) <> 'object'
+    FROM unnest(metadata) WITH ORDINALITY AS each (metadata, position)
+    WHERE json_typeof(each.metadata) <> 'object'
        OR octet_length(each.metadata::text) > 2 AND EXISTS (
            SELECT FROM json_each(each.metadata) field
            HAVING coalesce(bool_or(json_typeof(field.value) <> 'string'), false)
@@ -170,11 +187,9 @@ BEGIN
                OR sum(octet_length(field.key) + octet_length(field.value #>> '{}')) > 16777216
        );
     IF wrong IS NOT NULL THEN
-        RAISE EXCEPTION 'message % for queue % cannot be stored', wrong, quote_nullable(queue)
+        RAISE EXCEPTION 'message % for queue % cannot be stored', wrong, quote_literal(queue)
             USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'A body has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, a deduplication id '
-                         'up to 1024 bytes; metadata is a JSON object of strings, each name once, up to 16777216 '
-                         'bytes; a delay is 0 to 31536000 seconds; a priority is 0 to 9.';
+                  HINT = 'Metadata is a JSON object of strings, each name once, up to 16777216 bytes.';
     END IF;
 
     SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;

@@ -1,6 +1,7 @@
--- definition -- A queue with its options, or each queue if no name is given.
+-- definition -- A queue with its options, or each queue if no name is given. `inserts`: whether the user may write its
+-- messages by `put_plain`, which a sender may not.
 SELECT
-    q.eql_id, q.eql_name, q.eql_ordered, q.eql_visibility_timeout, q.eql_max_receives, d.eql_name,
+    q.eql_id, has_table_privilege('{schema}.queue_message', 'INSERT') AS inserts, q.eql_name, q.eql_ordered, q.eql_visibility_timeout, q.eql_max_receives, d.eql_name,
     q.eql_retention_seconds, q.eql_deduplication_seconds, q.eql_created_at
 FROM {schema}.queue q LEFT JOIN {schema}.queue d ON d.eql_id = q.eql_dead_letters
 WHERE %(name)s::text IS NULL OR q.eql_name = %(name)s
@@ -28,8 +29,8 @@ SELECT {schema}.put_messages(
     %(dues)s::timestamptz[], %(delays)s::float8[], %(deduplication_ids)s::text[], %(alone)s::bool
 );
 
--- put_plain -- Writes messages of a queue without order, one after another; gives their ids. For one message, a function
--- takes 1.7 times the processor time. No row where there is no such queue.
+-- put_plain -- Writes messages of a queue without order, one after another; gives their ids. For one message, `put` takes
+-- 1.7 times the processor time. No row where there is no such queue.
 INSERT INTO {schema}.queue_message (eql_queue, eql_key, eql_body, eql_metadata, eql_priority, eql_visible_at)
 SELECT q.eql_id, given.key, given.body, coalesce(given.metadata, '{{}}')::json, coalesce(given.priority, 0),
        coalesce(given.due, clock_timestamp() + make_interval(secs => coalesce(given.delay, 0)))
