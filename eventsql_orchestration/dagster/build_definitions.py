@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Final, Unpack
 
@@ -95,13 +95,6 @@ def common_definitions(
         workers=options.workers,
     )
     given = {spec.key for spec in _specs(options.assets)}
-    # A topic is downstream of the assets that publish to it.
-    sources = _publishers(options.assets)
-    topics = [
-        topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator)
-        for each in external
-        if topic_key(each.name) not in given
-    ]
     queues = [queue_asset(name, translator=options.translator) for name in queue_names]
     limits = options.queue_lag
     queue_checks = [] if limits is None else [each for spec in queues for each in build_queue_checks(spec, limits)]
@@ -123,7 +116,7 @@ def common_definitions(
             *options.assets,
             *(queue for queue in queues if queue.key not in given),
             *(worker.asset for worker in options.workers),
-            *topics,
+            *_topic_assets(external, given, options),
         ],
         asset_checks=[check.definition for check in queue_checks],
         jobs=[register, *(worker.job for worker in options.workers)],
@@ -131,6 +124,18 @@ def common_definitions(
         schedules=schedules,
         resources=resources,
     )
+
+
+def _topic_assets(
+    topics: Sequence[Topic], given: Collection[dg.AssetKey], options: LocationOptions
+) -> list[dg.AssetSpec]:
+    """Assets of topics, downstream of the assets that publish to them. A topic whose key is `given` is left out."""
+    sources = _publishers(options.assets)
+    return [
+        topic_asset(each, deps=sources.get(each.name, ()), translator=options.translator)
+        for each in topics
+        if topic_key(each.name) not in given
+    ]
 
 
 def definitions_of(
