@@ -37,7 +37,6 @@ OWNER: Final = "start_queue, with events that are not acknowledged"
 """The owner of the lease of a partition with events that are not acknowledged. The lease keeps other ways of consuming
 away: they would repeat the acknowledged events after the offset."""
 
-
 LOCK_SECONDS: Final = 3.0
 """Maximum seconds of two waits: after a move of the consumer, for handlers that still have earlier events; in the last
 call of a process, for a locked partition."""
@@ -365,16 +364,11 @@ class Deliveries:
                 "topic %s_dlt to take such events",
                 where, delivery.event.id, how_often(attempts), failure, self._topic,
             )  # fmt: skip
-        elif not counts:
-            logger.warning(
-                "%s will try event %d again in %.0f s, and no attempt is counted: %s",
-                where, delivery.event.id, delay, failure,
-            )  # fmt: skip
         else:
+            attempted = f"attempt {attempts} of {delivery.max_attempts} failed" if counts else "no attempt is counted"
             logger.warning(
-                "%s will try event %d again in %.0f s (attempt %d of %d failed: %s)",
-                where, delivery.event.id, delay, attempts, delivery.max_attempts, failure,
-            )  # fmt: skip
+                "%s will try event %d again in %.0f s (%s: %s)", where, delivery.event.id, delay, attempted, failure
+            )
         return delay
 
     def _note_failure(

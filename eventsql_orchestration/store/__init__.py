@@ -12,10 +12,7 @@ from eventsql_orchestration.store.projection import Projections, Rebuild
 from eventsql_orchestration.store.projection_definition import Fill, Filling, Projection
 from eventsql_orchestration.store.repository import Repository
 from eventsql_orchestration.store.store import AggregateInfo, Store
-from eventsql_orchestration.store.subscription import (
-    Subscription,
-    SubscriptionOptions,
-)
+from eventsql_orchestration.store.subscription import Subscription, SubscriptionOptions
 
 __all__ = [
     "Aggregate",

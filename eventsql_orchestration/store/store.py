@@ -35,14 +35,8 @@ from eventsql_orchestration.store.home import Adopted
 from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagReader
 from eventsql_orchestration.store.loading import Loader, check_aggregate, checked_values
 from eventsql_orchestration.store.order import GlobalOrder, filters
-from eventsql_orchestration.store.subscription import (
-    ChangeHandler,
-    Start,
-    Subscription,
-    SubscriptionOptions,
-    delete,
-    move,
-)
+from eventsql_orchestration.store.subscription import ChangeHandler, Subscription, SubscriptionOptions
+from eventsql_orchestration.store.subscription_rows import Start, delete, move
 from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.validation import check_name, check_time, check_whole
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Literal, Self, TypeAlias
+from typing import Final, Self, TypeAlias
 
 import psycopg
 
@@ -17,30 +17,22 @@ from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.database import Connection, Database, Queries
-from eventsql_orchestration.database.held_by_handlers import check_not_held, holding
+from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
-from eventsql_orchestration.errors import (
-    ClosedError,
-    DatabaseError,
-    EventSQLError,
-    SubscriptionNotFoundError,
-    ValidationError,
-)
+from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, SubscriptionNotFoundError
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
+from eventsql_orchestration.store.subscription_rows import Start, register
 from eventsql_orchestration.threads import start_thread
-from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole, shown
+from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole
 
 logger = logging.getLogger(__name__)
 
 ChangeHandler: TypeAlias = Callable[[RecordedChange, Connection], object]
 """Takes one change, and the connection whose transaction moves the subscription past it."""
-
-Start: TypeAlias = Literal["beginning", "now"] | StoreCheckpoint
-"""Where a new subscription begins."""
 
 FAULT_DELAY: Final = 5.0
 """Seconds until a subscription goes on after an error that is not a failure of a change."""
@@ -133,11 +125,7 @@ class Subscription:
         Raises `DatabaseError` for a checkpoint of another server or era, and `ValidationError` in the subscription's
         own handler.
         """
-        _check_start(start)
-        with self._database.transaction() as connection:
-            check_not_held(connection, self._database.schema, "subscription", self.name)
-            place = _place(self._order, connection, start)
-            connection.execute(self._queries("register"), {"name": self.name, **place.parameters(), **self._only})
+        register(self._database, self.name, start, self._only)
 
     # One transaction at a time
 
@@ -377,44 +365,3 @@ def _rejects(error: BaseException) -> bool:
     """Whether the server refused a commit because of written rows, for example by a deferred constraint."""
     cause = error if isinstance(error, psycopg.Error) else error.__cause__
     return isinstance(cause, psycopg.IntegrityError | psycopg.errors.RaiseException | psycopg.DataError)
-
-
-def _check_start(start: object) -> None:
-    if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
-        raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
-
-
-def _place(order: GlobalOrder, connection: Connection, start: Start) -> StoreCheckpoint:
-    if start == "now":
-        return order.newest(connection)
-    return order.home.place(connection, start if isinstance(start, StoreCheckpoint) else None)
-
-
-def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
-    """Move a subscription to another place, and drop the dead letters of the changes after it.
-
-    Raises `SubscriptionNotFoundError`, `DatabaseError`, and `ValidationError` in the subscription's own handler.
-    """
-    _check_start(start)
-    with database.transaction() as connection:
-        check_not_held(connection, database.schema, "subscription", name)
-        place = _place(GlobalOrder(database), connection, start)
-        values = {"name": name, **place.parameters()}
-        queries = Queries("subscriptions", database.schema)
-        if not connection.execute(queries("move"), values).rowcount:
-            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
-        # The handler gets these changes again; a letter would hand them to it once more.
-        connection.execute(queries("drop_letters_behind"), values)
-    return place
-
-
-def delete(database: Database, name: str) -> None:
-    """Delete a subscription, with its dead letters.
-
-    Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
-    """
-    with database.connection() as connection:
-        check_not_held(connection, database.schema, "subscription", name)
-        deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
-    if not deleted:
-        raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")

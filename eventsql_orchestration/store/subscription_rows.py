@@ -1,0 +1,71 @@
+"""Subscriptions in the database: made at a place, moved to another one, and deleted."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.held_by_handlers import check_not_held
+from eventsql_orchestration.errors import SubscriptionNotFoundError, ValidationError
+from eventsql_orchestration.store.change import StoreCheckpoint
+from eventsql_orchestration.store.order import Filters, GlobalOrder
+from eventsql_orchestration.validation import shown
+
+Start: TypeAlias = Literal["beginning", "now"] | StoreCheckpoint
+"""Where a new subscription begins."""
+
+
+def register(database: Database, name: str, start: Start, only: Filters) -> None:
+    """Make the row of a subscription, at a place, unless it is there.
+
+    Raises `DatabaseError` for a checkpoint of another server or era, and `ValidationError` in the subscription's own
+    handler.
+    """
+    _check_start(start)
+    with database.transaction() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
+        place = _place(database, connection, start)
+        values = {"name": name, **place.parameters(), **only}
+        connection.execute(Queries("subscriptions", database.schema)("register"), values)
+
+
+def move(database: Database, name: str, start: Start) -> StoreCheckpoint:
+    """Move a subscription to another place, and drop the dead letters of the changes after it.
+
+    Raises `SubscriptionNotFoundError`, `DatabaseError`, and `ValidationError` in the subscription's own handler.
+    """
+    _check_start(start)
+    with database.transaction() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
+        place = _place(database, connection, start)
+        values = {"name": name, **place.parameters()}
+        queries = Queries("subscriptions", database.schema)
+        if not connection.execute(queries("move"), values).rowcount:
+            raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+        # The handler gets these changes again; a letter would hand them to it once more.
+        connection.execute(queries("drop_letters_behind"), values)
+    return place
+
+
+def delete(database: Database, name: str) -> None:
+    """Delete a subscription, with its dead letters.
+
+    Raises `SubscriptionNotFoundError`, and `ValidationError` in the subscription's own handler.
+    """
+    with database.connection() as connection:
+        check_not_held(connection, database.schema, "subscription", name)
+        deleted = connection.execute(Queries("subscriptions", database.schema)("unregister"), {"name": name}).rowcount
+    if not deleted:
+        raise SubscriptionNotFoundError(f"subscription {name!r} does not exist")
+
+
+def _check_start(start: object) -> None:
+    if not isinstance(start, StoreCheckpoint) and start not in ("beginning", "now"):
+        raise ValidationError(f"start must be 'beginning', 'now' or a StoreCheckpoint, not {shown(start)}")
+
+
+def _place(database: Database, connection: Connection, start: Start) -> StoreCheckpoint:
+    order = GlobalOrder(database)
+    if start == "now":
+        return order.newest(connection)
+    return order.home.place(connection, start if isinstance(start, StoreCheckpoint) else None)
