@@ -25,6 +25,7 @@ from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG, CONSUMER_TAG, REPLAY_TAG
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
+from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster import windows
 from tests.dagster.conftest import Workbench
@@ -99,6 +100,13 @@ class Paused:
     def run(self, window: str) -> dg.DagsterRun:
         """The run that was paused."""
         return next(run for run in self.runs(window) if run.run_id == self.stopped[window])
+
+    def has_claim(self, window: str) -> bool:
+        """Whether the run that was paused still has a claim. A tick takes it back some time after the verdict."""
+        owner = owner_of_run(self.stopped[window])
+        with self.bench.platform.database.connection() as connection:
+            claimed = "SELECT FROM eventsql.consumer_claim WHERE eql_owner = %s AND eql_state = 'claimed'"
+            return connection.execute(claimed, [owner]).rowcount > 0
 
     def runs(self, window: str) -> Sequence[dg.DagsterRun]:
         """All runs of a window's consumer, the latest first."""
@@ -235,6 +243,8 @@ def test_a_run_that_is_paused_in_any_window_and_retried_loses_nothing_and_double
             point = windows.retry_of(window)
             wait_until(lambda point=point: stopped(bench.platform, point) is not None, point, seconds=SLOW)  # type: ignore[misc]
             assert any(RETRY_NUMBER_TAG in run.tags for run in paused.runs(window))
+            if window not in ENDS_WELL | ENDS_EITHER_WAY:
+                wait_until(lambda window=window: not paused.has_claim(window), f"the claim of {window}", seconds=SLOW)  # type: ignore[misc]
             paused.wake(window)
             paused.release(point)
 
