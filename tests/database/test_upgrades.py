@@ -403,7 +403,7 @@ def test_whoever_sent_messages_before_an_upgrade_sends_after_it_and_a_sender_has
     with psycopg.connect(old, autocommit=True) as connection:
         # PostgreSQL has these roles, and their rights go with the database.
         connection.execute(
-            "INSERT INTO eventsql.access_role VALUES ('pg_signal_backend', 'sender', NULL);"
+            "INSERT INTO eventsql.access_role VALUES ('pg_signal_backend', 'sender', NULL), ('gone', 'sender', NULL);"
             "GRANT INSERT ON eventsql.queue_message TO pg_monitor, pg_signal_backend;"
             "GRANT ALL ON eventsql.queue_deduplication, eventsql.queue_message_eql_id_seq TO pg_signal_backend;"
             "GRANT EXECUTE ON FUNCTION eventsql.lock_last_of_keys TO pg_signal_backend;"

@@ -42,7 +42,10 @@ BEGIN
     LOOP
         EXECUTE format('GRANT EXECUTE ON FUNCTION %s TO %s', put, grantee);
     END LOOP;
-    FOR grantee IN SELECT quote_ident(a.eql_role) FROM {schema}.access_role a WHERE a.eql_kind = 'sender' LOOP
+    FOR grantee IN
+        SELECT quote_ident(r.rolname) FROM {schema}.access_role a JOIN pg_catalog.pg_roles r ON r.rolname = a.eql_role
+        WHERE a.eql_kind = 'sender'
+    LOOP
         EXECUTE format('REVOKE ALL ON {schema}.queue_message, {schema}.queue_deduplication FROM %s', grantee);
         EXECUTE format('REVOKE ALL ON SEQUENCE {schema}.queue_message_eql_id_seq FROM %s', grantee);
         EXECUTE format('REVOKE ALL ON FUNCTION {schema}.lock_last_of_keys(integer, text[]) FROM %s', grantee);
