@@ -69,7 +69,7 @@ class ClaimMaker:
         with self._database.transaction() as connection:
             # A tick whose caller has given up must not keep the partition locked.
             limits = "statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"
-            limit_waits(connection, wanted.timeout, *limits)
+            _limit_waits(connection, wanted.timeout, *limits)
             locked = lock(connection, self._queries, wanted.key, wait=False)
             if locked is None:
                 return self._not_lockable(connection, wanted.key)
@@ -134,7 +134,7 @@ class ClaimMaker:
         return Claim(claim_id, key.consumer, offsets, events, epoch, owner, locked.offset)
 
 
-def limit_waits(connection: Connection, seconds: float, *settings: str) -> None:
+def _limit_waits(connection: Connection, seconds: float, *settings: str) -> None:
     """Limit how long the current transaction waits, by these `settings`."""
     # 0 would be no limit.
     milliseconds = str(max(1, round(seconds * 1000)))

@@ -17,7 +17,7 @@ from typing import Final
 from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.consumer import Consumer
 from eventsql_orchestration.consuming.batch import Batch, BatchResult, BatchRunner, matching
-from eventsql_orchestration.consuming.claim_making import ClaimMaker, ClaimRequest, limit_waits
+from eventsql_orchestration.consuming.claim_making import ClaimMaker, ClaimRequest
 from eventsql_orchestration.consuming.claim_processing import (
     ClaimSource,
     ending,
@@ -36,6 +36,7 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition, Locked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, query_first
+from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import (
     ClaimLostError,
     ClaimNotFoundError,
@@ -153,7 +154,7 @@ class Claims:
         if previous is not None and claim.owner != previous:
             raise ClaimLostError(f"{claim} was taken over by {claim.owner}")
         with self._database.transaction() as connection:
-            limit_waits(connection, LOCK_TIMEOUT, "lock_timeout")
+            wait_at_most(connection, LOCK_TIMEOUT)
             locked = lock(connection, self._queries, claim.key, wait=True)
             if locked is None or locked.state.epoch != claim.epoch:
                 raise ClaimLostError(f"{claim} was superseded")
@@ -177,7 +178,7 @@ class Claims:
         """
         with self._database.urgent() as connection, connection.transaction():
             # The owner may wait for the end of its heartbeat, and lock the partition in its own transaction.
-            limit_waits(connection, min(LOCK_TIMEOUT, lease / 3), "lock_timeout")
+            wait_at_most(connection, min(LOCK_TIMEOUT, lease / 3))
             renewed = connection.execute(
                 self._queries("renew_lease"), {**holder(claim), "lease": lease}, prepare=False
             ).rowcount
@@ -314,7 +315,7 @@ class Claims:
         Raises `DatabaseBusyError` while a transaction of its owner locks the partition.
         """
         with self._database.transaction() as connection:
-            limit_waits(connection, LOCK_TIMEOUT, "lock_timeout")
+            wait_at_most(connection, LOCK_TIMEOUT)
             locked = lock(connection, self._queries, claim.key, wait=True)
             if locked is None or locked.state.epoch != claim.epoch:
                 return False

@@ -15,7 +15,6 @@ import psycopg
 
 from eventsql_orchestration.consuming.batch import matching
 from eventsql_orchestration.consuming.cancellation import Cancellation
-from eventsql_orchestration.consuming.claim_making import limit_waits
 from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLetterCause, describe
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, HandOut, Standing, arrays, number_of_key
@@ -25,7 +24,7 @@ from eventsql_orchestration.consuming.partition import ConsumerPartition, Locked
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
-from eventsql_orchestration.database.sessions import read_committed
+from eventsql_orchestration.database.sessions import read_committed, wait_at_most
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
@@ -161,7 +160,7 @@ class Deliveries:
         `register`.
         """
         with self._database.transaction() as connection:
-            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+            wait_at_most(connection, LOCK_SECONDS)
             locked = lock(connection, self._consumers, self._key(partition), wait=True)
             if locked is None or _consumed_otherwise(locked):
                 return
@@ -188,7 +187,7 @@ class Deliveries:
         row = fetch_first(connection, self._queries("cursor"), values, prepare=False)
         if row is not None and Cursor(*row).offset != locked.offset:
             # Moved by another way of consuming or by a new layout. Handlers may still have events.
-            limit_waits(connection, LOCK_SECONDS, "lock_timeout")
+            wait_at_most(connection, LOCK_SECONDS)
             forgotten = {"topic": self._topic, "consumer": self._consumer, "partitions": [locked.key.partition]}
             connection.execute(self._queries("forget"), forgotten, prepare=False)
             row = None
