@@ -50,9 +50,13 @@ class Worker:
                         self._go.set()
                     case None:
                         self.stopped.set()
+        self._end()
 
-        # The benchmark is gone, or does not need this process any more. The server ends the statements of this process.
-        # Programs that it has started are in its group.
+    def _end(self) -> None:
+        """End this process, and the programs that it has started: they are in its group.
+
+        The benchmark is gone, or does not need this process any more. The server ends the statements of this process.
+        """
         os.killpg(0, signal.SIGTERM)
 
     def platform(self, *, transfer: bool = False, straight: bool = True) -> EventSQL:
@@ -75,7 +79,10 @@ class Worker:
             self.say(events=events)
 
     def say(self, **message: object) -> None:
-        self._reports.write(json.dumps(message).encode() + b"\n")
+        try:
+            self._reports.write(json.dumps(message).encode() + b"\n")
+        except BrokenPipeError:
+            self._end()
 
 
 def main() -> int:

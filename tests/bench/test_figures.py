@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.bench import machine, roles, workload
+from eventsql_orchestration.bench import machine, processes, roles, workload
 from eventsql_orchestration.bench.benchmark import Benchmark, OnTopic
 from eventsql_orchestration.bench.figure import (
     EVENTS_PER_SECOND,
@@ -315,6 +315,19 @@ def test_a_program_of_a_benchmark_that_is_killed_ends_too(tmp_path: Path) -> Non
         program = started(tmp_path)
         benchmark.kill()
     wait_until(lambda: ended(program), "the end of the program")
+
+
+def test_a_program_ends_if_the_benchmark_is_gone_before_its_process_is_ready(tmp_path: Path) -> None:
+    worker = processes.WorkerProcess("a program", processes.WORKER)
+    try:
+        worker.output.close()
+        options = {"command": PROGRAM, "directory": str(tmp_path), "environment": {}}
+        worker.tell((roles.run_program, (), options, (), ""))
+        program = started(tmp_path)
+        wait_until(lambda: ended(program), "the end of the program")
+    finally:
+        worker.close_input()
+        worker.end(time.monotonic())
 
 
 def test_a_program_that_ends_by_itself_fails_the_figure_with_its_last_words(session: Session, tmp_path: Path) -> None:
