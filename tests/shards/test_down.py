@@ -156,10 +156,13 @@ def test_keys_of_the_shard_that_is_down_fail_and_all_others_go_on(
     platform.publisher.publish_all([publication(LEFT[0]), publication(None)])
     until(lambda: len(handled) == 8)
     assert LEFT[1] not in handled, "what was refused was refused whole"
-    lags = {(lag.shard, lag.partition): lag for lag in platform.lag("orders")}
-    assert {shard for shard, _ in lags} == {"shard-1", "shard-2"}
-    assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-2"} == {LagCause.UNREACHABLE}
-    assert {lag.cause for (shard, _), lag in lags.items() if shard == "shard-1"} == {LagCause.NONE}
+
+    def causes(shard: str) -> set[LagCause]:
+        return {lag.cause for lag in platform.lag("orders") if lag.shard == shard}
+
+    assert causes("shard-2") == {LagCause.UNREACHABLE}
+    # The handler has the last events before their offset is committed.
+    until(lambda: causes("shard-1") == {LagCause.NONE})
     second.start()
     until(lambda: platform.status()[1].state == "takes events")
     platform.publisher.publish(publication(LOST[1]))
