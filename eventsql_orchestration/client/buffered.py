@@ -6,9 +6,10 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from functools import partial
 from typing import Generic, TypeVar, Unpack
+from weakref import WeakValueDictionary
 
 from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.client.registry import ClusterRegistry
@@ -208,6 +209,12 @@ class AsyncPublisher:
             cluster, registry, partial(AsyncCollector, limits=BufferLimits(**limits))
         )
         self._seen: set[str] = set()
+        self._after_fork()
+        after_fork(self, AsyncPublisher._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`. The tasks that give events belong to the parent process."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def closed(self) -> bool:
@@ -237,14 +244,19 @@ class AsyncPublisher:
         if self._collectors.lone is not None:
             return await self._collectors.lone.enqueue(publication)
         deadline = time.monotonic() + self._cluster.timeout
-        while True:
-            try:
-                return await (await self._for_event(publication, deadline)).enqueue(publication)
-            except WrongShardError as error:
-                await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
+        async with self._turn(check_publication(publication).key):
+            while True:
+                try:
+                    return await (await self._for_event(publication, deadline)).enqueue(publication)
+                except WrongShardError as error:
+                    await asyncio.to_thread(self._cluster.reconsider, error, [publication.topic], deadline)
+
+    def _turn(self, key: str | None) -> AbstractAsyncContextManager[None]:
+        """A block that the events of a key enter one after the other: no event passes one that waits for its shard."""
+        return nullcontext() if key is None else self._turns.setdefault(key, asyncio.Lock())
 
     async def _for_event(self, publication: Publication, deadline: float) -> AsyncCollector:
-        topic, key = check_publication(publication).topic, publication.key
+        topic, key = publication.topic, publication.key
         if topic in self._seen and key is not None and (shard := self._cluster.owner_if_up(key)) is not None:
             # Nothing to wait for: a thread for each event would take longer than the event.
             shard.check_active()

@@ -16,6 +16,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.client import streaming
+from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     ConnectionLostError,
@@ -244,6 +245,36 @@ def test_buffered_events_of_tasks_are_acknowledged_by_the_shards_of_their_keys(p
 
     asyncio.run(publish())
     check_in_order(read(platform), 201)
+
+
+def test_an_event_of_a_task_does_not_pass_an_earlier_event_of_its_key_that_waits_for_its_shard(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, go_on = threading.Event(), threading.Event()
+    check_same = ClusterRegistry.check_same
+
+    def hold_the_first(registry: ClusterRegistry, topic: str) -> None:
+        if not looking.is_set():
+            looking.set()
+            assert go_on.wait(PATIENCE)
+        check_same(registry, topic)
+
+    monkeypatch.setattr(ClusterRegistry, "check_same", hold_the_first)
+
+    async def publish() -> None:
+        async with platform.async_publisher(max_age=0.001) as publisher:
+            first = asyncio.create_task(publisher.publish(Publication("orders", b"0", key=KEYS[0])))
+            await asyncio.to_thread(looking.wait, PATIENCE)
+            # The publisher knows the topic from here on: nothing but the first event can keep the second one.
+            await publisher.publish(Publication("orders", b"1", key=KEYS[1]))
+            second = asyncio.create_task(publisher.publish(Publication("orders", b"2", key=KEYS[0])))
+            for _ in range(5):
+                await asyncio.sleep(0)
+            go_on.set()
+            await asyncio.gather(first, second)
+
+    asyncio.run(publish())
+    assert [number for events in read(platform).values() for key, number in events if key == KEYS[0]] == [0, 2]
 
 
 def test_the_partitioner_of_a_caller_chooses_within_the_shard(platform: EventSQL) -> None:
