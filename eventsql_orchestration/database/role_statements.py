@@ -37,9 +37,10 @@ Statements: TypeAlias = Iterator[sql.Composed]
 
 @dataclass(frozen=True, slots=True)
 class RoleState:
-    """A role of this installation with its members."""
+    """A role of this installation with its members. The server may lack a role that a restored database notes."""
 
     role: Role
+    exists: bool
     members: tuple[str, ...] = field(default=())
 
 
@@ -60,7 +61,7 @@ def grant(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str
 
     The caller's transaction has made the topics or migrated the tables, as the admin.
     """
-    roles = [state.role for state in states(connection, schema)]
+    roles = [state.role for state in states(connection, schema) if state.exists]
     found = logs(connection, schema, topics)
     run(connection, all_grants(roles, schema, found) if topics is None else log_grants(roles, found))
 
@@ -82,7 +83,7 @@ def rows_of(connection: psycopg.Connection[Any], schema: str, name: str, **value
 
 def states(connection: psycopg.Connection[Any], schema: str) -> list[RoleState]:
     rows = rows_of(connection, schema, "roles", kinds=list(KINDS))
-    return [RoleState(Role(name, kind, topic), tuple(members)) for name, kind, topic, members in rows]
+    return [RoleState(Role(name, kind, topic), exists, tuple(members)) for name, kind, topic, exists, members in rows]
 
 
 def logs(connection: psycopg.Connection[Any], schema: str, topics: Sequence[str] | None = None) -> list[Log]:

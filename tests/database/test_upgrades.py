@@ -423,3 +423,14 @@ def test_whoever_sent_messages_before_an_upgrade_sends_after_it_and_a_sender_has
         ).fetchone()
     # The migration grants to a role what it needs where the roles were made by the package.
     assert kept == (False, False, False, False, False)
+
+
+def test_an_upgrade_passes_over_roles_that_a_restored_database_notes_and_its_server_lacks(old: str) -> None:
+    upgrade(old, "0047")
+    with psycopg.connect(old, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO eventsql.access_role SELECT 'left_behind_' || kind, kind, NULL "
+            "FROM unnest(ARRAY['consumer', 'reader', 'sender']) AS kind"
+        )
+        upgrade(old, migrations.HEAD)
+        assert connection.execute("SELECT FROM eventsql.access_role").rowcount == 3

@@ -268,6 +268,16 @@ def test_a_transfer_moves_events_of_a_topic_that_lost_partitions_where_public_ma
     assert as_("transfer").transfer.run_once() == {"orders": 1}
 
 
+def test_a_restored_database_whose_server_lacks_a_role_takes_topics_and_migrations(owner: EventSQL, as_: As) -> None:
+    with owner.database.connection() as connection:
+        connection.execute(
+            "INSERT INTO eventsql.access_role VALUES ('left_behind', 'sender', NULL), ('left_too', 'reader', NULL)"
+        )
+    owner.registry.register_topic(Topic("later"))
+    owner.database.migrate()
+    assert list(as_("reader").reader.read("later")) == []
+
+
 def test_a_stager_publishes_blocks(owner: EventSQL, login: Login) -> None:
     pytest.importorskip("pyarrow")
     import pyarrow as pa  # type: ignore[import-untyped]  # it has no types

@@ -6,8 +6,9 @@ SELECT pg_get_userbyid(c.relowner),
 FROM pg_class c
 WHERE c.oid = to_regclass(%(buffer)s);
 
--- roles -- The roles of this installation: name, kind, topic, and which roles are members of each.
-SELECT a.eql_role, a.eql_kind, a.eql_topic,
+-- roles -- The roles of this installation: name, kind, topic, whether the server has the role, and which roles are members
+-- of each.
+SELECT a.eql_role, a.eql_kind, a.eql_topic, EXISTS (SELECT FROM pg_roles r WHERE r.rolname = a.eql_role),
        ARRAY(
            SELECT pg_get_userbyid(m.member)
            FROM pg_auth_members m JOIN pg_roles r ON r.oid = m.roleid

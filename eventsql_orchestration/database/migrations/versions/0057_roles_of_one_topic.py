@@ -23,7 +23,10 @@ DO $$
 DECLARE
     role text;
 BEGIN
-    FOR role IN SELECT a.eql_role FROM {schema}.access_role a WHERE a.eql_kind = 'consumer' LOOP
+    FOR role IN
+        SELECT r.rolname FROM {schema}.access_role a JOIN pg_catalog.pg_roles r ON r.rolname = a.eql_role
+        WHERE a.eql_kind = 'consumer'
+    LOOP
         EXECUTE format(
             'REVOKE INSERT, UPDATE ON {schema}.consumer_claim, {schema}.consumer_cursor, {schema}.consumer_worker '
             'FROM %I', role
