@@ -17,6 +17,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.errors import (
     ClosedError,
+    DatabaseBusyError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -215,17 +216,15 @@ class QueueWorkers:
                 self.handled += 1
 
     def _is_blameless(self, message: Message, connection: Connection | None, error: BaseException) -> bool:
-        """Whether the connection of a message could not be opened, or was lost and the message is not to blame.
+        """Whether the handler of a message was not called, or its connection was lost and the message is not to blame.
 
         The database that cannot be reached may be another one, which the handler uses: then `connection` is open.
         """
         what = f"message {message.id} of queue {self._queue.name!r}"
-        if connection is None and isinstance(error, DatabaseUnavailableError):
+        if connection is None:
             logger.warning("%s waits for the database: %s", what, error)
             return True
-        if connection is None or not connection.broken:
-            return False
-        return not self._lost.counts((message.shard, message.id), what, connection, error)
+        return connection.broken and not self._lost.counts((message.shard, message.id), what, connection, error)
 
     def _fail(self, message: Message, error: BaseException) -> None:
         with self._lock:
@@ -252,7 +251,7 @@ class QueueWorkers:
         while not self._stop.wait(pause_while_away(failures)):
             try:
                 self._queue.give_back([message])
-            except DatabaseUnavailableError:
+            except (DatabaseUnavailableError, DatabaseBusyError):
                 failures += 1
             except EventSQLError as failure:
                 _note_held(message, failure)

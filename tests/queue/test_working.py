@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from typing import Final
 
 import psycopg
@@ -13,7 +13,7 @@ import pytest
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
-from eventsql_orchestration.errors import DatabaseUnavailableError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import Handler
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
@@ -126,6 +126,24 @@ def test_a_message_whose_connection_is_lost_spends_no_receive(
     with queue.work(lose_it) as workers:
         until(lambda: workers.handled or workers.failed)
         assert (workers.handled, workers.failed) == (1, 0)
+
+
+def test_a_message_whose_handler_could_not_be_called_spends_no_receive(
+    platform: EventSQL, queue: Queue, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy, transaction = iter(range(LOST)), queue.transaction
+
+    def refuse(message: Message) -> AbstractContextManager[Connection]:
+        if next(busy, None) is not None:
+            raise DatabaseBusyError("every connection of this process is in use")
+        return transaction(message)
+
+    monkeypatch.setattr(queue, "transaction", refuse)
+    queue.send(b"1")
+    with queue.work(write) as workers:
+        until(lambda: workers.handled or workers.failed)
+        assert (workers.handled, workers.failed) == (1, 0)
+    assert effects(platform) == [b"1"]
 
 
 def test_a_message_that_loses_its_connection_again_and_again_becomes_a_dead_letter(
