@@ -34,7 +34,7 @@ NEWEST = {
     "publishing": ("0057", "0576c368c7808a23"),
     "queue": ("0060", "cf57255fcb21cb77"),
     "queue_receiving": ("0060", "f404dda7e639d563"),
-    "queue_sending": ("0061", "5d525a1163eb87a5"),
+    "queue_sending": ("0062", "a4dfc8a075e55c02"),
     "queue_settling": ("0059", "61306b99af005f1a"),
     "reading": ("0059", "6cf3d304977e314f"),
     "store": ("0023", "b23aa28548abfbba"),

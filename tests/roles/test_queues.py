@@ -237,6 +237,9 @@ def test_a_sender_sends_no_message_that_nobody_could_receive(
             )),
             ("'{a,NULL}'", "priorities => NULL"), ("'{a}'", "deduplication_ids => ARRAY[repeat('i', 1025)]"),
             ("ARRAY[convert_to(repeat('x', 67108865), 'UTF8')]", "alone => true"),
+            *(("'{a,b}'", f"metadata => ARRAY['{{}}', '{each}']") for each in (
+                "[]", "null", '{"n": 1}', '{"n": "1", "n": "2"}',
+            )),
         ):  # fmt: skip
             with pytest.raises(psycopg.errors.InvalidParameterValue):
                 sender.execute(

@@ -75,12 +75,24 @@ BEGIN
        OR NOT (given.due >= '0001-01-01 00:00+00' AND given.due < '10000-01-01 00:00+00')
        OR NOT (given.delay >= 0 AND given.delay <= 31536000)
        OR octet_length(given.deduplication_id) > 1024;
+    IF place IS NULL AND metadata IS NOT NULL THEN
+        SELECT min(given.place) INTO place
+        FROM unnest(metadata) WITH ORDINALITY AS given (metadata, place)
+        WHERE json_typeof(given.metadata::json) <> 'object'
+           OR octet_length(given.metadata) > 2 AND EXISTS (
+               SELECT FROM json_each(given.metadata::json) field
+               HAVING coalesce(bool_or(json_typeof(field.value) <> 'string'), false)
+                   OR count(*) <> count(DISTINCT field.key)
+                   OR sum(octet_length(field.key) + octet_length(field.value #>> '{}')) > 16777216
+           );
+    END IF;
     IF place IS NOT NULL THEN
         RAISE EXCEPTION 'message % for queue % cannot be stored', place, quote_literal(name)
             USING ERRCODE = 'invalid_parameter_value',
                   HINT = 'A body has up to 67108864 bytes and is not NULL, a key up to 65536 bytes, a deduplication id '
                          'up to 1024 bytes; a due time is in the years 1 to 9999, a delay is 0 to 31536000 seconds; a '
-                         'priority is 0 to 9.';
+                         'priority is 0 to 9; metadata is a JSON object of strings, each name once, up to 16777216 '
+                         'bytes.';
     END IF;
 
     IF in_order OR deduplication_ids IS NOT NULL THEN
@@ -165,7 +177,6 @@ CREATE OR REPLACE FUNCTION {schema}.queue_send_all(
 LANGUAGE plpgsql VOLATILE SET search_path = pg_catalog, pg_temp AS $$
 DECLARE
     known record;
-    wrong bigint;
     own text;
     active boolean;
     elsewhere text;
@@ -176,20 +187,6 @@ BEGIN
                                             cardinality(priorities), cardinality(deduplication_ids)]) THEN
         RAISE EXCEPTION 'bodies and the other arrays must have the same number of elements, up to 10000'
             USING ERRCODE = 'invalid_parameter_value', HINT = 'For messages without keys, delays and so on, give NULL.';
-    END IF;
-    SELECT min(each.position) INTO wrong
-    FROM unnest(metadata) WITH ORDINALITY AS each (metadata, position)
-    WHERE json_typeof(each.metadata) <> 'object'
-       OR octet_length(each.metadata::text) > 2 AND EXISTS (
-           SELECT FROM json_each(each.metadata) field
-           HAVING coalesce(bool_or(json_typeof(field.value) <> 'string'), false)
-               OR count(*) <> count(DISTINCT field.key)
-               OR sum(octet_length(field.key) + octet_length(field.value #>> '{}')) > 16777216
-       );
-    IF wrong IS NOT NULL THEN
-        RAISE EXCEPTION 'message % for queue % cannot be stored', wrong, quote_literal(queue)
-            USING ERRCODE = 'invalid_parameter_value',
-                  HINT = 'Metadata is a JSON object of strings, each name once, up to 16777216 bytes.';
     END IF;
 
     SELECT s.eql_name, s.eql_active INTO own, active FROM {schema}.shard s;
