@@ -61,6 +61,12 @@ def stand_still(connection: Connection) -> None:
     connection.execute("SELECT 1")
 
 
+def fail_and_close(connection: Connection) -> None:
+    """Fail in a block of psycopg's, which closes the connection at its end."""
+    with connection:
+        raise ValueError("not sent")
+
+
 def take_too_long(connection: Connection) -> None:
     """Let the server end the session because its transaction takes too long. PostgreSQL 16 has no such limit."""
     if connection.info.server_version < 170_000:

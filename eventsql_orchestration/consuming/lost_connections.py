@@ -9,8 +9,8 @@ from collections.abc import Hashable
 from typing import Final
 
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.load import disk_is_full
 from eventsql_orchestration.database.translation import ended_for_time
-from eventsql_orchestration.errors import DatabaseUnavailableError
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,11 @@ _MOST_KNOWN: Final = 10_000
 
 
 def lost(connection: Connection, error: BaseException) -> bool:
-    """Whether a block failed because its connection is gone: it was lost, or the block closed it and used it."""
-    return connection.broken or (connection.closed and isinstance(error, DatabaseUnavailableError))
+    """Whether the connection of a block that failed is gone: it was lost, or the block closed it.
+
+    psycopg's `with connection:` closes it, too, whatever the error. The block is not to blame for a full disk.
+    """
+    return connection.broken or (connection.closed and not disk_is_full(error))
 
 
 class LostConnections:

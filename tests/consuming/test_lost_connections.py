@@ -15,8 +15,8 @@ from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
-from eventsql_orchestration.errors import DatabaseUnavailableError
-from tests.effects import effects, make_table, stand_still, take_too_long, write
+from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
+from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
 
 OTHERS = [1, 2, 3, 5, 6, 7, 8, 9, 10]
@@ -94,6 +94,7 @@ def reasons(platform: EventSQL) -> list[str]:
         (take_too_long, "_timeout of the role"),
         (stand_still_and_say_otherwise, "not sent"),
         (Connection.close, "closed"),
+        (fail_and_close, "not sent"),
     ],
 )
 def test_an_event_whose_handler_ends_its_connection_fails_alone_and_names_the_cause(
@@ -129,6 +130,16 @@ def test_connections_that_are_lost_within_a_minute_cost_nothing(platform: EventS
     assert (state_of(platform).last_event_id, state_of(platform).failed_event_id) == (0, None)
 
 
+def test_a_full_disk_is_no_failure_of_an_event_whose_handler_closes_its_connection(platform: EventSQL) -> None:
+    def fill_the_disk(_: Sequence[Event], connection: Connection) -> None:
+        with connection:
+            connection.execute(DISK_IS_FULL)
+
+    with pytest.raises(DatabaseFullError):
+        platform.consumers.consume_once("orders", "mailer", fill_the_disk)
+    assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (None, 0)
+
+
 def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
     platform: EventSQL, server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,7 +158,7 @@ def test_an_event_that_takes_the_server_down_has_failed_when_the_server_is_back(
     assert (state_of(platform).failed_event_id, state_of(platform).attempts) == (4, 1)
 
 
-@pytest.mark.parametrize("lose", [stand_still, Connection.close, None])
+@pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
 def test_an_event_of_a_queue_whose_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
     platform: EventSQL,
     terminate: Terminate,

@@ -15,7 +15,7 @@ from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
-from tests.effects import FullDiskError, MuteError, stand_still
+from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until
 from tests.store.test_order import adopted, put, restored
 
@@ -247,6 +247,7 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
     store: Store, until: Until, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     monkeypatch.setattr("eventsql_orchestration.store.subscription.FAULT_DELAY", 0.01)
+    monkeypatch.setattr("eventsql_orchestration.consuming.failures.FIRST_BACKOFF", 0.01)
     lost = [True]
 
     def wraps(change: RecordedChange, connection: Connection) -> None:
@@ -262,7 +263,7 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
         until(lambda: effects(store) == [1])
 
 
-@pytest.mark.parametrize("lose", [stand_still, Connection.close, None])
+@pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
 def test_a_change_whose_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
     store: Store,
     terminate: Terminate,
