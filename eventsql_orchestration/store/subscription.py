@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Final, Self, TypeAlias
+from typing import Final, NamedTuple, Self, TypeAlias
 
 import psycopg
 
@@ -16,6 +16,7 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import backoff_after
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler, check_handler, ends_program
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
+from eventsql_orchestration.consuming.partition import TRANSACTION_ENDED
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.held_by_handlers import holding
 from eventsql_orchestration.database.load import raise_if_disk_is_full
@@ -64,6 +65,15 @@ class Progress:
     more: bool = False
     due_in: float | None = None
     active: bool = True
+
+
+class _Locked(NamedTuple):
+    """A locked subscription: its place, its failed attempts, the seconds until the next one, and the transaction."""
+
+    after: StoreCheckpoint
+    attempts: int
+    due_in: float
+    by: str
 
 
 class _FailedError(Exception):
@@ -163,10 +173,9 @@ class Subscription:
                 locked = self._lock(connection)
                 if locked is None:
                     return Progress(active=False)
-                after, _, due_in = locked
-                if due_in:
-                    return Progress(due_in=due_in)
-                self._began_at = after
+                if locked.due_in:
+                    return Progress(due_in=locked.due_in)
+                after = self._began_at = locked.after
 
                 # Ask before the changes are read, so that the place does not pass changes that commit in between.
                 newest = self._order.newest(connection)
@@ -178,9 +187,9 @@ class Subscription:
                 places = [each.checkpoint for each in changes[-1:] if each.checkpoint is not None]
                 reached = max([after, *places, *([newest] if len(changes) < limit else [])])
                 if reached > after:
-                    self._advance(connection, reached, len(changes))
+                    self._advance(connection, locked, reached, changes)
                 handled = True
-        except _FailedError:
+        except (_FailedError, _CommitFailedError):
             raise
         except OF_HANDLER as error:
             if not changes or connection is None:
@@ -209,19 +218,24 @@ class Subscription:
             raise_if_disk_is_full(error)
             raise _FailedError(change, number, error) from error
 
-    def _lock(self, connection: Connection) -> tuple[StoreCheckpoint, int, float] | None:
-        """The place, the failed attempts, and the seconds until the next one; None if another process has the row."""
+    def _lock(self, connection: Connection) -> _Locked | None:
+        """Lock the subscription's row; None if another process has it."""
         start = self._order.home.place(connection, None)
         row = fetch_first(connection, self._queries("lock"), {"name": self.name}, prepare=False)
         if row is None:
             if fetch_first(connection, self._queries("exists"), {"name": self.name}, prepare=False) is None:
                 raise SubscriptionNotFoundError(f"subscription {self.name!r} does not exist: subscribe again")
             return None
-        transaction, position, attempts, due_in = row
-        return StoreCheckpoint(start.era, int(transaction), position), attempts, due_in or 0.0
+        transaction, position, attempts, due_in, locked_by = row
+        return _Locked(StoreCheckpoint(start.era, int(transaction), position), attempts, due_in or 0.0, locked_by)
 
-    def _advance(self, connection: Connection, to: StoreCheckpoint, handled: int) -> None:
-        connection.execute(self._queries("advance"), {"name": self.name, **to.parameters(), "handled": handled})
+    def _advance(
+        self, connection: Connection, locked: _Locked, to: StoreCheckpoint, handled: list[RecordedChange]
+    ) -> None:
+        """Move the subscription. Raises if a handler has ended the transaction that locked it, and begun another."""
+        values = {"name": self.name, **to.parameters(), "handled": len(handled), "locked_by": locked.by}
+        if connection.execute(self._queries("advance"), values).rowcount != 1:
+            raise _CommitFailedError(handled, psycopg.ProgrammingError(TRANSACTION_ENDED))
 
     def _record(self, change: RecordedChange, error: BaseException) -> Progress:
         """Note that the next change failed, or give it up after its last attempt."""
@@ -237,11 +251,11 @@ class Subscription:
             assert place is not None, "a change that was read in the global order has a place"
             if locked is None:
                 return Progress(active=False)
-            if locked[0] != self._began_at:
+            if locked.after != self._began_at:
                 # Another process has handled it meanwhile, or the subscription was moved.
                 return Progress(more=True)
 
-            attempts = locked[1] + 1
+            attempts = locked.attempts + 1
             failure = describe(error)
             values = {"name": self.name, "attempts": attempts, "failure": failure}
             if attempts < self._options.max_attempts:
@@ -255,7 +269,7 @@ class Subscription:
 
             of = {"type": change.aggregate_type, "id": change.aggregate_id, "version": change.version}
             connection.execute(self._queries("bury"), {**values, **of})
-            self._advance(connection, place, 0)
+            self._advance(connection, locked, place, [])
         logger.error("subscription %s gave %s up after %d attempts: %s", self.name, change.reference, attempts, failure)
         return Progress(more=True)
 

@@ -328,6 +328,21 @@ def test_a_change_whose_handler_rolls_back_fails(store: Store) -> None:
     assert "rolled its effects back" in letter.failure
 
 
+def test_a_handler_that_begins_another_transaction_moves_the_subscription_nowhere(store: Store) -> None:
+    def ends(change: RecordedChange, connection: Connection) -> None:
+        if change.data["n"] == 2:
+            connection.execute("COMMIT")
+            # Nobody has the subscription now.
+            assert drain(other) == 3
+            connection.execute("BEGIN")
+
+    put(store, "1", 1, 2, 3)
+    other = subscribed(store)
+    assert drain(subscribed(store, ends, batch=2)) == 0
+    assert drain(other) == 0
+    assert effects(store) == [1, 2, 3]
+
+
 def test_a_full_disk_is_never_the_failure_of_a_change(store: Store) -> None:
     def finds_it_full(change: RecordedChange, connection: Connection) -> None:
         effect(change, connection)

@@ -3,10 +3,10 @@ INSERT INTO {schema}.store_subscription (eql_name, eql_transaction, eql_position
 VALUES (%(name)s, %(transaction)s::xid8, %(position)s, %(types)s::text[], %(kinds)s::text[])
 ON CONFLICT (eql_name) DO UPDATE SET eql_types = EXCLUDED.eql_types, eql_kinds = EXCLUDED.eql_kinds;
 
--- lock -- The place of a subscription, its failed attempts, and the seconds until the next one. No row if another process has
--- it.
+-- lock -- The place of a subscription, its failed attempts, the seconds until the next one, and this transaction. No row if
+-- another process has it.
 SELECT eql_transaction::text, eql_position, eql_attempts,
-       greatest(0, extract(epoch FROM eql_retry_at - clock_timestamp()))::float8
+       greatest(0, extract(epoch FROM eql_retry_at - clock_timestamp()))::float8, pg_current_xact_id()::text
 FROM {schema}.store_subscription
 WHERE eql_name = %(name)s
 FOR UPDATE SKIP LOCKED;
@@ -14,7 +14,8 @@ FOR UPDATE SKIP LOCKED;
 -- exists -- Whether there is a subscription, locked or not.
 SELECT FROM {schema}.store_subscription WHERE eql_name = %(name)s;
 
--- advance -- A subscription has handled the changes up to a place.
+-- advance -- A subscription has handled the changes up to a place. Nothing is changed in another transaction than the one that
+-- has locked it: by then, another process may have moved it further.
 UPDATE {schema}.store_subscription
 SET eql_transaction = %(transaction)s::xid8,
     eql_position = %(position)s,
@@ -23,7 +24,7 @@ SET eql_transaction = %(transaction)s::xid8,
     eql_attempts = 0,
     eql_failure = NULL,
     eql_retry_at = NULL
-WHERE eql_name = %(name)s;
+WHERE eql_name = %(name)s AND pg_current_xact_id() = %(locked_by)s::xid8;
 
 -- record_failure -- The next change of a subscription failed; it is tried again later.
 UPDATE {schema}.store_subscription
