@@ -25,7 +25,7 @@ from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import read_committed, wait_at_most
-from eventsql_orchestration.errors import ClaimLostError, DatabaseError, RedefinitionError
+from eventsql_orchestration.errors import ClaimLostError, DatabaseBusyError, DatabaseError, RedefinitionError
 from eventsql_orchestration.model import Event, how_often
 from eventsql_orchestration.storage.erasing import FAILURE, erased_meanwhile
 from eventsql_orchestration.storage.reading import LogReader
@@ -37,8 +37,8 @@ OWNER: Final = "start_queue, with events that are not acknowledged"
 away: they would repeat the acknowledged events after the offset."""
 
 LOCK_SECONDS: Final = 3.0
-"""Maximum seconds of two waits: after a move of the consumer, for handlers that still have earlier events; in the last
-call of a process, for a locked partition."""
+"""Maximum seconds of waits: after a move of the consumer, for handlers that still have earlier events; for an event
+whose lost connection the server has not missed yet; in the last call of a process, for a locked partition."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -334,8 +334,8 @@ class Deliveries:
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
 
-        Gives the seconds until the event is due again, 0 if it became a dead letter. Unless it `counts`, the event
-        keeps its attempts. Raises `ClaimLostError` if another process has the event now.
+        Gives the seconds until the event is due again, 0 for a dead letter. Unless it `counts`, the event keeps its
+        attempts. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)
@@ -350,7 +350,7 @@ class Deliveries:
                     )  # fmt: skip
                     return 0.0
                 delay = NEVER
-            except ClaimLostError:
+            except (ClaimLostError, DatabaseBusyError):
                 raise
             except Exception as problem:
                 logger.exception("%s cannot give event %d up", where, delivery.event.id)
@@ -379,6 +379,7 @@ class Deliveries:
             "failure": failure, "delay": delay,
         }  # fmt: skip
         with self._database.transaction() as connection:
+            wait_at_most(connection, LOCK_SECONDS)
             if erased_meanwhile(connection, self._database.schema, delivery.event):
                 values["failure"] = FAILURE
             if connection.execute(self._queries("fail"), values, prepare=False).rowcount != 1:
@@ -389,6 +390,7 @@ class Deliveries:
     def _bury(self, delivery: Delivery, cause: DeadLetterCause) -> bool:
         """Publish an event's dead letter and acknowledge the event; gives whether one was made."""
         with self._database.transaction() as connection:
+            wait_at_most(connection, LOCK_SECONDS)
             # Lock the consumer's row first, as a move of the consumer does.
             connection.execute(self._consumers("count_given_up"), self._key(delivery.partition).parameters())
             self._acknowledge_in(connection, delivery)

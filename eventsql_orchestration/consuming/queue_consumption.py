@@ -260,10 +260,14 @@ class QueueConsumption(Running):
 
     def _settle(self) -> None:
         while (outcomes := self._await_outcomes()) is not None:
-            for outcome in [each for each in outcomes if each.error is not None]:
-                self._until_done(self._give_back, outcome)
-            if done := [each.delivery for each in outcomes if each.error is None]:
-                self._until_done(self._acknowledge, done)
+            again = [each for each in outcomes if each.error is not None and not self._is_done(self._give_back, each)]
+            done = [each for each in outcomes if each.error is None]
+            if done and not self._is_done(self._acknowledge, [each.delivery for each in done]):
+                again += done
+            if again and not self._worked_off.wait(SETTLE_RETRY):
+                # Behind the others: a session that the server has not missed yet may hold one of them.
+                with self._settling:
+                    self._outcomes.extend(again)
         self._leave()
 
     def _await_outcomes(self) -> list[Outcome] | None:
@@ -276,17 +280,14 @@ class QueueConsumption(Running):
             self._outcomes.clear()
             return outcomes
 
-    def _until_done(self, settle: Callable[..., None], what: object) -> None:
-        """Call `settle` until it succeeds. While the database fails, the events stay with this process."""
-        while True:
-            try:
-                settle(what)
-            except Exception as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
-                self._report(error)
-            else:
-                return
-            if self._worked_off.wait(SETTLE_RETRY):
-                return
+    def _is_done(self, settle: Callable[..., None], what: object) -> bool:
+        """Call `settle`; False if that fails. While the database fails, the events stay with this process."""
+        try:
+            settle(what)
+        except Exception as error:  # noqa: BLE001 - reported; nothing would be acknowledged any more
+            self._report(error)
+            return False
+        return True
 
     def _acknowledge(self, done: list[Delivery]) -> None:
         kept = self._deliveries.acknowledge(done)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -10,7 +11,7 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming import failures, lost_connections, worker_pool
+from eventsql_orchestration.consuming import deliveries, failures, lost_connections, worker_pool
 from eventsql_orchestration.consuming.leases import Lease
 from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
 from eventsql_orchestration.database import Connection
@@ -18,6 +19,8 @@ from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import DatabaseFullError, DatabaseUnavailableError
 from tests.effects import DISK_IS_FULL, effects, fail_and_close, make_table, stand_still, take_too_long, write
 from tests.fixtures import Terminate, Until
+from tests.relay import relayed
+from tests.waiting import PATIENCE
 
 OTHERS = [1, 2, 3, 5, 6, 7, 8, 9, 10]
 """The events whose handler keeps its connection."""
@@ -195,6 +198,39 @@ def test_an_event_of_a_queue_whose_handler_wraps_the_error_of_a_lost_connection_
         until(lambda: state_of(platform).last_event_id == 10)
     assert reasons(platform) == []
     assert sorted(effects(platform)) == list(range(1, 11))
+
+
+def test_an_event_whose_lost_connection_the_server_has_not_missed_yet_holds_no_other_event_of_a_queue_up(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
+    monkeypatch.setattr(deliveries, "LOCK_SECONDS", 0.05)
+    url = platform.database.url
+    assert url.port is not None
+    with relayed(url.port) as relay:
+        cuts = iter([relay.cut])
+
+        def handle(event: Event, connection: Connection) -> None:
+            write([event], connection)
+            if event.id == 4 and (cut := next(cuts, None)) is not None:
+                cut()
+                # To send a statement would wake the server.
+                assert select.select([connection], [], [], PATIENCE)[0]
+                connection.pgconn.consume_input()
+
+        with (
+            EventSQL(url.set(port=relay.port).render_as_string(hide_password=False), transfer=False) as remote,
+            remote.consumers.start_queue("orders", "mailer", handle, workers=1, by_key=False, polling_delay=0.02),
+        ):
+            until(lambda: sorted(effects(platform)) == OTHERS)
+            with platform.database.connection() as connection:
+                connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE datname = current_database() AND state = 'idle in transaction' ORDER BY xact_start LIMIT 1"
+                )
+            until(lambda: state_of(platform).last_event_id == 10)
+    assert sorted(effects(platform)) == list(range(1, 11))
+    assert reasons(platform) == []
 
 
 def test_an_event_whose_leased_handler_lets_its_transaction_stand_still_becomes_a_dead_letter(
