@@ -19,7 +19,7 @@ from eventsql_orchestration.consuming.dead_letter_values import NEVER, DeadLette
 from eventsql_orchestration.consuming.dead_letters import DeadLetters
 from eventsql_orchestration.consuming.delivery import Cursor, Delivery, Fresh, HandOut, Standing, arrays, number_of_key
 from eventsql_orchestration.consuming.failures import backoff_after, without_letter
-from eventsql_orchestration.consuming.handlers import BatchHandler, call_handler
+from eventsql_orchestration.consuming.handlers import EventHandler, call_handler
 from eventsql_orchestration.consuming.partition import ConsumerPartition, LockedPartition, lock
 from eventsql_orchestration.database import Connection, Database, Queries
 from eventsql_orchestration.database.load import too_much
@@ -302,7 +302,7 @@ class Deliveries:
 
     # The end of a delivery
 
-    def handle(self, delivery: Delivery, handler: BatchHandler, cancellation: Cancellation) -> None:
+    def handle(self, delivery: Delivery, handler: EventHandler, cancellation: Cancellation) -> None:
         """Hand an event to a handler whose effects commit together with the acknowledgement.
 
         Raises `ClaimLostError` if another process has the event now, and the handler's error.
@@ -312,7 +312,7 @@ class Deliveries:
             # the acknowledgement too.
             self._acknowledge_in(connection, delivery)
             with self._key(delivery.partition).held(connection, self._database.schema, "delivery"):
-                call_handler(connection, [delivery.event], handler)
+                call_handler(connection, delivery.event, handler)
 
     def _acknowledge_in(self, connection: Connection, delivery: Delivery) -> None:
         values = {"cursor": delivery.cursor, "id": delivery.event.id, "worker": delivery.worker}

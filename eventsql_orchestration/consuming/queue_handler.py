@@ -11,7 +11,7 @@ from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
 from eventsql_orchestration.consuming.deliveries import Deliveries
 from eventsql_orchestration.consuming.delivery import Delivery
-from eventsql_orchestration.consuming.handlers import EventHandler, check_handler, check_returned, one_by_one
+from eventsql_orchestration.consuming.handlers import EventHandler, check_handler, check_returned
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
@@ -71,11 +71,10 @@ class HandlerOfOne:
     def handle(self, delivery: Delivery) -> Outcome | None:
         """Handle an event; None if it is acknowledged already, or if the consumption was stopped meanwhile."""
         begun: list[Connection] = []
-        handler = one_by_one(self._handler)
 
-        def handle(events: Sequence[Event], connection: Connection) -> None:
+        def handle(event: Event, connection: Connection) -> object:
             begun.append(connection)
-            handler(events, connection)
+            return self._handler(event, connection)
 
         try:
             if not self.in_transaction:
