@@ -1,4 +1,4 @@
-"""Connections that a handler loses: which losses count as failures of its event or message."""
+"""Connections that a handler loses, and conflicts that may pass: which of them count as failures of its event."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def lost(connection: Connection, error: BaseException) -> bool:
 class LostConnections:
     """The lost connections of the events or messages that this process handles, each named by a key.
 
-    They are kept in memory, because the process outlives its connections. Its methods may be called from any thread.
+    They are kept in memory, because the process outlives its connections. Its methods may be called from any thread. A
+    topic consumed as a queue notes conflicts here, too.
     """
 
     def __init__(self) -> None:
@@ -53,16 +54,23 @@ class LostConnections:
         """
         if not connection.broken or ended_for_time(error):
             return True
+        return self.too_often(key, f"{what} lost its connection", error)
+
+    def too_often(self, key: Hashable, what: str, error: BaseException) -> bool:
+        """Note an error that may pass by itself; gives whether the event or message has met too many of them.
+
+        `what` says what has happened to which event, for the log.
+        """
         now = time.monotonic()
         losses, first = self._known.get(key, (0, now))
         self._known[key] = (losses + 1, first)
         if len(self._known) > _MOST_KNOWN:
             self._known.popitem(last=False)
         if losses >= FREE_LOSSES and now - first >= FREE_SECONDS:
-            logger.warning("%s has failed: it lost its connection %d times; see the server's log", what, losses + 1)
+            logger.warning("%s %d times, and has failed: see the server's log", what, losses + 1)
             return True
         logger.warning(
-            "%s has lost its connection %d times, which is no failure up to %d times, nor in the first %.0f s: %s",
+            "%s %d times, which is no failure up to %d times, nor in the first %.0f s: %s",
             what, losses + 1, FREE_LOSSES, FREE_SECONDS, error,
         )  # fmt: skip
         return False

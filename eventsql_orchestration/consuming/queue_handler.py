@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.commit_retry import is_transient
@@ -15,11 +15,8 @@ from eventsql_orchestration.consuming.handlers import EventHandler, check_handle
 from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.load import disk_is_full
-from eventsql_orchestration.errors import (
-    DatabaseBusyError,
-    DatabaseFullError,
-    DatabaseUnavailableError,
-)
+from eventsql_orchestration.database.translation import ended_for_time
+from eventsql_orchestration.errors import DatabaseBusyError, DatabaseFullError, DatabaseUnavailableError
 from eventsql_orchestration.model import Event
 from eventsql_orchestration.signatures import signature_of
 
@@ -29,9 +26,6 @@ PlainHandler: TypeAlias = Callable[[Event], object]
 """Takes one event, which is acknowledged after it returns."""
 
 QueueHandler: TypeAlias = EventHandler | PlainHandler
-
-_OUTSIDE: Final = (DatabaseUnavailableError, DatabaseBusyError, DatabaseFullError)
-"""Errors of a database that no event is to blame for."""
 
 
 def takes_connection(handler: QueueHandler) -> bool:
@@ -90,7 +84,13 @@ class HandlerOfOne:
 
     def _counts(self, delivery: Delivery, begun: Sequence[Connection], error: BaseException) -> bool:
         """Whether an error is a failed attempt of its event. `begun`: the connection that the handler was given."""
+        key, what = (delivery.cursor, delivery.event.id), f"event {delivery.event.id} of {self._name}"
         if begun and lost(begun[0], error):
-            what = f"event {delivery.event.id} of {self._name}"
-            return self._lost.counts((delivery.cursor, delivery.event.id), what, begun[0], error)
-        return not (isinstance(error, _OUTSIDE) or is_transient(error) or disk_is_full(error))
+            return self._lost.counts(key, what, begun[0], error)
+        if isinstance(error, DatabaseUnavailableError | DatabaseFullError) or disk_is_full(error):
+            return ended_for_time(error)
+        if isinstance(error, DatabaseBusyError) or is_transient(error):
+            # Before the handler is called, no event is to blame.
+            called = bool(begun) or not self.in_transaction
+            return called and self._lost.too_often(key, f"{what} met a conflict or a timeout", error)
+        return True

@@ -11,12 +11,13 @@ import pytest
 
 from eventsql_orchestration import Consumer, Event, EventFilter, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState
-from eventsql_orchestration.consuming import deliveries, queue_consumption
+from eventsql_orchestration.consuming import deliveries, lost_connections, queue_consumption
 from eventsql_orchestration.consuming import failures as failure_module
 from eventsql_orchestration.consuming.cancellation import Cancellation
 from eventsql_orchestration.consuming.deliveries import OWNER
 from eventsql_orchestration.consuming.delivery import Delivery
 from eventsql_orchestration.consuming.lag_values import LagCause
+from eventsql_orchestration.consuming.lost_connections import FREE_LOSSES
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.database.rows import fetch_all
 from eventsql_orchestration.errors import (
@@ -212,6 +213,51 @@ def test_an_event_whose_handler_fails_for_something_else_is_tried_again(
     with platform.consumers.start_queue("payments", "mailer", seen, polling_delay=POLLING):
         until(lambda: at_rest(platform))
     assert seen.ids == ids * (len(failures) + 1)
+
+
+@pytest.mark.parametrize("in_transaction", [True, False])
+def test_an_event_whose_handler_always_meets_a_conflict_becomes_a_dead_letter(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch, in_transaction: bool
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    platform.registry.register_topic(Topic("payments_dlt"))
+    fill(platform, "a")
+    calls: list[int] = []
+
+    def meet_a_deadlock(event: Event, connection: Connection) -> None:
+        calls.append(event.id)
+        connection.execute("DO $$ BEGIN RAISE 'deadlock' USING ERRCODE = 'deadlock_detected'; END $$")
+
+    def meet_a_busy_database(event: Event) -> None:
+        calls.append(event.id)
+        raise DatabaseBusyError("another database was too busy")
+
+    handler = meet_a_deadlock if in_transaction else meet_a_busy_database
+    with platform.consumers.start_queue("payments", "mailer", handler, polling_delay=POLLING):
+        until(lambda: at_rest(platform))
+    assert len(calls) == FREE_LOSSES + 3
+    assert platform.transfer.run_once() == {"payments_dlt": 1}
+
+
+def test_an_event_that_finds_no_free_connection_for_its_handler_keeps_its_attempts(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    monkeypatch.setattr(lost_connections, "FREE_LOSSES", 0)
+    handle, left = deliveries.Deliveries.handle, [DatabaseBusyError("no connection is free") for _ in range(4)]
+
+    def find_no_connection(*arguments: Any) -> None:
+        if left:
+            raise left.pop()
+        handle(*arguments)
+
+    monkeypatch.setattr(deliveries.Deliveries, "handle", find_no_connection)
+    ids = fill(platform, "a")
+    with platform.consumers.start_queue(
+        "payments", "mailer", lambda event, connection: write([event], connection), polling_delay=POLLING
+    ):
+        until(lambda: at_rest(platform) or platform.lag("payments")[0].cause is LagCause.BLOCKED)
+    assert effects(platform) == ids
 
 
 def test_spent_attempts_make_a_dead_letter_and_the_key_goes_on(platform: EventSQL, until: Until) -> None:
