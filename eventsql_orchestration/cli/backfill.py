@@ -260,8 +260,9 @@ def _take_over(backfills: Backfills, found: Backfill, resume_options: str, *, ne
     moved = 0
     try:
         for move in backfills.take_over(found):
-            on = f"({move.skipped} events)" if move.shard is None else f"on {move.shard} ({move.skipped} events)"
-            say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target} {on}")
+            on = "" if move.shard is None else f" on {move.shard}"
+            over = "" if move.skipped is None else f" ({move.skipped} events)"
+            say(f"consumer {found.consumer!r} moved from offset {move.offset} to {move.target}{on}{over}")
             moved += 1
     except (RegistryError, PartitionLeasedError, DatabaseBusyError):
         # No offset of this shard has moved. After any other error, an offset may have moved: the backfill must stay.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -13,7 +14,12 @@ from eventsql_orchestration.consumer import ConsumerState
 from eventsql_orchestration.consuming.partition import ConsumerPartition
 from eventsql_orchestration.database import Database, Queries, driver_connection
 from eventsql_orchestration.database.held_by_handlers import check_not_held
-from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, PartitionLeasedError
+from eventsql_orchestration.errors import (
+    ConsumerNotFoundError,
+    DatabaseBusyError,
+    EventSQLError,
+    PartitionLeasedError,
+)
 from eventsql_orchestration.model import NOT_PARTITIONED
 from eventsql_orchestration.publishing.transfer import Announce
 from eventsql_orchestration.sharding import HELD
@@ -25,6 +31,8 @@ from eventsql_orchestration.topics.positions import Position
 from eventsql_orchestration.topics.reader import Reader
 from eventsql_orchestration.topics.registry import Registry
 
+logger = logging.getLogger(__name__)
+
 Choose: TypeAlias = Callable[[Sequence[ConsumerState]], Sequence[ConsumerState]]
 """Takes the locked partitions of a consumer. Returns the partitions to move."""
 
@@ -34,9 +42,10 @@ class Move:
     """The effect of a seek on one consumer partition: its offset goes from `offset` to `target`.
 
     `again` counts the events between the two that will be consumed again, or for the first time if the consumer began
-    after them. `skipped` counts the events that will not be consumed. Both ignore the consumer's filter. `clamped` says
-    that the requested position is outside of the log and `target` is its nearest end. `owner` leases the partition, if
-    anybody does. `shard` is the partition's shard, if there are several.
+    after them. `skipped` counts the events that will not be consumed. Both ignore the consumer's filter, and are None
+    if the consumer has moved and the database then failed to count. `clamped` says that the requested position is
+    outside of the log and `target` is its nearest end. `owner` leases the partition, if anybody does. `shard` is the
+    partition's shard, if there are several.
     """
 
     topic: str
@@ -44,8 +53,8 @@ class Move:
     partition: int
     offset: int
     target: int
-    again: int
-    skipped: int
+    again: int | None
+    skipped: int | None
     clamped: bool
     owner: str | None
     shard: str | None = None
@@ -97,7 +106,14 @@ class Seeker:
             self._settle(connection, before, moves, known)
         self._announce([topic])
         # Count after the transaction: counting takes time, and the past does not change.
-        return [self._counted(move) for move in moves]
+        try:
+            return [self._counted(move) for move in moves]
+        except EventSQLError as error:
+            # An error would look as if nothing had moved.
+            logger.warning(
+                "consumer %r of topic %r moved, over a number of events that is unknown: %s", consumer, topic, error
+            )
+            return moves
 
     def _lock(
         self, connection: Connection, topic: str, consumer: str, partitions: Sequence[int]
@@ -140,7 +156,7 @@ class Seeker:
         targets = resolve(driver_connection(connection), self._database.schema, topic, position, offsets)
         return [
             Move(
-                topic, state.name, state.partition, again=0, skipped=0,
+                topic, state.name, state.partition, again=None, skipped=None,
                 offset=state.last_event_id, target=targets[state.partition].offset,
                 clamped=targets[state.partition].clamped, owner=state.lease_owner if state.leased else None,
             )

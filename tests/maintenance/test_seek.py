@@ -147,6 +147,15 @@ def test_a_seek_does_not_fail_because_no_thread_can_wake_others(
     assert changed.partitions == 3
 
 
+def test_a_seek_that_cannot_count_after_its_commit_says_where_the_consumer_is(platform: EventSQL) -> None:
+    shard = platform.shards[0]
+    seeker = Seeker(shard.database, shard.registry, announce=lambda _: shard.database.close())
+    (moved,) = seeker.execute("orders", "whole", AtOffset(5))
+    assert (moved.offset, moved.target, moved.again, moved.skipped) == (12, 4, None, None)
+    shard.database.open()
+    assert offsets(platform, "whole") == [4]
+
+
 def test_each_seek_back_has_its_events_consumed_once_again(platform: EventSQL) -> None:
     for first in (4, 12, 1, 7):
         platform.seeker.execute("orders", "whole", AtOffset(first))
