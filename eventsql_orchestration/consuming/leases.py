@@ -8,7 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import psycopg
@@ -20,6 +20,7 @@ from eventsql_orchestration.consuming.claim_values import Claim, NoClaim
 from eventsql_orchestration.consuming.claims import Claims
 from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, check_returned
+from eventsql_orchestration.consuming.lost_connections import LostConnections, lost
 from eventsql_orchestration.consuming.partition import ROLLED_BACK, ConsumerPartition
 from eventsql_orchestration.consuming.worker_pool import PollOptions, PollOutcome
 from eventsql_orchestration.database import Connection, Database
@@ -34,6 +35,7 @@ from eventsql_orchestration.errors import (
     ValidationError,
 )
 from eventsql_orchestration.model import Event
+from eventsql_orchestration.retry import pause_while_away
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,8 @@ class Lease:
         self._committed = False
         self.rolled_back = False
         """Whether a `transaction` of the handler ended without its effects."""
+        self.begun: Connection | None = None
+        """The connection of the last `transaction`."""
 
     @property
     def committed(self) -> bool:
@@ -75,7 +79,9 @@ class Lease:
         if self._committed:
             raise ValidationError("the offset is committed already: use one transaction for all events")
         self.rolled_back = True
+        self.begun = None
         with self._database.transaction() as connection, self._cancellation.connection(connection):
+            self.begun = connection
             self._claims.check(connection, self.claim)
             try:
                 with self.claim.key.held(connection, self._database.schema):
@@ -111,6 +117,7 @@ class LeasedPolls:
     handler: LeasedHandler
     options: PollOptions
     lease: float
+    losses: LostConnections = field(default_factory=LostConnections, init=False)
 
     def poll(self, key: ConsumerPartition, cancellation: Cancellation) -> PollOutcome:
         """Raises `ClaimLostError` when the partition was taken over, and database errors."""
@@ -141,7 +148,7 @@ class LeasedPolls:
         """Hand the events of a claim over, and commit or release it.
 
         If the handler fails without naming an event, or in a transaction with effects of earlier events, the events are
-        handed over again, one at a time. Raises the error of a database that the handler cannot reach, or that is full.
+        handed over again, one at a time. Raises a handler's error for which no event is to blame.
         """
         left = self.claims.read(claim)
         total = BatchResult(0, claim.position)
@@ -162,14 +169,14 @@ class LeasedPolls:
                 if lease.committed:
                     logger.warning("%s is committed, though its handler failed afterwards: %s", claim, describe(error))
                 else:
-                    self._raise_if_blameless(error, claim)
+                    self._raise_if_blameless(error, lease, events[0])
                     index = _failed(error, events)
                     # The effects of the events before it were rolled back, too.
                     if index is None or (index and lease.rolled_back):
                         logger.info("%s failed (%s); handing its events over one by one", claim, describe(error))
                         each = True
                         continue
-                    claim, result = self.claims.settle(claim, events[index], error, done=events[:index])
+                    claim, result = self._settle(claim, events[index], error, events[:index], cancellation)
                     total += result
                     if result.failure is not None:
                         break
@@ -182,9 +189,26 @@ class LeasedPolls:
             left = left[len(events) :]
         return total
 
-    def _raise_if_blameless(self, error: BaseException, claim: Claim) -> None:
-        """Raise a handler's error if no event is to blame for it."""
-        if isinstance(error, DatabaseUnavailableError | DatabaseFullError) and not ended_for_time(error):
+    def _settle(
+        self, claim: Claim, event: Event, error: BaseException, done: Sequence[Event], cancellation: Cancellation
+    ) -> tuple[Claim, BatchResult]:
+        """`Claims.settle`, which waits for the database: the event may have taken it down."""
+        failures = 0
+        while True:
+            try:
+                return self.claims.settle(claim, event, error, done=done)
+            except DatabaseUnavailableError:
+                failures += 1
+                if cancellation.stopping.wait(pause_while_away(failures)):
+                    raise
+
+    def _raise_if_blameless(self, error: BaseException, lease: Lease, first: Event) -> None:
+        """Raise a handler's error if no event is to blame for it. `first` is the first event that it was handed."""
+        claim = lease.claim
+        if lease.begun is not None and lost(lease.begun, error):
+            if not self.losses.counts((claim.key, first.id), f"{claim.key} at event {first.id}", lease.begun, error):
+                raise error
+        elif isinstance(error, DatabaseUnavailableError | DatabaseFullError) and not ended_for_time(error):
             raise error
         raise_if_disk_is_full(error)
         if isinstance(error, ClaimLostError):

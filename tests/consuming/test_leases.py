@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
@@ -13,9 +13,15 @@ from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
 from eventsql_orchestration.consumer import ConsumerState, EventFilter
 from eventsql_orchestration.consuming import failures, worker_pool
 from eventsql_orchestration.consuming.cancellation import Cancellation
-from eventsql_orchestration.consuming.claims import Claim, NoClaim
+from eventsql_orchestration.consuming.claims import Claim, Claims, NoClaim
 from eventsql_orchestration.consuming.leases import Lease
-from eventsql_orchestration.errors import ClaimLostError, ConsumerNotFoundError, ConsumptionError, ValidationError
+from eventsql_orchestration.errors import (
+    ClaimLostError,
+    ConsumerNotFoundError,
+    ConsumptionError,
+    DatabaseUnavailableError,
+    ValidationError,
+)
 from tests.effects import FullDiskError, effects, make_table, write
 from tests.forms import ids_in
 
@@ -342,6 +348,28 @@ def test_a_lost_connection_costs_an_event_no_attempt(
     with platform.consumers.start_leased("payments", "mailer", handle, polling_delay=POLLING):
         until(lambda: state(platform).last_event_id == ids[-1] or state(platform).attempts)
     assert (effects(platform), losses) == (ids, [])
+
+
+def test_a_failure_that_finds_the_database_away_is_recorded_when_it_is_back(
+    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    ids = fill(platform, 1)
+    settle, away = Claims.settle, [DatabaseUnavailableError("the event has taken the server down")]
+
+    def settle_when_it_is_back(*arguments: Any, **named: Any) -> Any:
+        if away:
+            raise away.pop()
+        return settle(*arguments, **named)
+
+    def fail(_events: Sequence[Event]) -> None:
+        raise ValueError("never")
+
+    monkeypatch.setattr(Claims, "settle", settle_when_it_is_back)
+    seen = Seen(fail)
+    with platform.consumers.start_leased("payments", "mailer", seen, polling_delay=POLLING):
+        until(lambda: state(platform).spent)
+    assert seen.ids == ids * 3
 
 
 def test_a_handler_that_loses_a_claim_of_its_own_spends_the_attempts_of_its_event(

@@ -233,12 +233,24 @@ def test_an_event_whose_lost_connection_the_server_has_not_missed_yet_holds_no_o
     assert reasons(platform) == []
 
 
-def test_an_event_whose_leased_handler_lets_its_transaction_stand_still_becomes_a_dead_letter(
-    platform: EventSQL, until: Until, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("lose", "cause"),
+    [(stand_still, "idle_in_transaction_session_timeout"), (Connection.close, "closed"), (None, "closed")],
+)
+def test_an_event_whose_leased_handler_ends_its_connection_or_always_loses_it_becomes_a_dead_letter(
+    platform: EventSQL,
+    terminate: Terminate,
+    until: Until,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    lose: Callable[[Connection], object] | None,
+    cause: str,
 ) -> None:
     monkeypatch.setattr(failures, "FIRST_BACKOFF", 0.01)
     monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
-    handler = Losing(stand_still)
+    if lose is None:
+        monkeypatch.setattr(lost_connections, "FREE_SECONDS", 0.0)
+    handler = Losing(lose or terminate)
 
     def handle(events: Sequence[Event], lease: Lease) -> None:
         with lease.transaction() as connection:
@@ -248,4 +260,24 @@ def test_an_event_whose_leased_handler_lets_its_transaction_stand_still_becomes_
         until(lambda: state_of(platform).last_event_id == 10)
     assert effects(platform) == OTHERS
     (reason,) = reasons(platform)
-    assert "idle_in_transaction_session_timeout" in reason
+    assert cause in reason
+
+
+def test_an_event_whose_leased_handler_wraps_the_error_of_a_lost_connection_keeps_its_attempts(
+    platform: EventSQL, terminate: Terminate, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_pool, "FAULT_DELAY", 0.01)
+    losses = iter(range(2))
+
+    def handle(events: Sequence[Event], lease: Lease) -> None:
+        try:
+            with lease.transaction() as connection:
+                write(events, connection)
+                if next(losses, None) is not None:
+                    terminate(connection)
+        except DatabaseUnavailableError:
+            raise ValueError("not sent") from None
+
+    with platform.consumers.start_leased("orders", "mailer", handle, polling_delay=0.02):
+        until(lambda: state_of(platform).last_event_id == 10 or state_of(platform).attempts)
+    assert effects(platform) == list(range(1, 11))
