@@ -269,6 +269,16 @@ class Administrator:
         self._execute(copy.format(sql.Identifier(name), sql.Identifier(template), way))
         return self._running.dsn_for(name)
 
+    @contextmanager
+    def refusing(self, dsn: str) -> Iterator[None]:
+        """Let a database refuse new connections in the block."""
+        name = sql.Identifier(str(psycopg.conninfo.conninfo_to_dict(dsn)["dbname"]))
+        self._execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS false").format(name))
+        try:
+            yield
+        finally:
+            self._execute(sql.SQL("ALTER DATABASE {} ALLOW_CONNECTIONS true").format(name))
+
     def drop_roles(self, prefix: str) -> None:
         """Drop the roles whose names begin so. The databases in which they had something are dropped already."""
         names = self._connection.execute("SELECT rolname FROM pg_roles WHERE starts_with(rolname, %s)", [prefix])

@@ -20,6 +20,7 @@ from eventsql_orchestration.consuming.running import Running, stop_all
 from eventsql_orchestration.consuming.throttle import Throttles
 from eventsql_orchestration.consuming.worker_pool import MAX_WORKERS, Batching
 from eventsql_orchestration.errors import (
+    ClosedError,
     DatabaseError,
     DatabaseUnavailableError,
     EventSQLError,
@@ -27,11 +28,12 @@ from eventsql_orchestration.errors import (
 )
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.publishing.transfer import Delay, OnMoved
+from eventsql_orchestration.retry import pause_while_away
 from eventsql_orchestration.shards.barriers import Barriers
 from eventsql_orchestration.shards.cluster import Cluster
 from eventsql_orchestration.shards.shard import Shard
 from eventsql_orchestration.shards.two_phase_coordinator import TwoPhaseCoordinator
-from eventsql_orchestration.threads import start_thread
+from eventsql_orchestration.threads import join_all, start_thread
 from eventsql_orchestration.validation import Duration
 
 logger = logging.getLogger(__name__)
@@ -321,38 +323,60 @@ class ClusterTransfer:
         Otherwise it looks every `polling_delay` seconds, and on one database also when `wake` is set. After a round
         that moved events, it looks sooner and then slows down. It retries while the database is down or a topic's
         events cannot be moved. `on_moved` gets the number of events by topic of each round. Each of several shards has
-        a thread, and so has a shard that joins.
+        a thread, and so has a shard that joins. Raises `ClosedError` when the platform is closed.
         """
         if self._cluster.lone is not None:
             return self._cluster.lone.transfer_until(stop, polling_delay=polling_delay, wake=wake, on_moved=on_moved)
+        self._await_shards(stop)
         running: dict[Shard, threading.Thread] = {}
+        ending, closed = threading.Event(), list[ClosedError]()
         reporting = threading.Lock()
         fault: str | None = None
+
+        def transfer(shard: Shard) -> None:
+            try:
+                shard.transfer_until(ending, polling_delay=polling_delay, on_moved=report)
+            except ClosedError as error:
+                closed.append(error)
 
         def report(moved: dict[str, int]) -> None:
             if on_moved is not None:
                 with reporting:
                     on_moved(moved)
 
-        while not stop.is_set():
-            for shard in self._cluster.known():
-                if shard not in running or not running[shard].is_alive():
-                    # Start again even after an error, such as an error of `on_moved`: the shard's events would wait for
-                    # ever.
-                    name = f"transfer-{shard.label}"
-                    running[shard] = start_thread(
-                        name, shard.transfer_until, stop, polling_delay=polling_delay, on_moved=report
-                    )
-            try:
-                self.coordinator.finish()
-                self._barriers.settle()
-                fault = None
-            except EventSQLError as error:
-                # A shard can go down in between. If this loop ended, consumers would stay held back for ever.
-                if str(error) != fault:
-                    fault = str(error)
-                    logger.warning("consumers on shards that joined are not released, and asked again: %s", error)
-            stop.wait(1.0)
-        for thread in running.values():
-            thread.join(10.0)
+        try:
+            while not stop.is_set():
+                if closed:
+                    raise closed[0]
+                for shard in self._cluster.known():
+                    if shard not in running or not running[shard].is_alive():
+                        # Start again even after an error, such as an error of `on_moved`: the shard's events would wait
+                        # for ever.
+                        running[shard] = start_thread(f"transfer-{shard.label}", transfer, shard)
+                try:
+                    self.coordinator.finish()
+                    self._barriers.settle()
+                    fault = None
+                except EventSQLError as error:
+                    # A shard can go down in between. If this loop ended, consumers would stay held back for ever.
+                    if str(error) != fault:
+                        fault = str(error)
+                        logger.warning("consumers on shards that joined are not released, and asked again: %s", error)
+                stop.wait(1.0)
+        finally:
+            ending.set()
+        join_all(running.values(), time.monotonic() + 10.0)
         return None
+
+    def _await_shards(self, stop: threading.Event) -> None:
+        """Wait until a shard can be reached, as the transfer of one database does."""
+        failures = 0
+        while not stop.is_set():
+            try:
+                self._cluster.open()
+            except DatabaseError as error:
+                failures += 1
+                logger.warning("the transfer waits for the shards: %s", error)
+                stop.wait(pause_while_away(failures))
+            else:
+                return

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 
 import psycopg
@@ -19,6 +20,7 @@ from eventsql_orchestration.client import streaming
 from eventsql_orchestration.client.registry import ClusterRegistry
 from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
+    ClosedError,
     ConnectionLostError,
     InvalidPublicationError,
     PartitionOutOfRangeError,
@@ -31,8 +33,8 @@ from eventsql_orchestration.errors import (
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark.commit_protocol import Publications
 from eventsql_orchestration.spark.options import Source
-from eventsql_orchestration.threads import start_thread
-from tests.conftest import Prepared
+from eventsql_orchestration.threads import in_thread, start_thread
+from tests.conftest import Administrator, Prepared
 from tests.forms import stored
 from tests.relay import held_commits, relayed
 from tests.shards.conftest import Databases, Open, Until
@@ -315,6 +317,33 @@ def test_the_transfer_of_a_shard_goes_on_after_an_error_of_its_report(platform: 
     finally:
         stop.set()
         transfer.join()
+
+
+def test_the_transfer_ends_with_its_platform(platform: EventSQL, until: Until) -> None:
+    platform.publisher.publish_all(events(len(KEYS)))
+    ended = in_thread("transfer", partial(platform.transfer.run, threading.Event()))
+    until(lambda: not platform.buffered())
+    platform.close()
+    with pytest.raises(ClosedError):
+        ended.result(PATIENCE)
+
+
+def test_the_transfer_waits_for_the_first_shard(
+    databases: Databases, prepared: Prepared, opened: Open, administrator: Administrator, until: Until
+) -> None:
+    dsns = databases(2, prepared(prepare, databases=2))
+    writing, moving, stop = opened(*dsns).open(), opened(*dsns), threading.Event()
+    writing.publisher.publish_all(events(len(KEYS)))
+    with ExitStack() as away:
+        for dsn in dsns:
+            away.enter_context(administrator.refusing(dsn))
+        ended = in_thread("transfer", partial(moving.transfer.run, stop))
+        until(lambda: ended.done() or all(shard.down for shard in moving.consumers._cluster.shards))
+    try:
+        until(lambda: ended.done() or not writing.buffered())
+    finally:
+        stop.set()
+    ended.result(PATIENCE)
 
 
 PUBLISHES = """
