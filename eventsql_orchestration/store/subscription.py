@@ -23,6 +23,7 @@ from eventsql_orchestration.database.load import raise_if_disk_is_full
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.errors import ClosedError, DatabaseError, EventSQLError, SubscriptionNotFoundError
+from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
@@ -125,6 +126,12 @@ class Subscription:
         self._unrecorded: tuple[RecordedChange, BaseException] | None = None
         """A failure that could not be recorded, because the database was away after the connection was lost."""
         self._began_at: StoreCheckpoint | None = None
+        self._after_fork()
+        after_fork(self, Subscription._after_fork)
+
+    def _after_fork(self) -> None:
+        """See `forks`."""
+        self._starting = threading.Lock()
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
@@ -277,10 +284,11 @@ class Subscription:
 
     def start(self) -> Self:
         """Run in a thread until `stop`."""
-        # A thread that was stopped may still be in its last transaction.
-        if self._stop.is_set() or not self.running:
-            self._stop = threading.Event()
-            self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
+        with self._starting:
+            # A thread that was stopped may still be in its last transaction.
+            if self._stop.is_set() or not self.running:
+                self._stop = threading.Event()
+                self._thread = start_thread(f"subscription-{self.name}", self.run, self._stop)
         return self
 
     def stop(self, timeout: float = 10.0) -> bool:

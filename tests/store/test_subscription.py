@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming import lost_connections
 from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseError, DatabaseFullError, SubscriptionNotFoundError, ValidationError
 from eventsql_orchestration.store import Change, RecordedChange, Store, Subscription, SubscriptionOptions
+from eventsql_orchestration.threads import start_thread
 from tests.effects import FullDiskError, MuteError, fail_and_close, stand_still
 from tests.fixtures import Sessions, Spawn, Terminate, Until
 from tests.store.test_order import adopted, put, restored
@@ -261,6 +262,41 @@ def test_a_running_subscription_outlives_what_a_handler_raises(
     put(store, "1", 1)
     with store.subscribe("mailer", wraps):
         until(lambda: effects(store) == [1])
+
+
+class Turns:
+    """A lock that counts the threads that ask for it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self.asked += 1
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
+def test_two_threads_that_start_a_subscription_at_once_begin_one_thread(
+    store: Store, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    subscription, begun = subscribed(store), list[threading.Thread]()
+    second = threading.Thread(target=subscription.start)
+    monkeypatch.setattr(subscription, "_starting", turns := Turns(), raising=False)
+
+    def start_while_another_starts(*arguments: Any) -> threading.Thread:
+        if not second.ident:
+            second.start()
+            until(lambda: turns.asked == 2 or not second.is_alive())
+        begun.append(start_thread(*arguments))
+        return begun[-1]
+
+    monkeypatch.setattr("eventsql_orchestration.store.subscription.start_thread", start_while_another_starts)
+    with subscription.start():
+        second.join()
+    assert [thread.is_alive() for thread in begun] == [False]
 
 
 @pytest.mark.parametrize("lose", [stand_still, Connection.close, fail_and_close, None])
