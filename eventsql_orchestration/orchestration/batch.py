@@ -15,6 +15,7 @@ from eventsql_orchestration.consuming.dead_letter_values import describe
 from eventsql_orchestration.consuming.failures import Failure
 from eventsql_orchestration.consuming.handlers import OF_HANDLER, call_handler
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.translation import ended_for_time
 from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.orchestration.errors import (
     FinalRunError,
@@ -123,11 +124,10 @@ class RangeConsumer:
             with counting_exits():
                 returned = self.function(claim)
             self._require_commit(claim)
-        except (ClaimLostError, DatabaseError):
-            # The range is not at fault: the next tick claims it again once the database is back.
-            raise
         except OF_HANDLER as error:
-            if self._is_committed(claim):
+            of_database = isinstance(error, DatabaseError) and not ended_for_time(error)
+            # If the range is not at fault, the next tick claims it again once the database is back.
+            if of_database or isinstance(error, ClaimLostError) or self._is_committed(claim):
                 raise
             self._release(claim, error)
             if isinstance(error, FinalRunError):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dagster as dg
+import psycopg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
@@ -127,7 +128,15 @@ def test_a_function_that_raises_has_its_range_claimed_again(bench: Workbench) ->
     assert sums(bench) == [b"3"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError, CancelledError, SystemExit])
+class TookTooLongError(DatabaseUnavailableError):
+    """The server has ended the function's transaction for its time."""
+
+    def __init__(self) -> None:
+        super().__init__("ended a transaction that took too long")
+        self.__cause__ = psycopg.errors.IdleInTransactionSessionTimeout()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, CancelledError, SystemExit, TookTooLongError])
 def test_a_function_that_keeps_raising_fails_its_run_and_stops_its_partition(
     bench: Workbench, error: type[BaseException]
 ) -> None:
