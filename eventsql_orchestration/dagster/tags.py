@@ -64,7 +64,7 @@ DAGSTER_REPOSITORY_TAG: Final = ".dagster/repository"
 """The tag that Dagster gives every run of a code location."""
 
 TRANSFER_TAG: Final = "eventsql/transfer"
-"""On every run of the transfer."""
+"""On every run of the transfer, and on its schedule."""
 
 SPARK_POOL: Final = "eventsql/spark"
 """The Dagster pool of assets that start a Spark session. The run queue limits all runs of these assets by the pool,

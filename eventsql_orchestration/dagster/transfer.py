@@ -83,7 +83,7 @@ def build_transfer_schedule(
         cron_schedule="* * * * *",
         default_status=default_status,
         description="Moves events from the buffer to their topics' logs, in the code server. It needs no runs.",
-        tags=INTERNAL_RUN,
+        tags={TRANSFER_TAG: name, **INTERNAL_RUN},
     )
     def keep_moving(context: dg.ScheduleEvaluationContext, eventsql: EventSQLResource) -> dg.SkipReason:
         background = BACKGROUND.keep(eventsql, polling_delay, look_around)

@@ -20,6 +20,7 @@ from eventsql_orchestration.dagster import (
     build_lag_sensor,
     build_queue_sensor,
     build_subscription_sensor,
+    build_transfer_schedule,
     consumer_asset,
     queue_asset,
     subscription_asset,
@@ -32,7 +33,7 @@ from eventsql_orchestration.dagster.monitoring.lag_sensor import (
     TOPIC_INTERVAL,
     observe_lag,
     stopped_sensors,
-    transfer_is_off,
+    stopped_transfer,
 )
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
@@ -68,7 +69,10 @@ def test_a_sensor_is_off_by_a_switch_or_by_default(
     default: dg.DefaultSensorStatus, switched: str | None, off: bool
 ) -> None:
     resting = consumer_asset(topic=Topic("rides"), consumer="resting", name="resting", default_status=default)(record)
-    state = SimpleNamespace(instigator_name="consume_resting", status=SimpleNamespace(value=switched))
+    value = SimpleNamespace
+    state = value(
+        instigator_type=value(value="SENSOR"), instigator_name="consume_resting", status=value(value=switched)
+    )
     assert stopped_sensors([] if switched is None else [state], [resting]) == ({"consume_resting"} if off else set())
 
 
@@ -273,11 +277,11 @@ def test_a_sensor_that_is_switched_off_is_named(bench: Workbench) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "status", "off"),
     [
-        ("SCHEDULE", "transfer", "STOPPED", True),
-        ("SCHEDULE", "transfer", "RUNNING", False),
-        ("SCHEDULE", "transfer", "DECLARED_IN_CODE", False),
+        ("SCHEDULE", "mover", "STOPPED", True),
+        ("SCHEDULE", "mover", "RUNNING", False),
+        ("SCHEDULE", "mover", "DECLARED_IN_CODE", False),
         ("SCHEDULE", "reports", "STOPPED", False),
-        ("SENSOR", "transfer", "STOPPED", False),
+        ("SENSOR", "mover", "STOPPED", False),
     ],
 )
 def test_the_state_of_the_schedule_says_whether_the_transfer_is_switched_off(
@@ -285,16 +289,22 @@ def test_the_state_of_the_schedule_says_whether_the_transfer_is_switched_off(
 ) -> None:
     value = SimpleNamespace
     state = value(instigator_type=value(value=kind), instigator_name=name, status=value(value=status))
-    assert transfer_is_off([state]) is off
+    reports = dg.ScheduleDefinition(name="reports", cron_schedule="@daily", target="*")
+    assert stopped_transfer([state], [reports, build_transfer_schedule(name="mover")]) == ("mover" if off else None)
 
 
 def test_a_transfer_that_is_switched_off_is_named_as_the_cause(bench: Workbench) -> None:
     with bench.platform.database.transaction() as connection:
         bench.platform.publisher.publish(Publication("rides", b"1"), connection=connection)
-    for off in (False, True):
-        found = observe_lag(bench.platform, [eager], cursor=None, now=0.0, transfer_off=off)
-        assert cause(found, "eager").startswith("transfer: ")
-        assert ("schedule transfer is switched off" in cause(found, "eager")) is off
+    resources = {"eventsql": bench.eventsql}
+    for status in dg.DefaultScheduleStatus:
+        schedule = build_transfer_schedule(name="mover", default_status=status)
+        location = dg.Definitions(schedules=[schedule], resources=resources)
+        with dg.build_sensor_context(bench.instance, definitions=location, resources=resources) as context:
+            (observation,) = build_lag_sensor([eager]).evaluate_tick(context).asset_events
+        why = str(observation.metadata["cause"].value)
+        assert why.startswith("transfer: ")
+        assert ("schedule mover is switched off" in why) is (status is dg.DefaultScheduleStatus.STOPPED)
 
 
 def test_reports_of_the_sensor_carry_a_tag(bench: Workbench) -> None:

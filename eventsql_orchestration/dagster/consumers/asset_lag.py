@@ -38,14 +38,14 @@ class AssetLag:
     """The lag of a whole consumer.
 
     `moved` has the partitions (`place_of`) whose offset has grown since the previous tick. `stopped` has the partitions
-    whose sensor is switched off, with the sensor's name. `transfer_off` says that the location's schedule for the
-    transfer is switched off. `unknown` says why the lag is not known; there are no partitions then.
+    whose sensor is switched off, with the sensor's name. `transfer_off` is the location's schedule for the transfer if
+    it is switched off. `unknown` says why the lag is not known; there are no partitions then.
     """
 
     partitions: tuple[ConsumerLag, ...]
     moved: frozenset[str] = frozenset()
     stopped: Mapping[int, str] = field(default_factory=dict)
-    transfer_off: bool = False
+    transfer_off: str | None = None
     unknown: str | None = None
 
     @property
@@ -129,7 +129,7 @@ class AssetLag:
                 return ("slow" if slow else "leased"), lag.detail + (", and moving" if slow else "")
             case LagCause.TRANSFER:
                 stalled = lag.seconds > TRANSFER_STALLED
-                off = "schedule transfer is switched off; " if self.transfer_off else ""
+                off = f"schedule {self.transfer_off} is switched off; " if self.transfer_off else ""
                 waiting = f"{counted(lag.buffered, 'event')} in the buffer, {lag.detail}"
                 return ("transfer stalled" if stalled else "transfer"), off + waiting
             case _:

@@ -20,9 +20,8 @@ from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look
 from eventsql_orchestration.dagster.monitoring.reports import Reports, monitoring_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE, TopicSample, topic_page
 from eventsql_orchestration.dagster.register import consumer_missing
-from eventsql_orchestration.dagster.tags import INTERNAL_RUN
+from eventsql_orchestration.dagster.tags import INTERNAL_RUN, TRANSFER_TAG
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.dagster.transfer import TRANSFER
 from eventsql_orchestration.errors import EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.validation import check_several, counted
@@ -74,9 +73,10 @@ def build_lag_sensor(
 
     def observe(platform: EventSQL, context: dg.SensorEvaluationContext) -> dg.SensorResult:
         states = states_of(context.instance, context.code_location_origin, context.repository_name)
+        schedules = () if context.repository_def is None else context.repository_def.schedule_defs
         return observe_lag(
             platform, consumers, checks=checks, topics=topics, sample=sample, cursor=context.cursor, now=time.time(),
-            stopped=stopped_sensors(states, consumers), transfer_off=transfer_is_off(states),
+            stopped=stopped_sensors(states, consumers), transfer_off=stopped_transfer(states, schedules),
             materialized=materialized_at(context.instance, consumers),
         )  # fmt: skip
 
@@ -99,23 +99,27 @@ def materialized_at(
 
 def stopped_sensors(states: Iterable[Any], consumers: Iterable[ConsumerDefinition]) -> frozenset[str]:
     """The names of these consumers' sensors that are switched off, by a person or by default, by `states_of`."""
-    switched = {state.instigator_name: state.status.value for state in states}
-
-    def is_off(sensor: dg.SensorDefinition) -> bool:
-        status = switched.get(sensor.name, "DECLARED_IN_CODE")
-        return (sensor.default_status.value if status == "DECLARED_IN_CODE" else status) == "STOPPED"
-
-    return frozenset(sensor.name for each in consumers for sensor in each.sensors if is_off(sensor))
+    return _switched_off(states, "SENSOR", [sensor for each in consumers for sensor in each.sensors])
 
 
-def transfer_is_off(states: Iterable[Any]) -> bool:
-    """Whether a person has switched the location's schedule `transfer` off, by `states_of`."""
-    return any(
-        state.instigator_type.value == "SCHEDULE"
-        and state.instigator_name == TRANSFER
-        and state.status.value == "STOPPED"
-        for state in states
-    )
+def stopped_transfer(states: Iterable[Any], schedules: Iterable[dg.ScheduleDefinition]) -> str | None:
+    """The name of the location's schedule for the transfer if it is switched off, as for `stopped_sensors`."""
+    off = _switched_off(states, "SCHEDULE", [each for each in schedules if TRANSFER_TAG in each.tags])
+    return next(iter(off), None)
+
+
+def _switched_off(
+    states: Iterable[Any], kind: str, definitions: Sequence[dg.SensorDefinition | dg.ScheduleDefinition]
+) -> frozenset[str]:
+    switched: dict[str, str] = {
+        state.instigator_name: state.status.value for state in states if state.instigator_type.value == kind
+    }
+
+    def is_off(definition: dg.SensorDefinition | dg.ScheduleDefinition) -> bool:
+        status = switched.get(definition.name, "DECLARED_IN_CODE")
+        return (definition.default_status.value if status == "DECLARED_IN_CODE" else status) == "STOPPED"
+
+    return frozenset(each.name for each in definitions if is_off(each))
 
 
 def observe_lag(
@@ -128,13 +132,13 @@ def observe_lag(
     cursor: str | None,
     now: float,
     stopped: Collection[str] = (),
-    transfer_off: bool = False,
+    transfer_off: str | None = None,
     materialized: Mapping[dg.AssetKey, float] = MappingProxyType({}),
 ) -> dg.SensorResult:
     """One tick: the observations and results that are due. `now` is in seconds since the epoch.
 
-    `stopped` are the names of sensors that are switched off, `transfer_off` is the result of `transfer_is_off`,
-    `materialized` is the result of `materialized_at`.
+    `stopped` are the names of sensors that are switched off, `transfer_off` is the name of the schedule for the
+    transfer if it is switched off, `materialized` is the result of `materialized_at`.
     """
     reports = Reports(cursor, now)
     found = read_lags(platform, consumers)
