@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
     first_error,
 )
 from eventsql_orchestration.queue.options import QueueOptions, checked_options, seconds_of
-from eventsql_orchestration.queue.queue_shards import QueueShards, Source
+from eventsql_orchestration.queue.queue_shards import QueueShards, Source, by_shard
 from eventsql_orchestration.queue.queue_table import QUEUE, QueueTable
 from eventsql_orchestration.queue.upkeep import QueueUpkeep
 from eventsql_orchestration.queue.values import (
@@ -246,7 +246,7 @@ class MessageQueue:
         `ValidationError`, with nothing done, in a transaction above READ COMMITTED.
         """
         check_kind("message", message, Message)
-        self._shards.of(message).acknowledge([message], connection)
+        self._shards.of(message, connected=connection is not None).acknowledge([message], connection)
 
     @checks_itself
     def acknowledge_all(self, messages: Iterable[Message], *, connection: CallersConnection | None = None) -> None:
@@ -255,10 +255,11 @@ class MessageQueue:
         Raises as `acknowledge`; `ids` of the `MessageNotFoundError` are the messages that are not held any more.
         """
         check_several("messages", messages)
-        grouped = self._shards.by_shard(messages)
+        grouped = by_shard(messages)
         if not grouped and connection is not None:
             self._shards.where(connection, [], self._shards.all())
-        for table, held in grouped:
+        tables = [self._shards.of(held[0], connected=connection is not None) for held in grouped]
+        for table, held in zip(tables, grouped, strict=True):
             table.acknowledge(held, connection)
 
     def release(self, message: Message, *, delay: Duration = 0.0, reason: str | None = None) -> None:
@@ -280,14 +281,10 @@ class MessageQueue:
         """Release messages that nobody began to handle: their receive does not count towards `max_receives`.
 
         A message that is not held any more stays as it is. Messages of the other shards are given back before a shard
-        that cannot be reached raises `DatabaseUnavailableError` or `ShardError`; its own come back after their timeout.
+        that cannot be reached raises `DatabaseUnavailableError`; its own come back after their timeout.
         """
-        grouped: dict[str | None, list[Message]] = {}
-        for message in messages:
-            grouped.setdefault(message.shard, []).append(message)
-
         failures: list[DatabaseError | ShardError] = []
-        for held in grouped.values():
+        for held in by_shard(messages):
             try:
                 self._shards.of(held[0]).give_back(held)
             except (DatabaseError, ShardError) as error:
@@ -304,8 +301,8 @@ class MessageQueue:
     def extend_all(self, messages: Iterable[Message], seconds: Duration) -> list[Message]:
         """Hold messages for `seconds` from now on. Gives the messages that are still held."""
         still: list[Message] = []
-        for table, held in self._shards.by_shard(messages):
-            ids = table.extend(held, check_seconds("seconds", seconds, zero=False))
+        for held in by_shard(messages):
+            ids = self._shards.of(held[0]).extend(held, check_seconds("seconds", seconds, zero=False))
             still += [message for message in held if message.id in ids]
         return still
 

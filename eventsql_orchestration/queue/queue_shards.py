@@ -60,18 +60,27 @@ class QueueShards:
             self._tables[id(shard)] = table
         return table
 
+    def _only(self) -> QueueTable | None:
+        """The queue of a platform that has one database."""
+        if isinstance(self._source, Database):
+            return self._table(None)
+        shards = self._shards()
+        return self._table(shards[0]) if len(shards) == 1 else None
+
     def lone(self) -> bool:
         """Whether the platform has one database. False if it has several and only one is up."""
-        return isinstance(self._source, Database) or len(self._shards()) == 1
+        return self._only() is not None
+
+    def _opened(self) -> Sequence[Shard]:
+        """The shards of a platform that has several; connects first, so that their names are known."""
+        assert not isinstance(self._source, Database | Shard)
+        return self._source.opened()
 
     def all(self) -> list[QueueTable]:
         """The queue in each database that can be reached. Raises `DatabaseUnavailableError` if there is none."""
-        if isinstance(self._source, Database):
-            return [self._table(None)]
-        if self.lone():
-            return [self._table(self._shards()[0])]
-        assert not isinstance(self._source, Shard)
-        shards = self._source.opened()
+        if (only := self._only()) is not None:
+            return [only]
+        shards = self._opened()
         up = [shard for shard in shards if shard.down is None and shard.active]
         if not up:
             raise shards[0].unavailable()
@@ -79,22 +88,34 @@ class QueueShards:
 
     def every(self) -> list[QueueTable]:
         """The queue in each database. Raises `DatabaseUnavailableError` if one of them cannot be reached."""
-        if not self.lone():
-            assert not isinstance(self._source, Database | Shard)
-            for shard in self._source.opened():
-                if shard.down is not None:
-                    raise shard.unavailable()
-        return [self._table(None)] if isinstance(self._source, Database) else list(map(self._table, self._shards()))
+        if (only := self._only()) is not None:
+            return [only]
+        shards = self._opened()
+        for shard in shards:
+            if shard.down is not None:
+                raise shard.unavailable()
+        return [self._table(shard) for shard in shards]
 
     def _elsewhere(self, created: QueueTable) -> QueueDefinition | None:
         """The queue as another shard has it, so that a queue gets the same options on every shard."""
         others = (table.existing() for table in self.all() if table is not created)
         return next((found for found in others if found is not None), None)
 
-    def of(self, message: Message) -> QueueTable:
-        for table in self.all():
-            if table.shard == message.shard:
-                return table
+    def of(self, message: Message, *, connected: bool = False) -> QueueTable:
+        """The queue on a message's shard. A caller that is `connected` to a shard may use it while it counts as down.
+
+        Raises `ShardUnavailableError` if the shard is down, and `ShardError` if this platform does not know it.
+        """
+        only = self._only()
+        if only is not None:
+            if only.shard == message.shard:
+                return only
+        else:
+            for shard in self._opened():
+                if shard.name is not None and shard.name == message.shard:
+                    if shard.down is not None and not connected:
+                        raise shard.unavailable()
+                    return self._table(shard)
         raise ShardError(
             f"message {message.id} is on shard {message.shard!r}, which this platform does not reach now: open it with "
             "the URLs of all shards, or try again",
@@ -108,15 +129,6 @@ class QueueShards:
             return random.choice(tables)  # noqa: S311 - no secret
         assert not isinstance(self._source, Database | Shard)
         return self._table(self._source.shard_of(key))
-
-    def by_shard(self, messages: Iterable[Message]) -> list[tuple[QueueTable, list[Message]]]:
-        tables, given = {table.shard: table for table in self.all()}, list(messages)
-        if {type(message) for message in given} - {Message}:
-            for message in given:
-                check_kind("an item of messages", message, Message)
-        shards = dict.fromkeys([message.shard for message in given])
-        grouped = [(shard, [message for message in given if message.shard == shard]) for shard in shards]
-        return [(tables.get(shard) or self.of(held[0]), held) for shard, held in grouped]
 
     def where(
         self, connection: CallersConnection, messages: Sequence[NewMessage], tables: Sequence[QueueTable]
@@ -140,3 +152,13 @@ class QueueShards:
                         f"{table.shard!r}: take a connection to platform.shard_of(key)"
                     )
         return table
+
+
+def by_shard(messages: Iterable[Message]) -> list[list[Message]]:
+    """The messages of each shard. Raises `ValidationError` if one of them is no message."""
+    given = list(messages)
+    if {type(message) for message in given} - {Message}:
+        for message in given:
+            check_kind("an item of messages", message, Message)
+    shards = dict.fromkeys([message.shard for message in given])
+    return [[message for message in given if message.shard == shard] for shard in shards]

@@ -207,6 +207,26 @@ def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventS
         until(lambda: workers.handled >= 3)
 
 
+def test_a_shard_that_counts_as_down_fails_no_message_that_a_worker_holds(
+    platform: EventSQL, until: Until, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue, gone = Queue(platform, "jobs", max_receives=1), platform.shards[0]
+    queue.definition()
+    Queue(gone, "jobs").send_all([b"1", b"2"])
+
+    def handle(message: Message, _connection: Connection) -> None:
+        if message.body == b"1":
+            # As another thread finds it out, while the connection of this handler still works.
+            gone.down = DatabaseUnavailableError("gone")
+
+    with queue.work(handle) as workers:
+        until(lambda: "waits for the database" in caplog.text)
+        assert workers.handled == 1
+        gone.down = None
+        until(lambda: workers.handled == 2)
+        assert workers.failed == 0
+
+
 def test_messages_are_given_back_on_the_other_shards_while_one_is_down(platform: EventSQL) -> None:
     queue = Queue(platform, "jobs")
     queue.definition()
