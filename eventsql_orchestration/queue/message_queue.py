@@ -142,15 +142,14 @@ class MessageQueue:
         if connection is not None:
             return self._shards.where(connection, given, tables).put(given, connection)
 
-        grouped: dict[int, tuple[QueueTable, list[int]]] = {}
+        grouped: dict[QueueTable, list[int]] = {}
         for place, message in enumerate(given):
             # A message with the same deduplication id has to go to the shard of the first message.
             key = message.deduplication_id if message.key is None else message.key
-            table = self._shards.for_key(key, tables)
-            grouped.setdefault(id(table), (table, []))[1].append(place)
+            grouped.setdefault(self._shards.for_key(key, tables), []).append(place)
         ids: dict[int, int] = {}
         failed: dict[str, Exception] = {}
-        for table, places in grouped.values():
+        for table, places in grouped.items():
             try:
                 ids.update(zip(places, table.put([given[each] for each in places], None), strict=True))
             except Exception as error:  # noqa: BLE001 - raised below, with the ids of the others

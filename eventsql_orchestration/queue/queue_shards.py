@@ -37,7 +37,7 @@ class QueueShards:
         self._source = source
         self._name = name
         self._options = options
-        self._tables: dict[int, QueueTable] = {}
+        self._tables: dict[Shard | None, QueueTable] = {}
 
     def _shards(self) -> Sequence[Shard]:
         assert not isinstance(self._source, Database)
@@ -47,7 +47,7 @@ class QueueShards:
         return [self._source] if isinstance(self._source, Database) else [shard.database for shard in self._shards()]
 
     def _table(self, shard: Shard | None) -> QueueTable:
-        table = self._tables.get(id(shard))
+        table = self._tables.get(shard)
         if table is None:
             if shard is None:
                 assert isinstance(self._source, Database)
@@ -57,7 +57,7 @@ class QueueShards:
                     shard.database, self._name, self._options, shard=shard.name, listener=shard.listener,
                     notifier=shard.notifier, elsewhere=self._elsewhere,
                 )  # fmt: skip
-            self._tables[id(shard)] = table
+            self._tables[shard] = table
         return table
 
     def _only(self) -> QueueTable | None:
