@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -67,19 +67,26 @@ class HeldMessages:
                 # Another receiver has the message, or it is acknowledged. If it waits here, no handler begins it.
                 self.let_go(message)
 
-    @contextmanager
-    def heartbeat(self, seconds: float) -> Iterator[None]:
-        """Extend the held messages during the block, so that none of them reaches its visibility timeout."""
-        stop = threading.Event()
+    def start_heartbeats(self, seconds: float, ended: Callable[[float], bool]) -> threading.Thread:
+        """Start a thread that extends the held messages, so that none of them reaches its visibility timeout.
+
+        The thread calls `ended`, which waits for up to the given seconds, and ends when `ended` gives True.
+        """
 
         def beat() -> None:
             every = seconds / HEARTBEATS
             due = time.monotonic() + every
-            while not stop.wait(max(0.0, due - time.monotonic())):
+            while not ended(max(0.0, due - time.monotonic())):
                 due = time.monotonic() + every
                 self.extend(seconds)
 
-        heart = start_thread(f"heartbeat-{self._queue.name}", beat)
+        return start_thread(f"heartbeat-{self._queue.name}", beat)
+
+    @contextmanager
+    def heartbeat(self, seconds: float) -> Iterator[None]:
+        """Extend the held messages during the block: see `start_heartbeats`."""
+        stop = threading.Event()
+        heart = self.start_heartbeats(seconds, stop.wait)
         try:
             yield
         finally:

@@ -24,7 +24,7 @@ from eventsql_orchestration.errors import (
     MessageNotFoundError,
     QueueNotFoundError,
 )
-from eventsql_orchestration.queue.held_messages import HEARTBEATS, HeldMessages
+from eventsql_orchestration.queue.held_messages import HeldMessages
 from eventsql_orchestration.queue.message_queue import MessageQueue
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.retry import LONGEST_AWAY, doubled, pause_while_away
@@ -117,7 +117,7 @@ class QueueWorkers:
             self._subscriptions.callback(self._queue.subscribe(wake.set))
         self._threads = [start_thread(f"queue-{self._queue.name}", self._run, wake) for wake in self._wakes]
         timeout = self._visibility_timeout or defined.visibility_timeout
-        self._heart = start_thread(f"heartbeat-{self._queue.name}", self._beat, timeout)
+        self._heart = self._held.start_heartbeats(timeout, self._ended)
         return self
 
     @property
@@ -266,15 +266,7 @@ class QueueWorkers:
         except EventSQLError as failure:
             _note_held(message, failure)
 
-    def _beat(self, timeout: float) -> None:
-        every = timeout / HEARTBEATS
-        last = time.monotonic()
-        while self.running:
-            # After `stop`, only handlers that take long are left.
-            if self._stop.is_set():
-                time.sleep(min(0.05, every))
-            else:
-                self._stop.wait(every - (time.monotonic() - last))
-            if time.monotonic() - last >= every:
-                last = time.monotonic()
-                self._held.extend(timeout)
+    def _ended(self, seconds: float) -> bool:
+        """Whether the workers have ended, or end within `seconds`. After `stop`, handlers may take long."""
+        join_all(self._threads, time.monotonic() + seconds)
+        return not self.running
