@@ -197,11 +197,11 @@ class MessageQueue:
         Messages that are sent in callers' transactions, or become visible by themselves, come without a call: see
         `pause`.
         """
-        subscriptions = ExitStack()
-        for table in self._shards.all():
-            if table.listener is not None:
-                subscriptions.callback(table.listener.subscribe(QUEUE, self.name, callback))
-        return subscriptions.close
+        with ExitStack() as subscriptions:
+            for table in self._shards.all():
+                if table.listener is not None:
+                    subscriptions.callback(table.listener.subscribe(QUEUE, self.name, callback))
+            return subscriptions.pop_all().close
 
     def pause(self) -> float:
         """Seconds after which a receiver that waits looks again, even without a notification: 1 at most."""

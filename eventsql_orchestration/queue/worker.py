@@ -113,11 +113,17 @@ class QueueWorkers:
     def start(self) -> QueueWorkers:
         """Start the threads. Raises the errors of the queue's first use."""
         defined = self._queue.definition()
-        for wake in self._wakes:
-            self._subscriptions.callback(self._queue.subscribe(wake.set))
-        self._threads = [start_thread(f"queue-{self._queue.name}", self._run, wake) for wake in self._wakes]
         timeout = self._visibility_timeout or defined.visibility_timeout
-        self._heart = self._held.start_heartbeats(timeout, self._ended)
+        try:
+            for wake in self._wakes:
+                self._subscriptions.callback(self._queue.subscribe(wake.set))
+            for wake in self._wakes:
+                self._threads.append(start_thread(f"queue-{self._queue.name}", self._run, wake))
+            self._heart = self._held.start_heartbeats(timeout, self._ended)
+        except BaseException:
+            # The caller gets nothing to stop the others by.
+            self.stop(timeout=0.0)
+            raise
         return self
 
     @property

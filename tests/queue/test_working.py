@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from contextlib import AbstractContextManager, ExitStack
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 import pytest
@@ -16,6 +16,7 @@ from eventsql_orchestration.database import Connection, Database
 from eventsql_orchestration.errors import DatabaseBusyError, DatabaseUnavailableError, ValidationError
 from eventsql_orchestration.queue import Message, Queue
 from eventsql_orchestration.queue.worker import Handler
+from eventsql_orchestration.threads import start_thread
 from tests.effects import DISK_IS_FULL, MuteError, stand_still, take_too_long
 from tests.fixtures import Terminate, Until
 from tests.waiting import PATIENCE
@@ -399,6 +400,24 @@ def test_a_worker_that_lost_a_message_lets_go_of_its_own_receive_only(
         turns[1].set()
         turns[2].set()
         until(lambda: workers.handled == 2)
+
+
+def test_workers_that_cannot_all_start_leave_neither_threads_nor_subscriptions(
+    platform: EventSQL, queue: Queue, until: Until, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def running() -> int:
+        return sum(thread.name == "eventsql-queue-commands" for thread in threading.enumerate())
+
+    def start(name: str, *given: Any) -> threading.Thread:
+        if running():
+            raise RuntimeError("can't start new thread")
+        return start_thread(name, *given)
+
+    monkeypatch.setattr("eventsql_orchestration.queue.worker.start_thread", start)
+    with pytest.raises(RuntimeError):
+        queue.work(write, workers=2)
+    until(lambda: not running())
+    assert platform.shards[0].listener._callbacks == {}
 
 
 def test_workers_leave_connections_for_heartbeats(queue: Queue) -> None:

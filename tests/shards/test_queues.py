@@ -241,6 +241,20 @@ def test_messages_are_given_back_on_the_other_shards_while_one_is_down(platform:
     assert {message.shard for message in queue.receive(max_messages=3)} == {each.shard for each in held[1:]}
 
 
+def test_a_subscription_that_one_shard_refuses_is_left_on_none(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise ClosedError
+
+    queue = Queue(platform, "jobs")
+    queue.definition()
+    monkeypatch.setattr(platform.shards[-1].listener, "subscribe", refuse)
+    with pytest.raises(ClosedError):
+        queue.subscribe(lambda: None)
+    assert "queue:jobs" not in platform.shards[0].listener._callbacks
+
+
 def test_workers_end_with_their_platform_and_do_not_open_it_again(platform: EventSQL, until: Until) -> None:
     queue = Queue(platform, "jobs")
     with queue.work(lambda message, connection: None) as workers:
