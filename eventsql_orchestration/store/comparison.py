@@ -8,6 +8,7 @@ from typing import Final
 
 from psycopg import sql
 
+from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
 from eventsql_orchestration.errors import ProjectionError
@@ -87,7 +88,7 @@ def _compare(store: Store, connection: Connection, queries: Queries, compared: C
             (upto,) = fetch_first(connection, queries("version_at"), row) or (0,)
         for change in store.load(of_type, aggregate_id, upto_version=upto, connection=connection):
             if compared.only["kinds"] is None or change.kind in compared.only["kinds"]:
-                compared.apply(change, connection)
+                call_handler(connection, change, compared.apply)
                 replayed += 1
 
     ids = sorted({aggregate_id for _, aggregate_id in chosen})

@@ -170,12 +170,14 @@ def test_two_installations_rebuild_projections_of_one_name_side_by_side(
     assert sums(store) == {"1": (3, 2)}
 
 
-def test_a_projection_that_rolls_back_fails_its_rebuild(store: Store) -> None:
+def test_a_projection_that_rolls_back_fails_its_rebuild_and_its_comparison(store: Store) -> None:
     projections = Projections(store, [RollsBack()])
     projections.install()
     put(store, "1", 1)
     with pytest.raises(DatabaseError):
         projections.rebuild("sums")
+    with pytest.raises(DatabaseError):
+        projections.compare("sums", {"sums": "id"})
 
 
 def test_a_projection_follows_by_a_subscription(store: Store, projections: Projections) -> None:
