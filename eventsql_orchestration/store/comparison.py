@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +12,7 @@ from eventsql_orchestration.consuming.handlers import call_handler
 from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_all, fetch_first
 from eventsql_orchestration.errors import ProjectionError
-from eventsql_orchestration.store.change import RecordedChange
-from eventsql_orchestration.store.order import Filters
+from eventsql_orchestration.store.projection_definition import CheckedProjection
 from eventsql_orchestration.store.store import Store
 
 _TEMPORARY: Final = "pg_temp"
@@ -45,41 +44,31 @@ class Comparison:
         return not any(self.different.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """A projection to compare: `columns` names the column of each table that has an aggregate's id."""
-
-    name: str
-    schema: str
-    columns: Mapping[str, str]
-    only: Filters
-    subscription: str
-    create: Callable[[Connection], object]
-    apply: Callable[[RecordedChange, Connection], object]
-
-
-def compare(store: Store, queries: Queries, compared: Compared, sample: int) -> Comparison:
+def compare(store: Store, each: CheckedProjection, id_columns: Mapping[str, str], sample: int) -> Comparison:
     """Replay the changes of `sample` random aggregates into temporary tables, and compare the rows with the live rows.
 
-    The comparison reads one snapshot, and leaves nothing behind. If the projection follows by a subscription, changes
-    after the subscription's place are left out, and so are aggregates with dead letters. Raises `ProjectionError` for a
-    table without rows to compare.
+    `id_columns` names the column of each table that has an aggregate's id. The comparison reads one snapshot, and
+    leaves nothing behind. If the projection follows by a subscription, changes after the subscription's place are left
+    out, and so are aggregates with dead letters. Raises `ProjectionError` for a table without rows to compare.
     """
     with store.database.connection() as connection, connection.transaction(force_rollback=True):
         connection.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
-        return _compare(store, connection, queries, compared, sample)
+        return _compare(store, connection, each, id_columns, sample)
 
 
-def _compare(store: Store, connection: Connection, queries: Queries, compared: Compared, sample: int) -> Comparison:
+def _compare(
+    store: Store, connection: Connection, each: CheckedProjection, id_columns: Mapping[str, str], sample: int
+) -> Comparison:
+    queries = Queries("projections", store.database.schema)
     store.order.home.era(connection)
-    values = {"subscription": compared.subscription, "sample": sample, **compared.only}
+    values = {"subscription": each.subscription, "sample": sample, **each.only}
     chosen = fetch_all(connection, queries("sample"), values)
     place = fetch_first(connection, queries("subscription_place"), values)
-    selected = _selected_columns(connection, queries, compared)
+    selected = _selected_columns(connection, queries, each, id_columns)
 
     path = sql.SQL("{}, public").format(sql.Identifier(_TEMPORARY)).as_string(connection)
     connection.execute(queries("set_path"), {"path": path})
-    compared.create(connection)
+    each.projection.create(connection)
     replayed = 0
     for of_type, aggregate_id in chosen:
         upto = None
@@ -87,35 +76,37 @@ def _compare(store: Store, connection: Connection, queries: Queries, compared: C
             row = {"type": of_type, "id": aggregate_id, "transaction": place[0], "position": place[1]}
             (upto,) = fetch_first(connection, queries("version_at"), row) or (0,)
         for change in store.load(of_type, aggregate_id, upto_version=upto, connection=connection):
-            if compared.only["kinds"] is None or change.kind in compared.only["kinds"]:
-                call_handler(connection, change, compared.apply)
+            if each.wants(change):
+                call_handler(connection, change, each.projection.apply)
                 replayed += 1
 
     ids = sorted({aggregate_id for _, aggregate_id in chosen})
     different = {}
-    for table, column in compared.columns.items():
+    for table, column in id_columns.items():
         live, anew = (
             _ROWS.format(
                 column=sql.Identifier(column),
                 columns=sql.SQL(", ").join(map(sql.Identifier, selected[table])),
                 table=sql.Identifier(schema, table),
             )
-            for schema in (compared.schema, _TEMPORARY)
+            for schema in (each.schema, _TEMPORARY)
         )
         rows = connection.execute(_DIFFERENT.format(one=live, other=anew), [ids] * 4)
         different[table] = [of for (of,) in rows]
-    return Comparison(compared.name, len(ids), replayed, different)
+    return Comparison(each.name, len(ids), replayed, different)
 
 
-def _selected_columns(connection: Connection, queries: Queries, compared: Compared) -> dict[str, list[str]]:
+def _selected_columns(
+    connection: Connection, queries: Queries, each: CheckedProjection, id_columns: Mapping[str, str]
+) -> dict[str, list[str]]:
     """The columns of each live table without a default, such as a number of a sequence."""
     selected = {}
-    for table, column in compared.columns.items():
-        values = {"in_schema": compared.schema, "table": table}
+    for table, column in id_columns.items():
+        values = {"in_schema": each.schema, "table": table}
         selected[table] = [name for (name,) in fetch_all(connection, queries("plain_columns"), values)]
         if column not in selected[table]:
             raise ProjectionError(
-                f"table {table!r} of projection {compared.name!r} has no column {column!r} without a default: give the "
+                f"table {table!r} of projection {each.name!r} has no column {column!r} without a default: give the "
                 "column that has the aggregate's id"
             )
     return selected

@@ -15,7 +15,7 @@ from eventsql_orchestration.database import Connection, Queries
 from eventsql_orchestration.database.rows import fetch_first, query_all
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store.change import RecordedChange
-from eventsql_orchestration.store.comparison import Compared, Comparison, compare
+from eventsql_orchestration.store.comparison import Comparison, compare
 from eventsql_orchestration.store.projection_definition import CheckedProjection, Fill, Projection
 from eventsql_orchestration.store.projection_rebuild import ProjectionRebuild
 from eventsql_orchestration.store.projection_tables import ProjectionTables
@@ -144,16 +144,7 @@ class Projections:
                 f"id_columns {shown(id_columns)} of projection {name!r} are not usable: name a column of some of "
                 f"{', '.join(each.tables)}"
             )
-        compared = Compared(
-            each.name,
-            each.schema,
-            id_columns,
-            each.only,
-            each.subscription,
-            each.projection.create,
-            each.projection.apply,
-        )
-        return compare(self._store, self._queries, compared, check_whole("sample", sample, least=1, most=100_000))
+        return compare(self._store, each, id_columns, check_whole("sample", sample, least=1, most=100_000))
 
     def give_up(self, name: str) -> None:
         """Drop what an interrupted rebuild has made. The live tables stay."""
