@@ -15,6 +15,7 @@ from psycopg.rows import tuple_row
 from eventsql_orchestration.database import CallersConnection, Connection, Database, Queries
 from eventsql_orchestration.database.notifications import Listener
 from eventsql_orchestration.database.notifier import Notifier
+from eventsql_orchestration.database.rows import query_first
 from eventsql_orchestration.database.sessions import read_committed
 from eventsql_orchestration.database.single_statement import SingleStatement
 from eventsql_orchestration.errors import (
@@ -245,8 +246,7 @@ class QueueTable:
 
         Raises `QueueNotFoundError` if the queue was deleted: otherwise a receiver would wait for ever.
         """
-        with self.database.connection() as connection:
-            row = connection.execute(self._queries("due"), {"queue": self.id()}, prepare=False).fetchone()
+        row = query_first(self.database, self._queries("due"), {"queue": self.id()}, prepare=False)
         if row is None:
             raise self._gone()
         seconds: float | None = row[0]

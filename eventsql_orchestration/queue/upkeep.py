@@ -9,6 +9,7 @@ import psycopg
 from psycopg import sql
 
 from eventsql_orchestration.database import Connection, Database, Queries
+from eventsql_orchestration.database.rows import fetch_all, fetch_first, fetch_one, query_all
 from eventsql_orchestration.database.sessions import wait_at_most
 from eventsql_orchestration.errors import DatabaseBusyError, QueueInUseError
 from eventsql_orchestration.queue.queue_table import QueueTable
@@ -37,14 +38,14 @@ class QueueUpkeep:
         self._queries = Queries("queue", table.database.schema)
 
     def peek(self, limit: int) -> list[PeekedMessage]:
-        with self._database.connection() as connection:
-            rows = connection.execute(self._queries("peek"), {"queue": self._table.id(), "limit": limit}, prepare=False)
-            return [peeked(row, self._table.shard) for row in rows]
+        values = {"queue": self._table.id(), "limit": limit}
+        rows = query_all(self._database, self._queries("peek"), values, prepare=False)
+        return [peeked(row, self._table.shard) for row in rows]
 
     def statistics(self) -> QueueStatistics:
+        values = {"queue": self._table.id()}
         with self._database.connection() as connection:
-            row = connection.execute(self._queries("statistics"), {"queue": self._table.id()}, prepare=False).fetchone()
-        assert row is not None, "an aggregate without GROUP BY has one row"
+            row = fetch_one(connection, self._queries("statistics"), values, prepare=False)
         return QueueStatistics(self._table.name, *row)
 
     def purge(self) -> int:
@@ -54,19 +55,18 @@ class QueueUpkeep:
     def _purge(self, *, promote: bool) -> int:
         queue, purged = self._table.id(), 0
         with self._database.connection() as connection:
-            row = connection.execute(self._queries("newest"), {"queue": queue}, prepare=False).fetchone()
+            row = fetch_first(connection, self._queries("newest"), {"queue": queue}, prepare=False)
             values = {"queue": queue, "upto": row[0] if row else None, "limit": PURGED_AT_ONCE}
             while True:
                 with connection.transaction():
-                    counted = connection.execute(self._queries("purge"), values, prepare=False).fetchone()
+                    (deleted,) = fetch_one(connection, self._queries("purge"), values, prepare=False)
                     if promote:
                         # If the first message of a key was deleted alone, the next message of the key becomes the
                         # first.
                         connection.execute(self._queries("stranded"), {"queue": queue}, prepare=False)
-                assert counted is not None, "an aggregate has one row"
-                if not counted[0]:
+                if not deleted:
                     return purged
-                purged += counted[0]
+                purged += deleted
 
     def check_deletable(self, *, force: bool) -> None:
         """Raises `QueueInUseError` if another queue needs it, and, without `force`, if it has messages."""
@@ -75,9 +75,7 @@ class QueueUpkeep:
 
     def _check_deletable(self, connection: Connection, *, force: bool) -> None:
         name, given = self._table.name, {"queue": self._table.id()}
-        row = connection.execute(self._queries("holdings"), given, prepare=False).fetchone()
-        assert row is not None, "it selects no rows of a table"
-        messages, archive, letters, origins = row
+        messages, archive, letters, origins = fetch_one(connection, self._queries("holdings"), given, prepare=False)
         if origins:
             raise QueueInUseError(
                 f"queue {name!r} is kept, because it takes the dead letters of {', '.join(map(repr, origins))}: delete "
@@ -123,8 +121,7 @@ class QueueUpkeep:
     def dead_letters(self, ids: Sequence[int]) -> set[int]:
         """The given ids that are dead letters of the queue, held or not."""
         values = {"queue": self._table.id(), "ids": list(ids)}
-        with self._database.connection() as connection:
-            return {found for (found,) in connection.execute(self._queries("dead_letters"), values, prepare=False)}
+        return {found for (found,) in query_all(self._database, self._queries("dead_letters"), values, prepare=False)}
 
     def redrive(self, limit: int | None, ids: Sequence[int] | None) -> int:
         """Move dead letters back, in transactions of 10,000. Gives their number."""
@@ -149,7 +146,7 @@ class QueueUpkeep:
         with connection.transaction():
             # The rows get their new ids in the order of this index.
             connection.execute("SET LOCAL enable_seqscan = off; SET LOCAL enable_bitmapscan = off")
-            left = connection.execute(self._queries("redrive"), values, prepare=False).fetchall()
+            left = fetch_all(connection, self._queries("redrive"), values, prepare=False)
             keys: dict[int, set[str]] = {}
             for queue, key in left:
                 if queue is not None:
@@ -161,18 +158,15 @@ class QueueUpkeep:
         return len(left)
 
     def archived(self, limit: int) -> list[ArchivedMessage]:
-        with self._database.connection() as connection:
-            rows = connection.execute(
-                self._queries("archived"), {"queue": self._table.id(), "limit": limit}, prepare=False
-            )
-            return [archived(row, self._table.shard) for row in rows]
+        values = {"queue": self._table.id(), "limit": limit}
+        rows = query_all(self._database, self._queries("archived"), values, prepare=False)
+        return [archived(row, self._table.shard) for row in rows]
 
 
 def list_queues(database: Database) -> list[QueueDefinition]:
     """Every queue of a database, by name."""
-    with database.connection() as connection:
-        rows = connection.execute(Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
-        return [QueueDefinition(*row[2:]) for row in rows]
+    rows = query_all(database, Queries("queue", database.schema)("definition"), {"name": None}, prepare=False)
+    return [QueueDefinition(*row[2:]) for row in rows]
 
 
 def drop_expired_archives(database: Database) -> list[str]:

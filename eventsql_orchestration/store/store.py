@@ -14,10 +14,8 @@ from eventsql_orchestration.boundary import checked
 from eventsql_orchestration.database import CallersConnection, Database, Queries
 from eventsql_orchestration.database.notifications import STORE, Listener
 from eventsql_orchestration.database.notifier import Notifier
-from eventsql_orchestration.database.rows import fetch_first, query_all
-from eventsql_orchestration.errors import (
-    ValidationError,
-)
+from eventsql_orchestration.database.rows import fetch_first, fetch_one, query_all
+from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.appending import Appender, Appending, ExpectedVersion
 from eventsql_orchestration.store.archive import Archive, Archived
@@ -367,6 +365,4 @@ class Store:
         """Count the aggregates of a type. The time grows with their number."""
         check_name("aggregate type", aggregate_type)
         with self.database.connection() as connection:
-            row = connection.execute(self._queries("count"), {"type": aggregate_type}, prepare=False).fetchone()
-            assert row is not None, "an aggregate without GROUP BY has one row"
-            return int(row[0])
+            return int(fetch_one(connection, self._queries("count"), {"type": aggregate_type}, prepare=False)[0])
