@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any, Final, Literal, TypeAlias
-from uuid import UUID
 
 from psycopg.errors import SerializationFailure, UniqueViolation
 
@@ -43,10 +42,13 @@ class Appending:
         self.changes = changes
         self.expected = _expected(expected)
         if not changes:
-            raise ValidationError(f"there are no changes to append to {aggregate_type} {aggregate_id!r}")
+            raise ValidationError(f"there are no changes to append to {self}")
         self.ids = [change.id for change in changes if change.id is not None]
         if len(set(self.ids)) < len(self.ids):
             raise ValidationError("two of the changes have one id: give each its own")
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.id!r}"
 
     @property
     def values(self) -> dict[str, Any]:
@@ -89,7 +91,7 @@ class Appender:
         if connection is not None and appending.ids:
             # A change that is stored already would abort the caller's transaction.
             with self._database.callers(connection) as joined:
-                stored = self._already_stored(joined, appending, appending.ids)
+                stored = self._already_stored(joined, appending)
             if stored is not None:
                 return stored, False
         for _ in range(_ATTEMPTS):
@@ -99,14 +101,12 @@ class Appender:
             if version is not None:
                 return version, True
             with self._database.joined(connection) as joined:
-                stored = self._already_stored(joined, appending, appending.ids)
+                stored = self._already_stored(joined, appending)
             if stored is not None:
                 return stored, False
             if appending.expected >= 0:
                 break
-        raise ConcurrentAppendError(
-            f"{appending.type} {appending.id!r} {_not_any_more(appending.expected)}: load it again and decide anew"
-        )
+        raise ConcurrentAppendError(f"{appending} {_not_any_more(appending.expected)}: load it again and decide anew")
 
     def _append_alone(self, appending: Appending) -> int | None:
         """The new version; None if the aggregate is not as expected, or has one of the changes."""
@@ -125,35 +125,35 @@ class Appender:
                 rows = fetch_raw(joined, self._queries("append"), appending.values)
             except (SerializationFailure, UniqueViolation) as error:
                 raise ConcurrentAppendError(
-                    f"another writer has appended to {appending.type} {appending.id!r} at the same time: roll back, "
-                    "load it again and decide anew"
+                    f"another writer has appended to {appending} at the same time: roll back, load it again and "
+                    "decide anew"
                 ) from error
         return _last_version(rows)
 
-    def _already_stored(self, connection: Connection, appending: Appending, ids: Sequence[UUID]) -> int | None:
+    def _already_stored(self, connection: Connection, appending: Appending) -> int | None:
         """The aggregate's version after these changes if all are stored already; None if none of them is.
 
         If the changes cannot be appended for another reason, raises the error that says why.
         """
-        of = f"{appending.type} {appending.id!r}"
-        values = {"type": appending.type, "id": appending.id, "change_ids": list(ids)}
+        ids = appending.ids
+        values = {"type": appending.type, "id": appending.id, "change_ids": ids}
         row = fetch_first(connection, self._queries("standing"), values, prepare=False)
         version, closed, stored, last = row or (0, False, 0, None)
         if ids and stored == len(appending.changes):
             return int(last)
         if stored:
             raise ValidationError(
-                f"{of} already has {stored} changes with the ids of these {len(appending.changes)}: repeat an append "
-                "with exactly its changes, or give new changes new ids"
+                f"{appending} already has {stored} changes with the ids of these {len(appending.changes)}: repeat an "
+                "append with exactly its changes, or give new changes new ids"
             )
         if ids and (other := fetch_first(connection, self._queries("stored_elsewhere"), values, prepare=False)):
             raise ValidationError(
                 f"{other[0]} {other[1]!r} has a change with one of these ids: give new changes new ids"
             )
         if closed:
-            raise AggregateClosedError(f"{of} was closed at version {version}, and takes no more changes")
+            raise AggregateClosedError(f"{appending} was closed at version {version}, and takes no more changes")
         if appending.expected == _EXPECTED["exists"] and not version:
-            raise ConcurrentAppendError(f"{of} does not exist yet: append with expected_version='none' or 'any'")
+            raise ConcurrentAppendError(f"{appending} does not exist yet: append with expected_version='none' or 'any'")
         return None
 
 
