@@ -91,6 +91,7 @@ class ProjectionRebuild:
             return applied + len(changes), len(changes) == batch
 
     def swap(self, each: CheckedProjection, batch: int) -> int:
+        """Apply the changes since the last batch, and put the new tables in place. Gives the number of all changes."""
         with self._store.database.transaction() as connection:
             after, applied = self._lock_filled(connection, each)
             by_subscription = (
@@ -99,9 +100,10 @@ class ProjectionRebuild:
             )
             # Do this before the tables are locked: a redrive has locked its letter, and then writes the tables.
             connection.execute(self._queries("drop_letters"), {"subscription": each.subscription})
-            live = self._tables.existing(connection, each, each.schema)
+            existing = self._tables.existing(connection, each, each.schema)
+            live = [table for table in each.tables if table in existing]
             if live:
-                names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in each.tables if table in live)
+                names = sql.SQL(", ").join(sql.Identifier(each.schema, table) for table in live)
                 connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(names))
 
             # Nobody writes the live tables now. A subscription has applied the changes below the horizon. A save
@@ -121,7 +123,7 @@ class ProjectionRebuild:
             if by_subscription:
                 values = {**after.parameters(), "subscription": each.subscription}
                 connection.execute(self._queries("place_subscription"), values)
-            self._replace(connection, each, [table for table in each.tables if table in live])
+            self._replace(connection, each, live)
             connection.execute(self._queries("finish"), {"name": each.name})
         return applied
 
@@ -167,6 +169,7 @@ class ProjectionRebuild:
         replaced_tables.grant_as_on(connection, sql.Identifier(*live), sql.Identifier(*new))
 
     def lock(self, connection: Connection, each: CheckedProjection) -> tuple[StoreCheckpoint, int]:
+        """Lock a rebuild; gives its place, and the number of changes that it has applied."""
         start = self._store.order.home.place(connection, None)
         row = fetch_first(connection, self._queries("lock"), {"name": each.name})
         if row is None:
@@ -178,7 +181,7 @@ class ProjectionRebuild:
         return StoreCheckpoint(start.era, int(transaction), position), applied
 
     def _lock_filled(self, connection: Connection, each: CheckedProjection) -> tuple[StoreCheckpoint, int]:
-        """As `_lock`. Raises `ProjectionError` while the tables are filled in bulk."""
+        """As `lock`. Raises `ProjectionError` while the tables are filled in bulk."""
         locked = self.lock(connection, each)
         if self._ledgers(connection, each):
             raise ProjectionError(
