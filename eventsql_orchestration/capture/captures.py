@@ -10,7 +10,7 @@ import logging
 import re
 from builtins import list as list_of
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import psycopg
 from psycopg import sql
@@ -45,6 +45,8 @@ from eventsql_orchestration.topics.catalog import existing_topic, lock_registry
 from eventsql_orchestration.validation import check_text, shown
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PAGE_ROWS: Final = 2_000
 """The most rows of a page of a snapshot. Their writers wait for as long as the page takes, some 50 ms."""
@@ -114,7 +116,7 @@ class Captures:
         table = _qualified_name(table)
         self._locking(table, lambda: self._drop(table, topic))
 
-    def _locking(self, table: str, attempt: Callable[[], Any]) -> Any:
+    def _locking(self, table: str, attempt: Callable[[], T]) -> T:
         """Try a change of a table's triggers until its lock is free. Later writers wait behind each attempt."""
         message = f"transactions that use table {table!r} did not end in time, and nothing was changed: try again later"
         return while_busy(attempt, seconds=RETRY_SECONDS, message=lambda _: message)

@@ -12,6 +12,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.capture import captures
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.embedded import EmbeddedPostgres
 from eventsql_orchestration.errors import (
     CaptureError,
     DatabaseBusyError,
@@ -155,9 +156,9 @@ def test_a_capture_needs_an_existing_topic_and_a_valid_name(platform: EventSQL, 
 
 
 def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
-    orders: EventSQL, server: object, session: Connection
+    orders: EventSQL, server: EmbeddedPostgres
 ) -> None:
-    new = EventSQL(server.create_database("another"))  # type: ignore[attr-defined]
+    new = EventSQL(server.create_database("another"))
     try:
         with pytest.raises(ShardSetError):
             ShardAddition(orders.shards, new.shards[0]).execute()
@@ -167,7 +168,7 @@ def test_a_shard_cannot_capture_and_a_captured_database_cannot_become_one(
             orders.capture("orders", "changes")
     finally:
         new.close()
-        server.drop_database("another")  # type: ignore[attr-defined]
+        server.drop_database("another")
 
 
 # Changed
