@@ -9,7 +9,6 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 _EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
-"""PostgreSQL counts microseconds from here."""
 
 _MICROSECOND: Final = timedelta(microseconds=1)
 
@@ -33,9 +32,14 @@ def decode_bigint(raw: bytes | None) -> int:
     return int.from_bytes(raw or b"", signed=True)
 
 
+def microseconds(time: datetime) -> int:
+    """A time as PostgreSQL stores it: microseconds since 2000 in UTC."""
+    return (time - _EPOCH) // _MICROSECOND
+
+
 def encode_time(time: datetime) -> bytes:
     """A timestamptz."""
-    return ((time - _EPOCH) // _MICROSECOND).to_bytes(8, signed=True)
+    return microseconds(time).to_bytes(8, signed=True)
 
 
 def decode_time(raw: bytes | None) -> datetime:

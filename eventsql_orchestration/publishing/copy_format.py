@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import UTC, datetime, timedelta
 from typing import Final, NamedTuple
 
 from eventsql_orchestration.model import Publication
@@ -26,7 +25,6 @@ LOG_COLUMNS: Final = ("eql_buffered_at", "eql_created_at", "eql_key", "eql_value
 """The last four columns of the buffer and of a log are an encoded event. The columns before them are equal for all
 events of a batch."""
 
-_EPOCH: Final = datetime(2000, 1, 1, tzinfo=UTC)
 _length = struct.Struct(">i").pack
 _smallint = struct.Struct(">ih").pack
 _read_length: Final = struct.Struct(">i").unpack_from
@@ -42,11 +40,6 @@ class EncodedEvent(NamedTuple):
     key: bytes | None
     value: bytes
     metadata: bytes
-
-
-def microseconds(time: datetime) -> int:
-    """A time as PostgreSQL stores it: microseconds since 2000 in UTC."""
-    return (time - _EPOCH) // timedelta(microseconds=1)
 
 
 def buffer_prefix(topic: str) -> bytes:

@@ -21,6 +21,7 @@ from typing import Final, TypeAlias, cast
 import psycopg
 
 from eventsql_orchestration.database import Connection, Database, Queries, is_pooled, is_quiet
+from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.database.load import too_much
 from eventsql_orchestration.database.rows import fetch_first
 from eventsql_orchestration.database.translation import describe
@@ -341,15 +342,14 @@ class LogWriter:
             # The server has to convert the times.
             return None
 
-        now = self._move_before(connection, topic.name, state) if state.buffered else state.now
-        time = copy_format.microseconds(now)
+        now = microseconds(self._move_before(connection, topic.name, state) if state.buffered else state.now)
         if blocks:
             # If there was another look, do not use the ids that were drawn before it: they may belong to older events.
             first = None if room.looked else state.drawn
             first = first or self._log.draw(connection, topic.name, events, after=self._room.last_id(topic.name))
             self._room.drew(topic.name, events)
-            return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, time)
-        self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), time)
+            return self._append_blocks(connection, topic.name, cast("Iterable[EncodedBlock]", encoded), first, now)
+        self._append_rows(connection, topic.name, cast("Iterable[Sequence[bytes]]", encoded), now)
         self._room.check(connection, topic.name)
         return []
 

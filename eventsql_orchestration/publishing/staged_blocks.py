@@ -22,6 +22,7 @@ from typing import Final, TypeAlias
 import psycopg
 
 from eventsql_orchestration.database import Connection, Queries
+from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.errors import DatabaseError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import REFERENCE, encode_rows
@@ -142,7 +143,7 @@ class StagedBlocks:
         if row is None:
             raise _damaged(reference, "is gone")
         packed, events, published, now = row
-        times = copy_format.microseconds(now), copy_format.microseconds(published)
+        times = microseconds(now), microseconds(published)
         if blocks:
             try:
                 copied = self._copy_blocks(connection, topic, packed, *times, after=after)

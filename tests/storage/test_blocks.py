@@ -15,6 +15,7 @@ from psycopg import sql
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection, migrations
+from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.errors import BrokenBlockError, RedefinitionError, ValidationError
 from eventsql_orchestration.model import OffsetRange, Storage
 from eventsql_orchestration.publishing import block_format, copy_format
@@ -49,7 +50,7 @@ def fill(platform: EventSQL, session: Connection, rng: random.Random, blocks: in
     for hour in range(blocks):
         partition, events = rng.randrange(PARTITIONS), rng.choice([1, 1, 2, 7, 30])
         own = [publication(written + each, partition, rng) for each in range(events)]
-        now = copy_format.microseconds(NOON + timedelta(hours=hour))
+        now = microseconds(NOON + timedelta(hours=hour))
         for name in ("blocks", "rows"):
             with session.transaction():
                 segments.ensure_ahead(session, SCHEMA, name)

@@ -12,6 +12,7 @@ import pytest
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
 from eventsql_orchestration.database import Connection
+from eventsql_orchestration.database.binary import microseconds
 from eventsql_orchestration.errors import TopicNotFoundError
 from eventsql_orchestration.publishing import copy_format
 from eventsql_orchestration.publishing.block_format import encode_blocks
@@ -37,7 +38,7 @@ class Log:
 
     def append(self, *publications: Publication, at: datetime = NOON) -> None:
         """Append events that were published a second before `at`."""
-        now, published = copy_format.microseconds(at), copy_format.microseconds(at - timedelta(seconds=1))
+        now, published = microseconds(at), microseconds(at - timedelta(seconds=1))
         with self.session.transaction():
             segments.ensure_ahead(self.session, SCHEMA, TOPIC)
             rows = self._rows(publications, now, published)
