@@ -292,7 +292,11 @@ class Publisher:
 
     def _check(self, connection: Connection, topics: Collection[Topic], *, joined: bool) -> None:
         """Raise `RedefinitionError` unless the topics have these definitions. The open COPY keeps them unchanged."""
-        known = definitions(topics)
+        known = {
+            "topics": [topic.name for topic in topics],
+            "partitions": [topic.partitions for topic in topics],
+            "layouts": [topic.layout for topic in topics],
+        }
         if joined:
             connection.execute(self._queries("hold_topics"), known)
         if redefined := [name for (name,) in fetch_all(connection, self._queries("redefined_topics"), known)]:
@@ -308,15 +312,6 @@ class Publisher:
                     yield connection
             else:
                 yield connection
-
-
-def definitions(topics: Collection[Topic]) -> dict[str, object]:
-    """The values of the statement `redefined_topics`."""
-    return {
-        "topics": [topic.name for topic in topics],
-        "partitions": [topic.partitions for topic in topics],
-        "layouts": [topic.layout for topic in topics],
-    }
 
 
 def check_many(publications: object) -> None:
