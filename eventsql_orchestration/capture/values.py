@@ -60,10 +60,10 @@ class Capture:
     snapshot: str
     snapshot_rows: int
     created_at: datetime
-    problem: str | None = None
-    outdated: bool = False
-    added_again: tuple[str, ...] = ()
-    grants: str | None = None
+    problem: str | None
+    outdated: bool
+    added_again: tuple[str, ...]
+    grants: str | None
 
 
 class Table(NamedTuple):

@@ -22,8 +22,8 @@ BATCH_SECONDS: Final = 0.2
 class BatchSizes:
     """The number of events in the next batch of each topic: large events shrink only the batches of their own topic."""
 
-    def __init__(self, fixed: int | None = None) -> None:
-        """`fixed` is the number of events; by default, it follows their size and the server's speed."""
+    def __init__(self, fixed: int | None) -> None:
+        """`fixed` is the number of events. With None, it follows their size and the server's speed."""
         self._fixed = fixed
         self._sizes: dict[str, int] = {}
 

@@ -227,7 +227,7 @@ class Snapshot:
     version: int
     state: dict[str, Any]
     created_at: datetime
-    schema_version: int = 1
+    schema_version: int
 
 
 def read_snapshot(row: RawRow) -> Snapshot:

@@ -110,7 +110,7 @@ class Subscription:
 
     def __init__(
         self, database: Database, name: str, handler: ChangeHandler,
-        *, only: Filters, options: SubscriptionOptions, listener: Listener | None = None,
+        *, only: Filters, options: SubscriptionOptions, listener: Listener | None,
     ) -> None:  # fmt: skip
         check_handler(handler, "change", "connection")
         self.name = check_name("name of a subscription", name)
@@ -314,11 +314,12 @@ class Subscription:
 
     def run(self, stop: threading.Event) -> None:
         """Handle changes until `stop` is set: at once on a notification, and every `polling_delay` seconds."""
+        polling_delay = check_seconds("polling_delay", self._options.polling_delay, zero=False)
         unsubscribe = None if self._listener is None else self._listener.subscribe(STORE, None, self._wake.set)
         try:
             while not stop.is_set():
                 self._wake.clear()
-                delay = check_seconds("polling_delay", self._options.polling_delay, zero=False)
+                delay = polling_delay
                 try:
                     progress = self.run_once()
                 except SubscriptionNotFoundError as error:
