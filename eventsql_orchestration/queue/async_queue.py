@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from datetime import datetime
 
-from eventsql_orchestration.boundary import checked
+from eventsql_orchestration.boundary import checked, checks_itself
 from eventsql_orchestration.database import CallersConnection
 from eventsql_orchestration.queue.queue import Queue
 from eventsql_orchestration.queue.values import Message, NewMessage, QueueStatistics
-from eventsql_orchestration.validation import Duration, check_seconds
+from eventsql_orchestration.validation import NO_METADATA, Duration, check_seconds
 
 
 @checked
@@ -26,8 +27,21 @@ class AsyncQueue:
         """As `Queue.send_all`."""
         return await asyncio.to_thread(self.queue.send_all, messages, connection=connection)
 
-    async def send(self, message: NewMessage | bytes, *, connection: CallersConnection | None = None) -> int:
-        """Send one message and return its id. Raises as `Queue.send`."""
+    @checks_itself
+    async def send(
+        self,
+        body: bytes,
+        *,
+        key: str | None = None,
+        metadata: Mapping[str, str] = NO_METADATA,
+        delay: Duration = 0.0,
+        due: datetime | None = None,
+        priority: int = 0,
+        deduplication_id: str | None = None,
+        connection: CallersConnection | None = None,
+    ) -> int:
+        """As `Queue.send`."""
+        message = NewMessage(body, key, metadata, delay, due, priority, deduplication_id)
         return (await self.send_all([message], connection=connection))[0]
 
     async def receive(

@@ -338,16 +338,16 @@ def test_a_waiting_receiver_holds_no_transaction_and_gives_up_in_time(database: 
 def test_a_task_receives_and_acknowledges(platform: EventSQL) -> None:
     queue = AsyncQueue(Queue(platform, "commands"))
 
-    async def work() -> list[bytes]:
+    async def work() -> list[tuple[bytes, str | None]]:
         waiting = asyncio.create_task(queue.receive(max_messages=5, wait=60))
         await asyncio.sleep(0)
-        await queue.send_all([b"1"])
+        await queue.send(b"1", key="a")
         messages = await waiting
         await queue.acknowledge_all(messages)
         assert await queue.receive() == []
-        return [message.body for message in messages]
+        return [(message.body, message.key) for message in messages]
 
-    assert asyncio.run(work()) == [b"1"]
+    assert asyncio.run(work()) == [(b"1", "a")]
 
 
 def test_a_receive_that_is_cancelled_leaves_no_subscription(
