@@ -6,7 +6,6 @@ import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
-from typing import Any
 
 import psycopg
 import pytest
@@ -16,16 +15,15 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import AggregateClosedError, DatabaseError, ValidationError
 from eventsql_orchestration.store import (
     Archived,
-    Change,
     ExpectedVersion,
-    Projection,
     Projections,
     RecordedChange,
     Store,
     SubscriptionOptions,
 )
 from tests.fixtures import Sessions, UntilBlocked
-from tests.store.test_order import restored
+from tests.store.test_order import change, numbers, put, restored
+from tests.store.test_projection import Sums, sums
 from tests.waiting import PATIENCE
 
 LATER = datetime(9000, 1, 1, tzinfo=UTC)
@@ -37,23 +35,9 @@ def other() -> Iterator[ThreadPoolExecutor]:
         yield executor
 
 
-def change(number: int, **options: Any) -> Change:
-    return Change("numbered", {"n": number}, **options)
-
-
-def put(store: Store, aggregate_id: str, *numbers: int, connection: Connection | None = None) -> int:
-    return store.append(
-        "order", aggregate_id, [change(n) for n in numbers], expected_version="any", connection=connection
-    )
-
-
 def closed(store: Store, aggregate_id: str, *numbers: int) -> None:
     put(store, aggregate_id, *numbers)
     store.close_stream("order", aggregate_id)
-
-
-def numbers(changes: list[RecordedChange]) -> list[int]:
-    return [each.data["n"] for each in changes]
 
 
 def counts(store: Store) -> tuple[int, int]:
@@ -292,20 +276,6 @@ def test_a_subscription_gets_archived_changes_and_its_letters_are_redriven(store
     assert seen == [1, 3, 2]
 
 
-class Sums(Projection):
-    name = "sums"
-    tables = ("order_sum",)
-
-    def create(self, connection: Connection) -> None:
-        connection.execute("CREATE TABLE order_sum (id text PRIMARY KEY, n bigint)")
-
-    def apply(self, change: RecordedChange, connection: Connection) -> None:
-        connection.execute(
-            "INSERT INTO order_sum VALUES (%s, %s) ON CONFLICT (id) DO UPDATE SET n = order_sum.n + excluded.n",
-            [change.aggregate_id, change.data["n"]],
-        )
-
-
 def test_a_rebuild_and_a_comparison_have_archived_changes(store: Store) -> None:
     projections = Projections(store, [Sums()])
     projections.install()
@@ -313,9 +283,8 @@ def test_a_rebuild_and_a_comparison_have_archived_changes(store: Store) -> None:
         closed(store, name, 1, 2)
     store.archive_stream("order", "1")
     assert projections.rebuild("sums") == 4
-    assert projections.compare("sums", {"order_sum": "id"}).equal
-    with store.database.connection() as connection:
-        assert connection.execute("SELECT * FROM order_sum ORDER BY id").fetchall() == [("1", 3), ("2", 3)]
+    assert projections.compare("sums", {"sums": "id"}).equal
+    assert sums(store) == {"1": (3, 2), "2": (3, 2)}
 
 
 def test_archived_changes_of_a_restored_dump_are_adopted(store: Store) -> None:

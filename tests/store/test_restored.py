@@ -14,7 +14,8 @@ from eventsql_orchestration.database.embedded.programs import find_programs
 from eventsql_orchestration.errors import DatabaseError, RestoredStoreError
 from eventsql_orchestration.store import RecordedChange, Store, SubscriptionOptions
 from tests.conftest import own_server
-from tests.store.test_archive import closed, numbers, put
+from tests.store.test_archive import closed
+from tests.store.test_order import numbers, put
 
 
 @pytest.fixture
