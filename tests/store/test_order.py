@@ -6,7 +6,6 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import psycopg
 import pytest
 
 from eventsql_orchestration.database import Connection, Database, Queries
@@ -66,12 +65,6 @@ def test_an_expected_version_may_be_any_or_exists_or_none(store: Store, joined: 
             append(9, refused)
     assert append(5, "any") == 5
     assert numbers(store.load("order", "1")) == [1, 2, 3, 4, 5]
-
-
-@pytest.mark.parametrize("expected", ["new", "", -1, 1.5])
-def test_another_expected_version_is_refused(nowhere: Database, expected: Any) -> None:
-    with pytest.raises(ValidationError):
-        Store(nowhere).append("order", "1", [change(1)], expected_version=expected)
 
 
 @pytest.mark.parametrize("joined", [False, True])
@@ -411,18 +404,3 @@ def test_the_order_is_read_through_its_index(store: Store, statement: str, index
             assert index in plan, plan
             assert "Seq Scan on aggregate_change" not in plan
             assert "Seq Scan on archived_change" not in plan
-
-
-def test_a_conflict_in_a_stricter_transaction_is_the_stores_error(store: Store, sessions: Sessions) -> None:
-    put(store, "1", 1)
-    strict = sessions()
-    strict.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
-    for at_version in (True, False):
-        version = len(store.load("order", "1", connection=strict))
-        put(store, "1", version + 1)
-        with pytest.raises(ConcurrentAppendError):
-            store.append(
-                "order", "1", [change(9)], expected_version=version if at_version else "any", connection=strict
-            )  # fmt: skip
-        strict.rollback()
-    assert len(store.load("order", "1")) == 3

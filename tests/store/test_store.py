@@ -174,8 +174,11 @@ def test_the_second_of_two_writers_succeeds_when_the_first_rolls_back(
     assert amounts_of(store, "1") == [*range(stored), 200]
 
 
+@pytest.mark.parametrize("at_version", [True, False])
 @pytest.mark.parametrize("stored", [0, 1])
-def test_a_conflict_under_a_stricter_isolation_is_the_same_error(store: Store, stored: int) -> None:
+def test_a_conflict_under_a_stricter_isolation_is_the_same_error(
+    store: Store, stored: int, *, at_version: bool
+) -> None:
     if stored:
         append(store, "1", 0, expected_version=0)
     with store.database.transaction() as connection:
@@ -183,7 +186,9 @@ def test_a_conflict_under_a_stricter_isolation_is_the_same_error(store: Store, s
         assert len(store.load("order", "1", connection=connection)) == stored
         append(store, "1", 100, expected_version=stored)
         with pytest.raises(ConcurrentAppendError), connection.transaction():
-            store.append("order", "1", prices(200), expected_version=stored, connection=connection)
+            store.append(
+                "order", "1", prices(200), expected_version=stored if at_version else "any", connection=connection
+            )
     assert amounts_of(store, "1") == [*([0] * stored), 100]
 
 
@@ -328,6 +333,9 @@ def test_names_that_cannot_be_used_are_refused(nowhere: Database, name: Any) -> 
         lambda store: store.append("order", "1", prices(1), expected_version=-1),
         lambda store: store.append("order", "1", prices(1), expected_version=None),
         lambda store: store.append("order", "1", prices(1), expected_version=True),
+        lambda store: store.append("order", "1", prices(1), expected_version=1.5),
+        lambda store: store.append("order", "1", prices(1), expected_version="new"),
+        lambda store: store.append("order", "1", prices(1), expected_version=""),
         lambda store: store.append("order", "", prices(1), expected_version=0),
         lambda store: store.save_snapshot("order", "1", 0, {}),
         lambda store: store.save_snapshot("order", "1", 1, {"a": math.nan}),
