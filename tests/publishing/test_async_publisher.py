@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from eventsql_orchestration import AsyncPublisher, EventSQL, Placement, Publication, Topic
-from eventsql_orchestration.errors import (
-    EventSQLError,
-    PublisherClosedError,
-)
+from eventsql_orchestration.errors import EventSQLError, PublisherClosedError
 from eventsql_orchestration.publishing import async_publisher
 from tests.forms import check_order
 from tests.publishing.conftest import published
@@ -163,9 +160,6 @@ def test_a_task_that_only_gives_events_lets_others_run(platform: EventSQL) -> No
             task.cancel()
 
     asyncio.run(play())
-
-
-# Errors
 
 
 # Backpressure

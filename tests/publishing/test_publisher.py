@@ -291,17 +291,11 @@ def test_a_redefinition_does_not_wait_for_ever_for_a_transaction_that_published(
 # What it asks of the server
 
 
-def test_one_event_is_one_statement(platform: EventSQL, said_by: SaidBy) -> None:
+def test_one_event_is_one_statement_and_one_round_trip(platform: EventSQL, said_by: SaidBy) -> None:
     remember(platform)
     said = said_by(platform.database)
     platform.publisher.publish(order(b""))
     assert said.verbs() == ["INSERT"]
-
-
-def test_one_event_is_one_round_trip(platform: EventSQL, said_by: SaidBy) -> None:
-    remember(platform)
-    platform.publisher.publish(order(b""))
-    said = said_by(platform.database)
     for number in range(10):
         platform.publisher.publish(order(b"%d" % number, key=str(number), metadata={"a": "b"}))
     assert said.round_trips() == 10

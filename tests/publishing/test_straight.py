@@ -104,9 +104,6 @@ def test_a_batch_that_is_too_large_goes_through_the_buffer_whole(
     check_order(platform.reader.read("orders"), [f"large.{number}" for number in range(500)])
 
 
-# Order over both paths
-
-
 def test_an_iterator_that_counts_as_false_is_read_to_its_end(
     platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +135,9 @@ def test_keys_and_metadata_count_for_the_size_of_a_batch(platform: EventSQL, mon
         platform.publisher.publish_all(order("", **fields) for _ in range(MANY))
         assert sum(platform.buffered().values()) == MANY
         platform.transfer.run_once()
+
+
+# Order over both paths
 
 
 def test_earlier_buffered_events_come_first(platform: EventSQL) -> None:

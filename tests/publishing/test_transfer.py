@@ -492,9 +492,8 @@ def marks(transfer: Transfer) -> dict[str, int]:
 
 def newest_id(sessions: Sessions) -> int:
     with sessions() as session:
-        row = session.execute("SELECT last_value FROM eventsql.event_buffer_eql_id_seq").fetchone()
-        assert row is not None
-        return int(row[0])
+        (newest,) = session.execute("SELECT last_value FROM eventsql.event_buffer_eql_id_seq").fetchone() or ()
+        return int(newest)
 
 
 def test_the_mark_follows_what_was_moved(platform: EventSQL, sessions: Sessions) -> None:
@@ -528,9 +527,7 @@ def test_the_mark_is_not_held_back_by_a_transaction_that_only_reads(platform: Ev
     for number in range(3):
         platform.publisher.publish(order(number))
         platform.transfer.run_once()
-        with sessions() as session:
-            row = session.execute("SELECT last_value FROM eventsql.event_buffer_eql_id_seq").fetchone()
-        assert row == (marks(platform.shards[0].transfer)["orders"],)
+        assert marks(platform.shards[0].transfer) == {"orders": newest_id(sessions)}
 
 
 @pytest.mark.usefixtures("single_rows")
@@ -542,16 +539,10 @@ def test_the_mark_does_not_pass_events_that_a_full_batch_left(
     stop = threading.Event()
     transfer.run(stop, on_moved=lambda _: stop.set())
     assert sorted(values(platform)) == ["0", "1", "2", "3"]
-    assert marks(transfer)["orders"] == platform_ids(platform, 4)
-    assert transfer.run_once() == {"orders": 6}
-
-
-def platform_ids(platform: EventSQL, count: int) -> int:
-    """The buffer id of the last of the first `count` events of a buffer that began at 1."""
     with platform.database.connection() as connection:
-        row = connection.execute("SELECT min(eql_id) FROM eventsql.event_buffer").fetchone()
-        assert row is not None
-        return int(row[0]) - 1 if row[0] is not None else count
+        first_left = connection.execute("SELECT min(eql_id) FROM eventsql.event_buffer").fetchone()
+    assert first_left == (marks(transfer)["orders"] + 1,)
+    assert transfer.run_once() == {"orders": 6}
 
 
 def test_the_mark_is_void_when_the_sequence_gives_ids_out_again(platform: EventSQL, sessions: Sessions) -> None:
