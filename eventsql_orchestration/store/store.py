@@ -34,7 +34,7 @@ from eventsql_orchestration.store.lag import SubscriptionLag, SubscriptionLagRea
 from eventsql_orchestration.store.loading import Loader, check_aggregate, checked_values
 from eventsql_orchestration.store.order import GlobalOrder, filters
 from eventsql_orchestration.store.subscription import ChangeHandler, Subscription, SubscriptionOptions
-from eventsql_orchestration.store.subscription_rows import Start, delete, move
+from eventsql_orchestration.store.subscription_rows import Start, delete, move, register
 from eventsql_orchestration.threads import after_commit
 from eventsql_orchestration.validation import check_name, check_time, check_whole
 
@@ -259,10 +259,9 @@ class Store:
         Raises `ValidationError`, also in the subscription's own handler, and `DatabaseError` for a checkpoint of
         another server.
         """
-        subscription = Subscription(
-            self.database, name, handler, only=filters(types, kinds), options=options, listener=self.listener
-        )
-        subscription.register(start)
+        only = filters(types, kinds)
+        subscription = Subscription(self.database, name, handler, only=only, options=options, listener=self.listener)
+        register(self.database, name, start, only)
         with self._subscribing:
             self._subscriptions.add(subscription)
         return subscription.start() if background else subscription

@@ -27,7 +27,6 @@ from eventsql_orchestration.forks import after_fork
 from eventsql_orchestration.store.change import RecordedChange, StoreCheckpoint
 from eventsql_orchestration.store.dead_letters import StoreDeadLetter, change_of, letters
 from eventsql_orchestration.store.order import Filters, GlobalOrder
-from eventsql_orchestration.store.subscription_rows import Start, register
 from eventsql_orchestration.threads import start_thread
 from eventsql_orchestration.validation import Duration, check_name, check_seconds, check_whole
 
@@ -135,14 +134,6 @@ class Subscription:
         self._stop = threading.Event()
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
-
-    def register(self, start: Start = "beginning") -> None:
-        """Make the subscription's row, at a place, unless it is there.
-
-        Raises `DatabaseError` for a checkpoint of another server or era, and `ValidationError` in the subscription's
-        own handler.
-        """
-        register(self._database, self.name, start, self._only)
 
     # One transaction at a time
 
