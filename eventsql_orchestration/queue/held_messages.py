@@ -32,9 +32,6 @@ class HeldMessages:
         with self._lock:
             return self._held.get((message.shard, message.id)) is message
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def messages(self) -> list[Message]:
         with self._lock:
             return list(self._held.values())

@@ -41,6 +41,18 @@ def write(message: Message, connection: Connection) -> None:
     connection.execute("INSERT INTO public.effect VALUES (%s)", [message.body])
 
 
+class Slow:
+    """A handler that writes its message once it may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, message: Message, connection: Connection) -> None:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        write(message, connection)
+
+
 def test_more_workers_than_connections_are_refused(dsn: str) -> None:
     with Database(dsn, pool_size=2, max_overflow=0) as database:
         queue = Queue(database, "commands")
@@ -203,16 +215,10 @@ def test_a_connection_that_the_handler_ends_and_one_to_another_database_are_fail
 def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
     platform: EventSQL, queue: Queue, until: Until
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(message: Message, connection: Connection) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        write(message, connection)
-
+    slow = Slow()
     queue.send_all([b"1", b"2"])
     with queue.work(slow, visibility_timeout=6.0) as workers:
-        assert begun.wait(60)
+        assert slow.begun.wait(60)
         with platform.database.connection() as connection:
             look = "SELECT min(eql_visible_at) FROM eventsql.queue_message"
             first = connection.execute(look).fetchone()
@@ -220,7 +226,7 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
         # The first timeout was extended.
         until(lambda: queue.statistics().in_flight == 2)
         assert queue.receive(max_messages=5) == []
-        go_on.set()
+        slow.go_on.set()
         until(lambda: workers.handled == 2)
     assert effects(platform) == [b"1", b"2"]
 
@@ -228,26 +234,21 @@ def test_heartbeats_hold_a_message_for_as_long_as_its_handler_takes(
 def test_heartbeats_hold_messages_while_handlers_have_every_connection(
     platform: EventSQL, queue: Queue, session: Connection, until: Until
 ) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(message: Message, connection: Connection) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        write(message, connection)
+    slow = Slow()
 
     def visible_at() -> object:
         return session.execute("SELECT eql_visible_at FROM eventsql.queue_message").fetchone()
 
     queue.send(b"1")
     with queue.work(slow, visibility_timeout=6.0) as workers, ExitStack() as others:
-        assert begun.wait(60)
+        assert slow.begun.wait(60)
         while not platform.database.exhausted:
             others.enter_context(platform.database.connection())
         first = visible_at()
         until(lambda: visible_at() != first)
         assert not workers.failed
         others.close()
-        go_on.set()
+        slow.go_on.set()
         until(lambda: workers.handled == 1)
     assert effects(platform) == [b"1"]
 
@@ -273,18 +274,12 @@ def test_handlers_may_stop_their_workers(platform: EventSQL, queue: Queue, until
 
 
 def test_a_stop_finishes_the_message_at_hand_and_gives_back_the_others(platform: EventSQL, queue: Queue) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(message: Message, connection: Connection) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        write(message, connection)
-
+    slow = Slow()
     queue.send_all([b"1", b"2", b"3"])
     workers = queue.work(slow, max_messages=3)
-    assert begun.wait(60)
+    assert slow.begun.wait(60)
     assert not workers.stop(timeout=0)
-    go_on.set()
+    slow.go_on.set()
     assert workers.stop()
     assert effects(platform) == [b"1"]
     assert queue.depth().visible == 2
@@ -308,22 +303,16 @@ def test_a_stop_spends_no_receive_of_a_message_that_was_not_begun(platform: Even
     assert (second.body, second.receives, second.receipt) == (b"2", 2, 2)
 
 
-def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, queue: Queue, until: Until) -> None:
-    begun, go_on = threading.Event(), threading.Event()
-
-    def slow(message: Message, connection: Connection) -> None:
-        begun.set()
-        assert go_on.wait(60)
-        write(message, connection)
-
+def test_a_worker_that_lost_its_message_leaves_no_effects(platform: EventSQL, queue: Queue) -> None:
+    slow = Slow()
     queue.send(b"1")
     with queue.work(slow, visibility_timeout=600) as workers:
-        assert begun.wait(60)
+        assert slow.begun.wait(60)
         with platform.database.connection() as connection:
             connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
         (mine,) = queue.receive(visibility_timeout=600)
-        go_on.set()
-        until(lambda: not workers._held)
+        slow.go_on.set()
+        assert workers.stop()
     assert (workers.handled, effects(platform)) == (0, [])
     queue.acknowledge(mine)
 

@@ -196,7 +196,7 @@ def test_messages_of_other_shards_are_held_on_while_one_is_down(platform: EventS
 
     gone, other = platform.shards[:2]
     with queue.work(slow, workers=3, visibility_timeout=6.0) as workers:
-        until(lambda: len(workers._held) == 3)
+        until(lambda: queue.statistics().in_flight == 3)
         gone.down = DatabaseUnavailableError("gone")
         with other.database.connection() as connection:
             look = "SELECT eql_visible_at FROM eventsql.queue_message"
