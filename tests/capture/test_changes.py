@@ -367,12 +367,3 @@ def test_many_changes_of_one_partition_are_blocks_as_large_as_those_of_publisher
     assert all(number <= 10_000 and size < 1.2 * 1024 * 1024 for number, size in blocks)
     platform.transfer.run_once()
     assert differences(session, "orders", "id::text") == []
-
-
-def test_equal_keys_with_other_texts_are_other_keys(platform: EventSQL, session: Connection) -> None:
-    session.execute("CREATE TABLE orders (id numeric PRIMARY KEY, status text)")
-    platform.registry.register_topic(Topic("changes", 4))
-    platform.capture("orders", "changes")
-    session.execute("INSERT INTO orders VALUES (1.0, 'new')")
-    session.execute("UPDATE orders SET id = 1.00")
-    assert [(each["op"], each["key"]) for each in events(session)] == [("c", "1.0"), ("d", "1.0"), ("c", "1.00")]

@@ -87,8 +87,13 @@ def sizes(session: Connection) -> list[int]:
 # The transfer
 
 
-@pytest.mark.parametrize("state", [CANCELED, TEMPORARY_FILES, "53100", "53200", "54000", "P0001"])
-@pytest.mark.parametrize("most", [1, 3, 19])
+@pytest.mark.parametrize(
+    ("state", "most"),
+    [
+        (CANCELED, 1), (CANCELED, 3), (CANCELED, 19), (TEMPORARY_FILES, 3), ("53100", 3), ("53200", 3), ("54000", 3),
+        ("P0001", 3),
+    ],
+)  # fmt: skip
 def test_a_batch_that_the_server_refuses_is_moved_in_smaller_ones(
     platform: EventSQL, refuse: Callable[..., None], state: str, most: int
 ) -> None:
