@@ -11,6 +11,7 @@ from typing import Final
 
 from eventsql_orchestration.errors import EventSQLError
 from eventsql_orchestration.queue.message_queue import MessageQueue
+from eventsql_orchestration.queue.queue_shards import by_shard
 from eventsql_orchestration.queue.values import Message
 from eventsql_orchestration.threads import start_thread
 
@@ -48,10 +49,9 @@ class HeldMessages:
 
     def extend(self, seconds: float) -> None:
         """Hold all messages for `seconds` from now on. Forgets the messages that are not held any more."""
-        held = self.messages()
         # Each shard by itself: a shard that is down must not cost the others their messages.
-        for shard in {message.shard for message in held}:
-            self._extend_on_shard([message for message in held if message.shard == shard], seconds)
+        for held in by_shard(self.messages()):
+            self._extend_on_shard(held, seconds)
 
     def _extend_on_shard(self, held: list[Message], seconds: float) -> None:
         try:
