@@ -131,8 +131,8 @@ def run(
     consumer's own offset stays. After Ctrl-C, --resume ID --execute runs the rest.
 
     It runs in the Dagster of --dagster-url, with the definitions of -f or -m, in the `eventsql dev` of this directory,
-    or with definitions.py, whichever comes first. With --orchestrator airflow, it runs in the Airflow of --airflow-url,
-    or of the `eventsql dev --dags` of this directory.
+    or with the `dg` project or the definitions.py of this directory, whichever comes first. With --orchestrator
+    airflow, it runs in the Airflow of --airflow-url, or of the `eventsql dev --dags` of this directory.
     """
     wanted = _range(consumer, options)
     with (

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
+from eventsql_orchestration.cli.dev import NO_LOCATION, location_here, location_of
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
@@ -16,32 +17,31 @@ from eventsql_orchestration.dagster.local.dagster_process import running_url
 from eventsql_orchestration.dagster.local.instance import instance_directory
 from eventsql_orchestration.orchestration.backfills.launcher import Launcher
 
-DEFINITIONS: Final = Path("definitions.py")
-
 
 def dagster_launcher(
     home: Path, platform: EventSQL, url: str | None, file: Path | None, module: str | None
 ) -> Launcher[Any]:
     """The Dagster at a URL, else the definitions of a file or a module, else the `eventsql dev` of `home`.
 
-    Raises `click.UsageError` for more than one of them, and if there is none.
+    Without all of these, the code location of this directory. Raises `click.UsageError` for more than one of them, and
+    if there is none.
     """
     named = [option for option in (url, file, module) if option is not None]
     if len(named) > 1:
         raise click.UsageError("give one of --dagster-url, -f and -m")
-    if not named:
-        url = running_url(instance_directory(home))
-        file = DEFINITIONS if url is None else None
-    if file is not None and not file.exists():
-        raise click.UsageError(
-            f"{file} does not exist, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
-            "definitions with -f or -m"
-        )
+    url = url if named else running_url(instance_directory(home))
     if url is not None:
         return RemoteDagster(url)
+
+    location = location_of(file, module) if named else location_here()
+    if location is None:
+        raise click.UsageError(
+            f"{NO_LOCATION}, and no `eventsql dev` runs here: name a running Dagster with --dagster-url, or "
+            "definitions with -f or -m"
+        )
     environment = {
         "EVENTSQL_DSN": " ".join(shard.database.dsn for shard in platform.shards),
         "EVENTSQL_SCHEMA": platform.shards[0].database.schema,
         "PYSPARK_PYTHON": sys.executable,
     }
-    return LocalRuns(CodeLocation(file, module), environment=environment)
+    return LocalRuns(CodeLocation(**location), environment=environment)

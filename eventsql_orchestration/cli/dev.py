@@ -16,6 +16,8 @@ from eventsql_orchestration.errors import ConfigurationError, MissingExtraError
 DAGSTER_PORT: Final = 3000
 AIRFLOW_PORT: Final = 8080
 
+NO_LOCATION: Final = "there is no code location here, neither a `dg` project nor definitions.py"
+
 
 @command(short_help="Run the whole system on this machine.")
 def dev(
@@ -91,23 +93,35 @@ def location_of(file: Path | None, module: str | None) -> dict[str, Any]:
     if file is not None and module is not None:
         raise click.UsageError("-f and -m both name the code location: give one of them")
     if module is not None:
-        return {"module": module}
-    if file is None:
-        if (project := _project(Path("pyproject.toml"))) is not None:
-            return project
-        file = Path("definitions.py")
+        return _imported(module)
+    if file is not None:
         if not file.exists():
-            raise click.UsageError(
-                "there is no code location here, neither a `dg` project nor definitions.py: name one with -f or -m, or "
-                "make a project with `eventsql init`"
-            )
-    if not file.exists():
-        raise click.UsageError(f"{file} does not exist")
-    return {"file": file}
+            raise click.UsageError(f"{file} does not exist")
+        return {"file": file}
+    if (here := location_here()) is None:
+        raise click.UsageError(f"{NO_LOCATION}: name one with -f or -m, or make a project with `eventsql init`")
+    return here
 
 
-def _project(file: Path) -> dict[str, Any] | None:
-    """The code location of a project for `dg` or `dagster dev`; None if it names none."""
+def location_here() -> dict[str, Any] | None:
+    """The fields of the `CodeLocation` of this directory: its `dg` project, else its definitions.py; None without both.
+
+    Raises `ConfigurationError` for a pyproject.toml that cannot be read.
+    """
+    if (module := _module_of(Path("pyproject.toml"))) is not None:
+        return _imported(module)
+    file = Path("definitions.py")
+    return {"file": file} if file.exists() else None
+
+
+def _imported(module: str) -> dict[str, Any]:
+    # A project that is not installed is imported from where its sources are.
+    sources = Path("src")
+    return {"module": module, "imports": sources if (sources / module.partition(".")[0]).exists() else None}
+
+
+def _module_of(file: Path) -> str | None:
+    """The module of definitions of a project for `dg` or `dagster dev`; None if the file names none."""
     try:
         tool = tomllib.loads(file.read_text(encoding="utf-8")).get("tool", {})
     except FileNotFoundError:
@@ -116,10 +130,5 @@ def _project(file: Path) -> dict[str, Any] | None:
         raise ConfigurationError(f"{file} cannot be read: {error}") from None
     named = tool.get("dg", {}).get("project", {})
     root = named.get("root_module")
-    module = named.get("code_location_target_module") or (f"{root}.definitions" if root else None)
-    module = module or tool.get("dagster", {}).get("module_name")
-    if module is None:
-        return None
-    # A project that is not installed is imported from where its sources are.
-    sources = Path("src")
-    return {"module": module, "imports": sources if (sources / module.partition(".")[0]).exists() else None}
+    module: str | None = named.get("code_location_target_module") or (f"{root}.definitions" if root else None)
+    return module or tool.get("dagster", {}).get("module_name")

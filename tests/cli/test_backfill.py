@@ -165,6 +165,23 @@ def test_missing_objects_fail_in_one_line(run: Run, ledger: Ledger, closed_port:
     assert (without.exit_code, "build_backfill" in one_line(without)) == (2, True)
 
 
+# This process imports a module once, so each case has a module of its own.
+@pytest.mark.parametrize(
+    ("module", "options"), [("shop_found", ()), ("shop_named", ("-m", "shop_named.definitions"))]
+)  # fmt: skip
+def test_the_project_of_the_directory_is_imported_from_its_sources(
+    run: Run, ledger: Ledger, directory: Path, module: str, options: tuple[str, ...]
+) -> None:
+    ledger.publish(3)
+    (directory / "pyproject.toml").write_text(f'[tool.dg.project]\nroot_module = "{module}"\n')
+    sources = directory / "src" / module
+    sources.mkdir(parents=True)
+    (sources / "definitions.py").write_text("from tests.dagster.backfill_location import defs as defs\n")
+    planned = run(*LEDGER, "--from", "earliest", "--json", *options)
+    assert planned.exit_code == 0, planned.stderr
+    assert json.loads(planned.stdout)["job"] == "backfill_ledger"
+
+
 # Definitions of a file
 
 

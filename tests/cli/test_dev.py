@@ -153,7 +153,9 @@ def project(directory: Path, tool: str) -> None:
 def test_a_file_and_a_module_are_named_by_options(directory: Path) -> None:
     (directory / "mine.py").touch()
     assert dev.location_of(Path("mine.py"), None) == {"file": Path("mine.py")}
-    assert dev.location_of(None, "shop.defs") == {"module": "shop.defs"}
+    assert dev.location_of(None, "shop.defs") == {"module": "shop.defs", "imports": None}
+    (directory / "src" / "shop").mkdir(parents=True)
+    assert dev.location_of(None, "shop.defs") == {"module": "shop.defs", "imports": Path("src")}
 
 
 def test_the_dg_project_of_the_directory_goes_before_its_file(directory: Path) -> None:
