@@ -205,10 +205,16 @@ def test_the_example_of_a_queue_does_each_piece_of_work_once(dsn: str) -> None:
         assert connection.execute("SELECT image FROM thumbnail").fetchall() == [("cat.png",)]
 
 
+def test_the_example_of_workers_handles_each_message_once(dsn: str) -> None:
+    play(examples(QUEUES)[1], localhost=dsn)
+    with psycopg.connect(dsn) as connection:
+        assert connection.execute("SELECT customer FROM invoice ORDER BY 1").fetchall() == [("ann",), ("bob",)]
+
+
 def test_the_example_of_a_topic_consumed_as_a_queue_handles_its_event(
     dsn: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    play(examples(QUEUES)[1], localhost=dsn)
+    play(examples(QUEUES)[2], localhost=dsn)
     assert capsys.readouterr().out == "cat 7\n"
 
 
