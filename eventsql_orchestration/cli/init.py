@@ -62,7 +62,8 @@ python -m venv .venv
 pip install --editable . pytest
 ```
 
-(With uv: `uv sync`, and `uv run` before each command below.) Then
+(With uv: `uv sync`, and `uv run` before each command below. With a clone of eventsql-orchestration instead of its
+package: `pip install '/path/to/the/clone[dagster,local]'` before the last command.) Then
 
 ```
 eventsql dev
