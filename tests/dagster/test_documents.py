@@ -9,7 +9,7 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication
-from eventsql_orchestration.dagster import CheckAlert
+from eventsql_orchestration.dagster import CheckAlert, topic_key
 
 DOCUMENTS = Path(__file__).parents[2] / "docs"
 OPERATIONS = DOCUMENTS / "dagster_operations.md"
@@ -102,3 +102,24 @@ def test_the_first_consumer_of_the_documentation_consumes(platform: EventSQL, mo
     assert defs.resolve_job_def("consume_ledger").execute_in_process().success
     with platform.database.connection() as connection:
         assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]
+
+
+def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_once(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
+    (example,) = (each for each in examples(DAGSTER) if "receipts" in each)
+    names: dict[str, Any] = {}
+    exec(compile(example, str(DAGSTER), "exec"), names)
+    defs: dg.Definitions = names["defs"]
+    assert defs.resolve_job_def("register").execute_in_process(instance=instance).success
+    platform.publisher.publish(Publication("order_placed", b"tea", key="7"))
+    platform.transfer.run_once()
+    run = defs.resolve_job_def("consume_cashier").execute_in_process(instance=instance)
+    assert run.success
+    platform.transfer.run_once()
+    (receipt,) = platform.reader.read("receipts")
+    assert (receipt.key, receipt.value, receipt.metadata["dagster_run_id"]) == ("7", b"tea", run.run_id)
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT count(*) FROM paid").fetchone() == (1,)
+    assert defs.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}
