@@ -1,6 +1,6 @@
 """A whole code location: `EVENTSQL_DSN=… dagster dev -f docs/examples/ledger.py`; run its job `register` once."""
 
-from eventsql_orchestration import Connection, Event, EventSQL, Topic
+from eventsql_orchestration import Connection, Event, Shard, Topic
 from eventsql_orchestration.dagster import build_definitions, consumer_asset
 
 
@@ -14,8 +14,8 @@ def ledger(events: list[Event], connection: Connection) -> None:
         )
 
 
-def create_tables(platform: EventSQL) -> None:
-    with platform.database.transaction() as connection:
+def create_tables(shard: Shard) -> None:
+    with shard.database.transaction() as connection:
         connection.execute("CREATE TABLE IF NOT EXISTS ledger (id bigint PRIMARY KEY, value bytea NOT NULL)")
 
 

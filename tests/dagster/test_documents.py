@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,16 @@ def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_onc
     with platform.database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM paid").fetchone() == (1,)
     assert defs.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}
+
+
+def test_the_location_among_the_examples_consumes_each_order(
+    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+) -> None:
+    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
+    defs: dg.Definitions = runpy.run_path(str(DOCUMENTS / "examples" / "ledger.py"))["defs"]
+    assert defs.resolve_job_def("register").execute_in_process(instance=instance).success
+    platform.publisher.publish(Publication("orders", b"tea"))
+    platform.transfer.run_once()
+    assert defs.resolve_job_def("consume_ledger").execute_in_process(instance=instance).success
+    with platform.database.connection() as connection:
+        assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]
