@@ -34,7 +34,8 @@ def dev(
         type=click.IntRange(1, 65535), metavar="PORT",
     )],
     timeout: Annotated[float, option(
-        "Limit of the round of --once, and of the setup before it.", default=600.0, type=Number(1.0), metavar="SECONDS"
+        "Limit of Dagster's start, of each job of the setup, and of the round of --once.",
+        default=600.0, type=Number(1.0), metavar="SECONDS",
     )],
     orders: Annotated[int | None, option(
         "Ride orders per round of the reference location's simulation  [default: 200].", type=click.IntRange(1, 100_000)

@@ -93,7 +93,10 @@ class Development:
                 started, before = datetime.now(UTC), Counts.take(platform)
                 with steps_shown() as progress, dagster, dagster.instance() as instance:
                     starting = progress.add_task("Dagster starts")
-                    dagster.start(on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"))
+                    dagster.start(
+                        timeout=self.timeout,
+                        on_wait=lambda what: progress.update(starting, description=f"Dagster starts: {what}"),
+                    )
                     progress.update(starting, description=f"Dagster runs at {dagster.url}", completed=1, total=1)
                     config = self._config(dagster)
                     running = Running(self.context, platform, dagster, instance, progress, keep_spark, config)

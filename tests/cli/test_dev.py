@@ -215,6 +215,17 @@ def test_a_broken_location_is_an_error_before_anything_is_started(
     assert not (directory / ".eventsql").exists()
 
 
+def test_dagster_has_as_long_to_start_as_the_option_gives(
+    run: Callable[..., Result], directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The command sets it for this process.
+    monkeypatch.setenv("DAGSTER_PG_URL", "of another instance")
+    (directory / "definitions.py").write_text("import dagster as dg\n\ndefs = dg.Definitions()\n")
+    late = run("dev", "--once", "--cold-spark", "--timeout", "1")
+    assert late.exit_code == 1
+    assert "Dagster did not start within 1 s" in late.stderr
+
+
 class Lacking:
     """A location without any job for `eventsql dev`."""
 

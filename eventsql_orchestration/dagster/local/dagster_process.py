@@ -110,14 +110,15 @@ class LocalDagster:
         # would ask the other's webserver.
         with reserved_port(self.port) as self.port:
             self._start_process()
-            self._await(time.monotonic() + timeout, on_wait)
+            self._await(timeout, on_wait)
         (self.instance_home / _URL_FILE).write_text(self.url, encoding="utf-8")
 
-    def _await(self, deadline: float, on_wait: Callable[[str], None]) -> None:
+    def _await(self, timeout: float, on_wait: Callable[[str], None]) -> None:
+        deadline = time.monotonic() + timeout
         while (waiting_for := self._not_ready()) is not None:
             self.require_running()
             if time.monotonic() > deadline:
-                raise LocalDagsterError(f"Dagster did not start in time ({waiting_for}); see {self.log}")
+                raise LocalDagsterError(f"Dagster did not start within {timeout:g} s ({waiting_for}); see {self.log}")
             on_wait(waiting_for)
             time.sleep(0.25)
 
