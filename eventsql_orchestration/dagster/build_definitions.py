@@ -35,7 +35,7 @@ from eventsql_orchestration.dagster.topics import topic_asset, topic_key
 from eventsql_orchestration.dagster.transfer import build_transfer_schedule
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.topics.registration import Registration
-from eventsql_orchestration.validation import DEFAULT_SCHEMA
+from eventsql_orchestration.validation import DEFAULT_SCHEMA, counted
 
 DSN_VARIABLE: Final = "EVENTSQL_DSN"
 
@@ -277,8 +277,10 @@ def build_register_job(
                 check_returned(prepare(shard))
         done += [consumer.register(platform) for consumer in consumers]
         for worker in workers:
-            context.log.info("queue %s", worker.register(platform))
-        context.log.info("%d topics and %d consumers are registered", len(declared), len(consumers))
+            worker.register(platform)
+            context.log.info("queue %r is ready", worker.queue)
+        numbers = counted(len(declared), "topic"), counted(len(consumers), "consumer")
+        context.log.info("%s and %s are registered", *numbers)
         _report(context, done, undeclared(platform, declared, [each.consumer for each in consumers]))
 
     @dg.job(
