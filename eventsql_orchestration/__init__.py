@@ -1,8 +1,8 @@
 """Events over SQL databases, operated from Dagster.
 
-`EventSQL` is the whole platform on one database, or over several; it takes and gives the other names. Neither
-pyspark nor dagster is imported by this package: the data source lives in `eventsql_orchestration.spark`, the
-orchestration in `eventsql_orchestration.dagster`.
+`EventSQL` is the whole platform on one database, or over several; its methods take and return objects of the other
+names. Neither pyspark nor dagster is imported by this package: the data source lives in `eventsql_orchestration.spark`,
+the orchestration in `eventsql_orchestration.dagster`.
 """
 
 from typing import TYPE_CHECKING

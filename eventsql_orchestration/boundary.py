@@ -1,7 +1,7 @@
 """The arguments of public methods, checked before a method runs: by their annotations, and by their names.
 
 `checked` decorates a class. An argument that its annotation does not allow raises `ValidationError`, which names the
-argument. A new method or argument is checked without another line.
+argument. A new method or argument is checked without further code.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ POSITIVE: Final = frozenset({"every", "lease", "polling_delay", "visibility_time
 """Durations that cannot be 0 seconds."""
 
 MAX_MOMENT: Final = 1e12
-"""Seconds of a clock: 30,000 years."""
+"""The largest time of `time.monotonic` that is accepted, in seconds: 30,000 years."""
 
 NAMES: Final = frozenset(
     {"aggregate_id", "aggregate_type", "consumer", "log", "name", "resource", "rollup", "schema", "timeline"}
 )
-"""Texts that are names, whose errors are `InvalidNameError`."""
+"""Arguments that are names: a wrong name raises `InvalidNameError`."""
 
 
 def checked(decorated: AnyClass) -> AnyClass:

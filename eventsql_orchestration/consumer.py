@@ -20,8 +20,8 @@ MAX_FILTER_KEYS: Final = 1_000
 class Consumer:
     """A named reader of a topic with offsets of its own.
 
-    A partitioned consumer has one offset for each partition of its topic, and as many active consumptions at most;
-    a consumer that is not partitioned reads the whole topic in its order.
+    A partitioned consumer has an offset for each partition of its topic, and at most one active consumption for each
+    partition. A consumer that is not partitioned reads the whole topic in its order.
     """
 
     topic: str
@@ -80,7 +80,7 @@ class EventFilter:
         return not self.metadata or self.metadata.items() <= _texts(event.metadata)
 
     def as_json(self) -> dict[str, Any]:
-        """The conditions in their stored form; equal filters have the same."""
+        """The conditions in their stored form. Equal filters have the same form."""
         conditions = {
             "keys": None if self.keys is None else sorted(self.keys),
             "key_prefix": self.key_prefix,
@@ -98,7 +98,9 @@ class EventFilter:
         if conditions is None:
             return None
         if not isinstance(conditions, dict) or not conditions.keys() <= {"keys", "key_prefix", "metadata"}:
-            raise ValidationError(f"a consumer's filter is not understood by this version: upgrade it ({conditions!r})")
+            raise ValidationError(
+                f"this version does not understand a consumer's filter: upgrade the package ({conditions!r})"
+            )
         return cls(**conditions)
 
     def __str__(self) -> str:

@@ -62,7 +62,7 @@ class DatabaseUnavailableError(DatabaseError):
 
 
 class ConnectionLostError(DatabaseUnavailableError):
-    """The connection was lost before the database had answered: what was under way may have been committed or not."""
+    """The connection was lost before the database had answered: the work under way may have been committed or not."""
 
 
 class DatabaseBusyError(DatabaseError):
@@ -337,7 +337,7 @@ class RestoredStoreError(DatabaseError):
 
 
 class ChangeSchemaError(EventSQLError):
-    """A stored change does not become an event of the declared types."""
+    """A stored change cannot be read as an event of the declared types."""
 
 
 class ProjectionError(EventSQLError):

@@ -9,9 +9,9 @@ from typing import Any
 
 
 def on_first_use(package: str, modules: Mapping[str, Iterable[str]]) -> Callable[[str], Any]:
-    """A `__getattr__` for the module `package`: `modules` maps a module to the names that it gives.
+    """A `__getattr__` for the module `package`: `modules` maps each module to its names.
 
-    A module that begins with a dot belongs to `package`. The package keeps each name that was asked for.
+    A module whose name begins with a dot belongs to `package`. Once a name was asked for, the package has it.
     """
     module_of = {name: module for module, names in modules.items() for name in names}
 

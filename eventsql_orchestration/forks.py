@@ -1,4 +1,4 @@
-"""Forked processes: connections, threads and what threads hold stay with the parent, and its objects begin anew."""
+"""Forked processes: connections, threads and their locks stay with the parent, and the child's objects begin anew."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ logger = logging.getLogger(__name__)
 Owner = TypeVar("Owner")
 
 OF_PARENTS: Final[list[object]] = []
-"""Connections of the parent processes. They are kept: freeing one takes locks and memory that a
-thread of the parent can have been at work on."""
+"""Connections of the parent processes. They are never freed: freeing one uses locks and memory that a thread of the
+parent may have been using at the fork."""
 
 _BEGIN_ANEW: Final[weakref.WeakKeyDictionary[Any, Callable[[Any], None]]] = weakref.WeakKeyDictionary()
 

@@ -46,9 +46,9 @@ class Backoff:
 
 
 def while_busy(attempt: Callable[[], T], *, seconds: float, message: Callable[[DatabaseBusyError], str]) -> T:
-    """Try for `seconds` while others hold what `attempt` needs; gives its result.
+    """Repeat `attempt` for `seconds` while other transactions are in its way; gives its result.
 
-    Then raises `DatabaseBusyError` with a message that is made from the last attempt's error.
+    Raises `DatabaseBusyError` after that time, with a message that is made from the last attempt's error.
     """
     retry = Backoff(seconds)
     while True:

@@ -26,7 +26,7 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(
         env_prefix="EVENTSQL_",
-        # Without it pydantic looks aliases up without the prefix: the variable `SCHEMA` would set the platform's
+        # By default, pydantic looks up aliases without the prefix: the variable `SCHEMA` would set the platform's
         # schema.
         env_prefix_target="all",
         toml_file=SETTINGS_FILE,

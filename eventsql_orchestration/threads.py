@@ -90,8 +90,8 @@ def others_alive(threads: Iterable[threading.Thread]) -> bool:
 def after_commit(wake: Callable[Arguments, object]) -> Callable[Arguments, None]:
     """A function that calls `wake`, which wakes threads and processes, and logs its errors.
 
-    What was committed must not look as if it had failed: its caller would do it again. Whoever is not woken looks by
-    itself later.
+    An error must not make the commit look failed: the caller would repeat it. A thread or process that is not woken
+    looks later by itself.
     """
 
     def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> None:

@@ -71,7 +71,7 @@ def _with(publication: Publication, context: Mapping[str, str]) -> Publication:
 
 
 class Tracing:
-    """Traces the publishers and handlers that are given to it, and no others, which cost nothing.
+    """Traces the publishers and handlers that are given to it. Other publishers and handlers cost nothing.
 
     `provider` makes the tracer, by default OpenTelemetry's global provider. Without an SDK there are no spans, and the
     metadata of events stay as they are.
@@ -140,7 +140,7 @@ class Tracing:
 
 
 class TracedPublisher:
-    """Publishes as another publisher, with a span for each call, whose context the events carry."""
+    """Publishes through another publisher, with a span for each call. The events carry the context of the span."""
 
     def __init__(self, publisher: EventPublisher, tracer: trace.Tracer) -> None:
         self._publisher = publisher

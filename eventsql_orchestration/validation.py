@@ -28,7 +28,7 @@ MAX_METADATA_BYTES: Final = 16 * 1024 * 1024
 """All names and texts of one event's metadata together. As JSON, each byte may take six."""
 
 UNREADABLE: Final = "eventsql_unreadable"
-"""The name by which an event has its metadata as text if they are not a JSON object."""
+"""If an event's metadata are not a JSON object, the event has their text under this name."""
 
 MAX_SECONDS: Final = 31_536_000.0
 """A year: the longest delay, lease or timeout."""
@@ -213,7 +213,7 @@ def storable_metadata(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def storable(text: str) -> str:
-    """A text with another character for each NUL and each half of a character, which PostgreSQL cannot store."""
+    """The text with a replacement for each NUL and each half of a character: PostgreSQL can store neither."""
     return text.replace("\x00", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
 
 
@@ -242,7 +242,7 @@ def check_metadata(
         return NO_METADATA
     if not isinstance(metadata, Mapping):
         raise error(f"metadata{of} must be a mapping, not {type(metadata).__name__}")
-    # The copy is checked: a mapping of the caller's may have changed at the next look.
+    # Check the copy: the caller's mapping may change between two looks.
     copied = Metadata(metadata)
     try:
         texts = "".join([*copied, *copied.values()])

@@ -49,13 +49,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PAGE_ROWS: Final = 2_000
-"""The most rows of a page of a snapshot. Their writers wait for as long as the page takes, some 50 ms."""
+"""The most rows in a page of a snapshot. Writers of these rows wait while the page is published: some 50 ms."""
 
 LOCK_SECONDS: Final = 0.5
-"""Seconds that one attempt makes writers of a table wait at most, if a transaction does not end."""
+"""The most seconds for which one attempt makes the writers of a table wait, if a transaction does not end."""
 
 RETRY_SECONDS: Final = 30.0
-"""Seconds for which a lock is tried again."""
+"""Seconds for which an attempt to get a lock is repeated."""
 
 _PART: Final = r'("(?:[^"]|"")+"|[^".\s]+)'
 _TABLE_NAME: Final = re.compile(rf"{_PART}(?:\.{_PART})?")
@@ -103,7 +103,7 @@ class Captures:
         return [as_capture(*row) for row in rows]
 
     def idle_triggers(self) -> list_of[tuple[str, str]]:
-        """Tables with triggers of captures that were deleted with their topic: table and topic. They do nothing."""
+        """Tables and topics of triggers that do nothing, because their capture was deleted with its topic."""
         rows = query_all(self._database, self._queries("idle_triggers"), {"schema": self._database.schema})
         return [(table, topic) for table, topic in rows]
 
@@ -117,7 +117,7 @@ class Captures:
         self._locking(table, lambda: self._drop(table, topic))
 
     def _locking(self, table: str, attempt: Callable[[], T]) -> T:
-        """Try a change of a table's triggers until its lock is free. Later writers wait behind each attempt."""
+        """Try to change a table's triggers until the table's lock is free. Later writers wait behind each attempt."""
         message = f"transactions that use table {table!r} did not end in time, and nothing was changed: try again later"
         return while_busy(attempt, seconds=RETRY_SECONDS, message=lambda _: message)
 
@@ -131,7 +131,7 @@ class Captures:
             if existing_topic(connection, topic).shards is not None:
                 raise ShardError(
                     f"table {table!r} cannot be captured: this database is a shard, and a row's key may belong to "
-                    "another shard. Capture it to a platform on one database"
+                    "another shard. Capture the table to a topic of a platform on one database"
                 )
             found = self._capturable(driver, table)
             driver.execute(
@@ -144,7 +144,8 @@ class Captures:
             if existing is not None:
                 capture, same_table, key_names, key_numbers, column_names, column_numbers, dropped = existing
                 if same_table:
-                    # Columns may have been renamed since then, and dropped columns may be there again.
+                    # Columns may have been renamed since the capture was made, and dropped columns may have been added
+                    # again.
                     kept = chosen and [
                         number
                         for name, number in zip(*chosen, strict=True)
@@ -185,8 +186,8 @@ class Captures:
             reason = "it is temporary or unlogged, and a crash empties it without a change"
         elif not found.trusted:
             reason = (
-                f"its owner {found.owner} has fewer rights than {found.platform_owner}, as whom its triggers run: "
-                + grant_of(found.platform_owner, found.owner)
+                f"its triggers would run as role {found.platform_owner}, and its owner {found.owner} is not a "
+                "member of that role: " + grant_of(found.platform_owner, found.owner)
             )
         elif not found.readable:
             reason = f"role {found.platform_owner} may not read it: {grants_to_read(str(found), found.platform_owner)}"
@@ -209,9 +210,7 @@ class Captures:
 
         def numbered(what: str, names: Sequence[str]) -> Columns:
             if isinstance(names, str) or not names or len(set(names)) < len(names):
-                raise ValidationError(
-                    f"{what} must be names of columns, each once, and at least one: not {shown(names)}"
-                )
+                raise ValidationError(f"{what} must name one column or several, each of them once, not {shown(names)}")
             for name in names:
                 check_text(what, name)
                 if name not in described:
@@ -245,13 +244,13 @@ class Captures:
             named = {"relation": table.relation, "trigger": trigger_name(capture, "insert")}
             if fetch_one(driver, self._queries("taken"), named) == (False,):
                 break
-            # A trigger of another installation in this database, whose captures count by themselves.
+            # The trigger belongs to another installation in this database, which numbers its own captures.
             driver.execute(self._queries("give_number_back"), {"capture": capture})
         missing = fetch_first(driver, self._queries("missing"), {"capture": capture})
         if missing is not None and missing[0] is not None:
             raise CaptureError(
-                f"table {str(table)!r} {missing[0]}: name the columns of a primary key or of a unique index, none of "
-                "them NULL and the index not deferrable"
+                f"table {str(table)!r} {missing[0]}: name the columns of a primary key, or of a unique index that is "
+                "not deferrable and whose columns are NOT NULL"
             )
         for operation, rows in TRIGGERS.items():
             driver.execute(

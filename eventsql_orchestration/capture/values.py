@@ -46,9 +46,9 @@ class Capture:
 
     `columns` is None if all columns are captured. `snapshot` is `none`, `running` or `done`, and `snapshot_rows` the
     number of rows that it has published. `problem` says why changes are not captured; None if they are. `outdated`: the
-    table was restored, or columns were renamed or dropped, and the capture would lose columns by the next restore or
-    renaming. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
-    that were dropped and added again: a `create` that names them too captures them again. If rights are
+    table was restored, or columns were renamed or dropped, and the next restore or renaming would take columns from the
+    capture. To prevent that, call `create` again with the present columns. `added_again` are columns of the capture
+    that were dropped and then added again: to capture them again, name them in a call of `create`. If rights are
     missing, `grants` has the statements that give them.
     """
 

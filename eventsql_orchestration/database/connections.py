@@ -26,7 +26,7 @@ UTF8: Final = "utf-8"
 
 BUSY_SECONDS: Final = 10.0
 """Seconds to wait for a statement that is under way on a caller's connection in another thread. In the caller's own
-thread, as within `cursor.stream()`, it would never end."""
+thread, as within `cursor.stream()`, that wait would never end."""
 
 
 def driver_connection(connection: CallersConnection) -> Connection:
@@ -124,13 +124,13 @@ def plain_cursors(connection: Connection) -> Iterator[None]:
 
 
 def gives_readable_times(connection: psycopg.Connection[Any]) -> bool:
-    """Whether psycopg can read the times of a session. The server tells its clients `DateStyle`: this asks nobody."""
+    """Whether psycopg can read the times of a session. The server reports `DateStyle`, so this sends no query."""
     return (connection.info.parameter_status("DateStyle") or "").startswith("ISO")
 
 
 @contextmanager
 def readable_times(connection: Connection) -> Iterator[None]:
-    """Let the block's statements give times that psycopg can read; then a caller's session is as it was."""
+    """Let the block's statements give times that psycopg can read. Then a caller's session gets its own style back."""
     if gives_readable_times(connection):
         yield
         return
@@ -219,7 +219,7 @@ class Home:
         if _login(connection) not in self._logins:
             theirs = identity(connection)
             if theirs is not None and theirs != self._identity:
-                # Asked anew: behind a pooler or a name, another server may have taken over since.
+                # Ask for it again: behind a pooler or a name, another server may have taken over since the last call.
                 self._identity = ours = ask()
                 if ours is not None and theirs != ours:
                     info = connection.info

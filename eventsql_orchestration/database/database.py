@@ -63,8 +63,8 @@ class Database:
     A forked process, such as a web server's worker, begins with an empty pool.
 
     `dsn` is a PostgreSQL URL. `pool_size` bounds the connections that are kept, `max_overflow` the further connections
-    under load. If the URL leads to a pooler by transactions, such as PgBouncer, its option `direct=host:port` names the
-    server itself, for the few connections that keep a session: see `dedicated`.
+    under load. If the URL leads to a pooler in transaction mode, such as PgBouncer, its option `direct=host:port` names
+    the server itself, for the few connections that keep a session: see `dedicated`.
     """
 
     def __init__(

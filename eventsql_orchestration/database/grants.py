@@ -200,7 +200,7 @@ _RIGHTS_OF_ALL_TOPICS: Final[Mapping[str, tuple[str, ...]]] = {
 
 _READ_LOG: Final = ("SELECT ON {log}", "SELECT ON {events}", "SELECT ON SEQUENCE {ids}")
 _MAY_PUBLISH: Final = ("INSERT (eql_id) ON {events}",)
-"""Marks the right to publish to one topic. It lets nobody insert events, and goes when the topic is deleted."""
+"""Marks the right to publish to one topic. It lets nobody insert events, and is removed with the topic."""
 
 _RIGHTS_ON_LOG: Final[Mapping[str, tuple[str, ...]]] = {
     "transfer": (

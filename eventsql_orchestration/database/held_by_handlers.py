@@ -1,4 +1,4 @@
-"""What the transactions of this thread's handlers have locked: a call of a handler that waits for it would never end.
+"""The locks of the transactions of this thread's handlers: a handler's call that waits for one of them would never end.
 
 The server does not notice: the handler's transaction waits for its client, and not for a lock. A call in another thread
 or through another address of the database, such as a pooler's, is not recognised, and waits.

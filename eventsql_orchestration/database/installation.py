@@ -12,8 +12,9 @@ from eventsql_orchestration.database.queries import Queries
 from eventsql_orchestration.database.rows import fetch_first, fetch_one
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
-"""The advisory lock of every change of topics, their logs and consumers' offsets by the registry, of roles and of the
-schema: two transactions that grant rights on one table get in each other's way."""
+"""The advisory lock that every change of the registry, of roles and of the schema takes. The registry changes topics,
+their logs and consumers' offsets. Without the lock, two transactions that grant rights on one table would get in each
+other's way."""
 
 
 @dataclass(frozen=True, kw_only=True)

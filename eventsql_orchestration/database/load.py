@@ -1,4 +1,4 @@
-"""Failures of statements for want of room: a smaller batch may succeed, or the same one once there is room."""
+"""Failures of statements for lack of room: a smaller batch may succeed, or the same batch once there is room."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ CLOSE_SECONDS: Final = 2.0
 """How long closing waits for a thread, in seconds; a thread that is connecting ends by itself afterwards."""
 
 _LOOKS: Final = 4
-"""How often a connection is asked which server process answers: in a busy pooler, a single answer can deceive."""
+"""How often a connection is asked which server process answers: in a busy pooler, a single answer can be misleading."""
 
 _MAX_CHANNEL_BYTES: Final = 63
 
@@ -72,7 +72,8 @@ class Listener:
     """Receives the notifications of this process and others.
 
     A thread with its own connection listens from the first subscription on. After connecting, it sends a notification
-    to itself through another connection: with a pooler by transactions, LISTEN succeeds but no notification arrives.
+    to itself through another connection: with a pooler in transaction mode, LISTEN succeeds but no notification
+    arrives.
     """
 
     def __init__(self, database: Database) -> None:
@@ -168,8 +169,8 @@ class Listener:
                             logger.log(
                                 # Without notifications, consumers poll.
                                 logging.WARNING if self._has_consumers() else logging.INFO,
-                                "no notification arrives from %s (is it a pooler by transactions?), so consumers poll: "
-                                "name the server behind it by the option direct=host:port of the URL",
+                                "no notification arrives from %s (is it a pooler in transaction mode?), so consumers "
+                                "poll: name the server behind it by the option direct=host:port of the URL",
                                 self._database,
                             )
                             deaf = True

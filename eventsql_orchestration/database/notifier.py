@@ -41,8 +41,8 @@ class Notifier:
 
     `notify` returns at once. A thread with its own connection sends the first notification right away. Further calls
     within `NOTIFY_INTERVAL` become one notification at the end of the interval. If nobody listened, the interval is
-    `QUIET_INTERVAL`: a listener that begins meanwhile first looks by itself. While the database is away, each is kept
-    once.
+    `QUIET_INTERVAL`: a listener that begins meanwhile first looks by itself. While the database is away, each
+    notification is kept once.
     """
 
     def __init__(self, database: Database) -> None:

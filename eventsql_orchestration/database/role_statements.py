@@ -45,7 +45,8 @@ class RoleState:
 
 
 def act_as_owner(connection: psycopg.Connection[Any], schema: str) -> bool:
-    """Become the admin role in the caller's transaction, so that it owns new tables; returns whether there are roles.
+    """Become the admin role in the caller's transaction, so that this role owns new tables; returns whether there are
+    roles.
 
     A role that is not a member of the admin role stays the current role.
     """
@@ -210,7 +211,7 @@ def removal(connection: Connection, schema: str, roles: Sequence[Role], *, every
         yield ddl("DELETE FROM {}.access_role WHERE eql_role OPERATOR(pg_catalog.=) {}", schema, name)
         if role.kind == ADMIN:
             yield ddl("REASSIGN OWNED BY {} TO CURRENT_USER", role.name)
-            # It owns nothing now: this takes its rights, on tables that are captured or were captured before.
+            # The role owns nothing now. This removes its rights on tables that are captured, or were captured before.
             yield ddl("DROP OWNED BY {}", role.name)
         else:
             for kind, granted in objects:

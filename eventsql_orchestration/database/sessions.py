@@ -27,15 +27,15 @@ ISOLATION: Final = psycopg.IsolationLevel.READ_COMMITTED
 """A statement after a row lock must see the commit of the lock's last holder, whatever the server's default is."""
 
 _OF_ANOTHER_LEVEL: Final[weakref.WeakSet[Connection]] = weakref.WeakSet()
-"""Connections to a pooler before a server whose transactions begin at another level: no setting of such a connection
-can last."""
+"""Connections that lead through a pooler to a server whose transactions begin at another level. No setting of such a
+connection would last."""
 
 ENCODING: Final = "UTF8"
 """The encoding that a database must have: it holds every text."""
 
 ASKED_AFTER: Final = 10.0
-"""Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Before, its socket tells if
-the server has ended the session. A ping each time would take a third of the time of publishing one event."""
+"""Seconds without use until a pooled connection is pinged: a proxy may drop it silently. Until then, its socket tells
+whether the server has ended the session. A ping each time would take a third of the time of publishing one event."""
 
 
 def connect(dsn: str, *arguments: Any, **options: Any) -> Connection:
@@ -83,8 +83,9 @@ def open_session(connection: Connection) -> None:
         connection.prepare_threshold = None
         if not array_nulls:
             raise ConfigurationError(
-                f"database {connection.info.dbname!r} or the role has array_nulls off, which a pooler's sessions keep: "
-                "arrays would have the text NULL for each null. ALTER DATABASE … RESET array_nulls, or ALTER ROLE …"
+                f"database {connection.info.dbname!r} or the role has array_nulls off, which a pooler's sessions "
+                "keep: arrays would have the text NULL for each null. Run ALTER DATABASE … RESET array_nulls, or "
+                "ALTER ROLE … RESET array_nulls"
             )
         if not gives_readable_times(connection):
             connection.execute("SET DateStyle TO ISO")

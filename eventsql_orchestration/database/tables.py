@@ -24,7 +24,8 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY, JSON, UUID
 
 DROPPED: Final = "eventsql: dropped by retention"
-"""The comment that a segment gets before it is detached. Retention ends what it began with such a table.
+"""The comment that a segment gets before it is detached. If the drop of such a table is interrupted, the next retention
+completes it.
 
 The function `make_segments` in the database knows it too.
 """

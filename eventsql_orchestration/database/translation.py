@@ -46,8 +46,8 @@ _LOST: Final = re.compile(
     r"server closed the connection|SSL |could not (?:receive|send) data|"
     r"server conn crashed|(?:query|transaction) timeout|admin forced disconnect"
 )
-"""How the driver, or PgBouncer, begins to tell that an open connection to the server was lost. Other errors without a
-SQLSTATE are of connecting."""
+"""The beginnings of the messages by which the driver or PgBouncer tells that an open connection to the server was lost.
+All other errors without a SQLSTATE come from connecting."""
 
 _DRIVERS: Final = ("psycopg", "sqlalchemy", "contextlib")
 
@@ -137,7 +137,7 @@ def _unreachable(detail: str) -> str:
 def _lost_or_unreachable(sqlstate: str | None, detail: str) -> tuple[type[EventSQLError], str]:
     if sqlstate != _CRASHED and not _LOST.match(detail):
         return DatabaseUnavailableError, _unreachable(detail)
-    told = f"closed the connection ({detail}): is the server running? What was under way may have been committed or not"
+    told = f"closed the connection ({detail}): is the server running? The work under way may have been committed or not"
     return ConnectionLostError, told
 
 

@@ -47,7 +47,7 @@ END
 $$;
 """
 
-# One number for all installations: the lock is taken for the transaction that migrates, in the database at hand.
+# One number for all installations: the lock belongs to the database, and to the transaction that migrates.
 _ADVISORY_LOCK: Final = 0x6576_656E_7473_716C  # "eventsql"
 
 
@@ -92,10 +92,11 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
     time zone of the times in existing tables of EventSQL's Java library. Any zone but UTC rewrites these tables.
     """
     with _TURNS.lock, engine.begin() as connection:
-        # A limit of the role would end the same building of an index at each attempt. Its `lock_timeout` counts: an
-        # operator sets it so that a migration gives way to the transactions of others.
+        # A limit of the role would end the same building of an index at each attempt. The role's `lock_timeout` stays:
+        # an operator sets it so that a migration gives way to other transactions.
         let_last(driver_connection(connection))
-        # The second lock keeps changes of topics and of roles away: grants on one table at once fail.
+        # The second lock keeps changes of topics and of roles away: of two transactions that grant rights on one table
+        # at the same time, one fails.
         for lock in (_ADVISORY_LOCK, REGISTRY_LOCK):
             connection.exec_driver_sql("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (lock,))
         _run(connection, schema, times_in, to)
@@ -104,8 +105,8 @@ def upgrade(engine: Engine, schema: str, *, times_in: str = "UTC", to: str = HEA
 def run(statements: str) -> None:
     """Run statements of a revision, where unqualified tables are those of the schema that is migrated.
 
-    `{schema}` is that schema, `{literal}` its name as a text. Everything else of a migration, such as Alembic's own
-    queries, finds the system's names alone.
+    `{schema}` is that schema, `{literal}` its name as a text. All other statements of a migration, such as Alembic's
+    own queries, find only the names of the system's schemas.
     """
     from alembic import context, op  # noqa: PLC0415 - see above
 
@@ -119,8 +120,9 @@ def run(statements: str) -> None:
 def install(*files: str) -> None:
     """Create or replace the functions of files in `database/functions`, each file once in a migration.
 
-    PostgreSQL lets everybody execute a new function. A REVOKE in the file takes that back when the function is made,
-    and never later: by then, an operator may have granted it to PUBLIC.
+    PostgreSQL lets everybody execute a new function. A REVOKE in the file takes this right back when the function is
+    first made. It is left out when the function is replaced: an operator may have granted the right to PUBLIC since
+    then.
     """
     from alembic import context  # noqa: PLC0415 - see above
 

@@ -21,17 +21,18 @@ ATTEMPT_MILLISECONDS: Final = 400
 publisher or receiver that waits for it."""
 
 POLITE_SECONDS: Final = 5.0
-"""How long attempts are that short. Transactions that overlap and last longer than an attempt outlast all of them."""
+"""For how long attempts wait only `ATTEMPT_MILLISECONDS`. If transactions overlap, and each lasts longer than an
+attempt waits, no such attempt succeeds."""
 
 LAST_MILLISECONDS: Final = 5_000
-"""How long an attempt waits afterwards. If a transaction that it waits for then needs a table that the migration has
+"""How long each later attempt waits. If a transaction that it waits for then needs a table that the migration has
 locked, the server ends one of the two, and its error says to try again."""
 
 CONSUMERS: Final = "consumer"
 """The table that a consumer locks before its handler publishes. A handler may take long."""
 
 SECONDS: Final = 10.0
-"""How long a migration begins attempts."""
+"""For how long a migration begins further attempts."""
 
 _IN_USE: Final = (
     psycopg.errors.LockNotAvailable, psycopg.errors.QueryCanceled, psycopg.errors.DeadlockDetected,
