@@ -170,8 +170,9 @@ class ClusterCompactor:
         interrupted, call it again. Retention compacts all topics, too, some seconds at a time.
 
         A segment whose table is much larger than its blocks is written anew, so that the disk has the space again. If
-        it is the newest segment, new events get offsets of the next segment. Others may wait for half a second, again
-        and again for 10 seconds. While a transaction reads the log for longer, the segment stays as it is.
+        it is the newest segment, new events get offsets of the next segment. Other transactions may then have to wait
+        several times within 10 seconds, half a second each time. While a transaction reads the log for longer, the
+        segment stays as it is.
 
         Blocks around a broken block are left as they are: `unmerged` of the result names them.
 
@@ -213,10 +214,11 @@ class ClusterRepartitioner:
         in its transaction and chooses again. A partitioned consumer consumes all old partitions up to that offset
         before it goes on with the new partitions, so each key's events stay in order.
 
-        Tries for up to `timeout` seconds while batches or publishers' transactions are under way, and makes other
-        partitions wait for at most three seconds, other publishers for half a second. Then raises `DatabaseBusyError`,
-        with nothing changed. `finish`, called before each attempt, finishes publications over several shards. Raises
-        `TopicNotFoundError`, `RedefinitionError` for a topic that is not partitioned, `ValidationError`.
+        Tries for up to `timeout` seconds while batches or publishers' transactions are under way. Each attempt makes
+        other partitions wait for at most three seconds, and other publishers for half a second. Raises
+        `DatabaseBusyError`, with nothing changed, if no attempt succeeds. `finish`, called before each attempt,
+        finishes publications over several shards. Raises `TopicNotFoundError`, `RedefinitionError` for a topic that is
+        not partitioned, `ValidationError`.
 
         With several shards, gives the result of the last shard that changed. Earlier publications over several shards
         come first, on all of them; if they are not finished in `timeout` seconds, nothing is changed. If a later shard

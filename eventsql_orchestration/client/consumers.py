@@ -91,7 +91,7 @@ class ClusterConsumption(Running):
         return [thread for each in list(self._on.values()) for thread in each.threads()]
 
     def _end(self, deadline: float) -> bool:
-        # A shard on which the consumer is just beginning is in `_on` only after that.
+        # Wait until no consumer is about to start on a shard: `_on` has that shard only once the consumer has started.
         complete = self._taking.acquire(timeout=max(0.0, deadline - time.monotonic()))
         if complete:
             self._taking.release()

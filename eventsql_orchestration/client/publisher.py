@@ -121,10 +121,11 @@ class ClusterPublisher:
 
         `paramstyle` is the driver's: "pyformat" for psycopg, also its `AsyncConnection`, and psycopg2; "named" for
         `sqlalchemy.text`, whose `AsyncConnection` and `AsyncSession` execute it; "numeric_dollar" for asyncpg, whose
-        parameters are a tuple. Run it in a transaction of the platform's database; the event is published when that
-        commits. It chooses the partition as `publish` does. Run it once and soon: it fails in the database, and
-        publishes nothing, if the topic was redefined since. To know the topic, it asks the database every few seconds,
-        on a connection of the platform. With `transfer`, the platform moves the event to its log.
+        parameters are a tuple. Run the statement in a transaction of the platform's database; the event is published
+        when that commits. The partition is chosen as `publish` chooses it. Run the statement once and soon: if the
+        topic was redefined since, it fails in the database and publishes nothing. This method looks up the topic in the
+        database every few seconds, on a connection of the platform. With `transfer`, the platform moves the event to
+        its log.
 
         Raises `TopicNotFoundError`, `PartitionOutOfRangeError`, and `ShardError` for a platform of several shards: then
         use the `publisher` of `EventSQL.shard_of(key)`, and a connection to that shard.

@@ -74,7 +74,7 @@ class ClusterRegistry:
         return self._first(lambda registry: registry.topic(name))
 
     def _first(self, read: Callable[[Registry], Topic]) -> Topic:
-        """A topic as the first shard has it that is up and has the topic."""
+        """A topic as it is on the first shard that is up and has the topic."""
         if self._lone is not None:
             return read(self._lone)
         errors: list[EventSQLError] = []

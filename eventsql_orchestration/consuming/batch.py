@@ -133,8 +133,8 @@ class BatchRunner:
     consumer's row or, after the last attempt, makes it a dead letter in the transaction that moves the offset past it.
     A commit that the server rejects, for instance because of a deferred constraint, is a failure of its events too.
 
-    A batch whose connection is lost is read again, and costs nothing: the server may have restarted. If the handler is
-    to blame, see `LostConnections`, smaller batches follow, until the failing event is alone.
+    A batch whose connection is lost is read again, and no attempt is counted: the server may have restarted. If the
+    handler is to blame (see `LostConnections`), smaller batches follow until the failing event is alone.
     """
 
     def __init__(self, database: Database, dead_letters: DeadLetters) -> None:
@@ -222,7 +222,7 @@ class BatchRunner:
         """The next attempt after the handler has lost the connection and is to blame."""
         if len(events) == 1:
             return _Attempt(each=True, failed=_FailedEvent(0, events[0].id, error))
-        # If the transaction took too long, perhaps no event did.
+        # If the transaction took too long, a smaller batch may still succeed: perhaps no single event takes too long.
         retry.halve(len(events) if ended_for_time(error) else 1)
         logger.warning("%s handles %d events at once next: %s", key, retry.size(len(events)), describe(error))
         return attempt
@@ -230,7 +230,7 @@ class BatchRunner:
     def _after_reading(
         self, attempt: _Attempt, key: ConsumerPartition, error: BaseException, size: int, retry: CommitRetry
     ) -> _Attempt | None:
-        """The next attempt if the events could not be read, or the handler had no room; None to raise the error.
+        """The next attempt if the batch was too large to be read or handled; None to raise the error.
 
         Other errors of the handler are caught before.
         """
@@ -253,7 +253,7 @@ class BatchRunner:
         if single is not None:
             return _Attempt(each=True, failed=_FailedEvent(0, single, error))
         if attempt.check or transient:
-            # Handled one by one, no event failed.
+            # No event failed when the events were handled one by one.
             retry.isolate()
         return _Attempt(each=True, check=True)
 
@@ -332,7 +332,7 @@ def _each(
             with connection.transaction():
                 call_handler(connection, [event], handler)
                 if check:
-                    # Rolled back, so that constraints stay deferred for the next event.
+                    # Roll back, so that the constraints are still deferred for the next event.
                     with connection.transaction(force_rollback=True):
                         connection.execute("SET CONSTRAINTS ALL IMMEDIATE")
         except OF_HANDLER as error:

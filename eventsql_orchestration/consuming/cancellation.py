@@ -20,7 +20,8 @@ from eventsql_orchestration.threads import join_all, start_thread
 logger = logging.getLogger(__name__)
 
 CANCEL_SECONDS: Final = 3.0
-"""Seconds that `Cancellation.cancel` waits for the server. A slower server finds the connection closed by itself."""
+"""Seconds that `Cancellation.cancel` waits for the server. A slower server notices later that the connection is
+closed."""
 
 
 class Cancellation:

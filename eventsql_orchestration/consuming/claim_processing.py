@@ -25,7 +25,7 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
     if locked is None:
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
-    # A consumer that was deleted and registered anew counts its epochs anew. Ids of claims never come again.
+    # A consumer that was deleted and registered anew counts its epochs anew. The id of a claim is never used again.
     if not is_live(connection, queries, claim) or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
     if locked.offset != claim.position:

@@ -37,8 +37,9 @@ OWNER: Final = "start_queue, with events that are not acknowledged"
 away: they would repeat the acknowledged events after the offset."""
 
 LOCK_SECONDS: Final = 3.0
-"""Maximum seconds of waits: after a move of the consumer, for handlers that still have earlier events; for an event
-whose lost connection the server has not missed yet; in the last call of a process, for a locked partition."""
+"""The most seconds of each of three waits. After a move of the consumer, a process waits for its handlers that still
+have earlier events. When it settles an event, it waits for a lost connection that the server has not missed yet. In its
+last call, it waits for a locked partition."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -112,7 +113,7 @@ class Deliveries:
     # Handing out
 
     def hand_out(self, worker: int, partition: int, limit: int) -> HandOut:
-        """Hand out at most `limit` events of a partition, and move its offset past what is acknowledged.
+        """Hand out at most `limit` events of a partition, and move its offset past the acknowledged events.
 
         Raises `WorkerLostError` if the lease has ended, and `RedefinitionError` as `register`.
         """
@@ -153,7 +154,7 @@ class Deliveries:
         )
 
     def move_offset(self, worker: int, partition: int) -> None:
-        """Move a partition's offset past what is acknowledged, also of a paused consumer, and after the lease's end.
+        """Move a partition's offset past the acknowledged events, even for a paused consumer, or after the lease's end.
 
         It is the last call of a process; without it, the partition's lease would stay. Waits while another transaction
         has the partition locked. Raises `DatabaseBusyError` if that takes too long, and `RedefinitionError` as
@@ -232,7 +233,7 @@ class Deliveries:
         events = self._log.read_ids(connection, self._topic, sorted(attempts), partition=locked.key.partition)
         chosen = matching(locked.state.filter, events)
         if gone := attempts.keys() - {event.id for event in chosen}:
-            logger.warning("%s: %d events left the log, or its filter, before they were handled", locked.key, len(gone))
+            logger.warning("%s: %d unhandled events left the log, or do not match the filter", locked.key, len(gone))
             connection.execute(self._queries("drop"), {**own, "ids": list(gone)}, prepare=False)
         return [(event, keys[event.id], attempts[event.id]) for event in chosen]
 
@@ -334,8 +335,9 @@ class Deliveries:
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
 
-        Gives the seconds until the event is due again, 0 for a dead letter. Unless it `counts`, the event keeps its
-        attempts. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
+        Gives the seconds until the event is due again, 0 for a dead letter. Unless the failure `counts`, the event's
+        number of attempts stays. Raises `ClaimLostError` if another process has the event, and `DatabaseBusyError` if
+        another transaction locks it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)

@@ -16,8 +16,8 @@ logger = logging.getLogger(__name__)
 
 FREE_LOSSES: Final = 5
 FREE_SECONDS: Final = 60.0
-"""The first 5 losses of an event or a message cost it nothing, nor do any in 60 seconds from the first: a server that
-restarts makes no dead letters. Its handler is likely the cause of more losses."""
+"""The first 5 losses of an event or a message are no failures, and neither are later losses in the 60 seconds after the
+first: a server that restarts makes no dead letters. The cause of more losses is likely the handler."""
 
 _MOST_KNOWN: Final = 10_000
 """The most events whose losses are remembered."""
@@ -70,7 +70,7 @@ class LostConnections:
             logger.warning("%s %d times, and has failed: see the server's log", what, losses + 1)
             return True
         logger.warning(
-            "%s %d times, which is no failure up to %d times, nor in the first %.0f s: %s",
+            "%s %d times, which counts as a failure only after %d times and %.0f s: %s",
             what, losses + 1, FREE_LOSSES, FREE_SECONDS, error,
         )  # fmt: skip
         return False

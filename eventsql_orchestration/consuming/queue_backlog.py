@@ -13,7 +13,7 @@ MOST_AHEAD: Final = 1_000
 """The most events that wait in a process for its workers."""
 
 AHEAD_SECONDS: Final = 1.0
-"""Seconds. A process whose waiting events take longer to handle fetches fewer: other processes may be idle."""
+"""A process fetches events ahead for about this many seconds of work. With more, other processes might be idle."""
 
 
 class Backlog:
@@ -40,7 +40,7 @@ class Backlog:
                 self.ready.append(each)
 
     def settled(self, done: Delivery) -> None:
-        """Let the next event of its key go."""
+        """Forget an event, and let the next event of its key go."""
         self._forget(done)
         if done.key is None:
             return

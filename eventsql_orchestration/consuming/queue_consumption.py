@@ -1,4 +1,4 @@
-"""A topic consumed as a queue in this process: one thread fetches events, workers handle them, one settles them."""
+"""A topic consumed as a queue in a process: one thread fetches events, workers handle them, another settles them."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class QueueConsumption(Running):
         return None
 
     def _to_fetch(self, asked: Sequence[int], found: dict[int, float | None]) -> list[int]:
-        """The partitions with events: in order: left out by the last round, already its own, new."""
+        """The partitions with events, in the order of `_due`; new partitions follow."""
         with self._fetching:
             now = time.monotonic()
             for partition in asked:

@@ -17,8 +17,8 @@ from eventsql_orchestration.forks import after_fork
 
 REST_RATE: Final = 2_000.0
 """Events per second above which partitions rest; from twice that rate on, they rest for the full time. Below this rate,
-each partition is polled as soon as it has an event. Then publish to handler takes 10 ms; with rests, it takes half a
-rest more."""
+each partition is polled as soon as it has an event. Then an event takes 10 ms from its publication to the handler; with
+rests, it takes half a rest more."""
 
 MOST_POLLS: Final = 200.0
 """Polls per second over all partitions of a consumer in one process while events come fast. Measured with batches of

@@ -31,10 +31,10 @@ from eventsql_orchestration.topics.registry import Registry
 logger = logging.getLogger(__name__)
 
 CONSUMER_SECONDS: Final = 3.0
-"""Seconds that one attempt makes consumer partitions wait at most, if a batch does not end."""
+"""The most seconds for which one attempt makes consumer partitions wait, if a batch does not end."""
 
 BUFFER_SECONDS: Final = 0.5
-"""Seconds that one attempt makes publishers wait at most, if a transaction does not end."""
+"""The most seconds for which one attempt makes publishers wait, if a transaction does not end."""
 
 RETRY_SECONDS: Final = 30.0
 """Seconds for which a change is retried."""

@@ -42,9 +42,9 @@ class BufferMover:
         """Move the rows with `low_water < buffer id <= upto`, at most `most` blocks by one statement.
 
         `definition` is the topic's number of partitions, and its layout. Without `mixed`, all rows were events at the
-        last look: one statement moves them, and leaves events behind a block that was committed since. If the block is
-        before all of them, the rows are moved as with `mixed`. `after` is the last id of the log. `zoned` and `blocks`
-        are for packed blocks: see `StagedBlocks.move_packed`. After `seconds`, no further statement begins. Raises as
+        last look: one statement moves them, up to the first block that was committed since. If such a block is before
+        all events, the rows are moved as with `mixed`. `after` is the last id of the log. `zoned` and `blocks` are for
+        packed blocks: see `StagedBlocks.move_packed`. After `seconds`, no further statement begins. Raises as
         `StagedBlocks.move`, `StagedBlocks.move_packed` and `LogAppender.move`.
         """
         partitions, layout = definition

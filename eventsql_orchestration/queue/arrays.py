@@ -1,7 +1,7 @@
 """Arrays of messages in PostgreSQL's binary format.
 
 psycopg adapts each element of a list by itself. Measured for 100 messages: 0.6 ms of processor time, 0.05 ms with this.
-A `SingleStatement` takes such an array as it is, a psycopg cursor after `adapt_arrays`.
+A `SingleStatement` takes such an array as it is. A psycopg cursor takes it after `adapt_arrays`.
 """
 
 from __future__ import annotations

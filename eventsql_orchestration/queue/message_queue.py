@@ -86,7 +86,7 @@ class MessageQueue:
     def definition(self) -> QueueDefinition:
         """The queue's options as the database has them; creates the queue if there is none.
 
-        Over several shards, on each of them that can be reached.
+        Over several shards, creates it on each shard that can be reached.
         """
         return [table.definition() for table in self._shards.all()][0]  # noqa: RUF015 - each shard is defined
 

@@ -22,8 +22,8 @@ PURGED_AT_ONCE: Final = 10_000
 """Messages that one transaction deletes or moves."""
 
 WAIT_SECONDS: Final = 0.5
-"""Seconds that one attempt to delete a queue makes all queues wait at most, for each lock. Shorter than the server's
-`deadlock_timeout`, so that the deletion gives way, and not a sender or receiver that waits for it."""
+"""The most seconds for which one attempt to delete a queue makes all queues wait for each lock. This is shorter than
+the server's `deadlock_timeout`, so that the deletion gives way, and not a sender or receiver that waits for it."""
 
 RETRY_SECONDS: Final = 10.0
 """Seconds for which the deletion of a queue is tried."""

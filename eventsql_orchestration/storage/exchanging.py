@@ -22,8 +22,8 @@ from eventsql_orchestration.storage.log_form import ROOM
 from eventsql_orchestration.storage.segments import ADOPTION_CHECK
 
 WAIT_SECONDS: Final = 0.5
-"""The longest that one attempt makes others wait, for each lock. It is shorter than the server's `deadlock_timeout`, so
-that the attempt gives way, and not a reader or writer that waits for it."""
+"""The longest time for which one attempt makes other transactions wait for each lock. It is shorter than the server's
+`deadlock_timeout`, so that the attempt gives way, and not a reader or writer that waits for it."""
 
 EXCHANGE_SECONDS: Final = 10.0
 """Seconds for which an exchange is tried. Then the copy is dropped, and a later run tries again."""

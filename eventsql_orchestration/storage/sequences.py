@@ -37,7 +37,7 @@ an id so soon after it was given out. Measured: the look that this saves takes 0
 """
 
 LOCK_SECONDS: Final = 0.25
-"""Seconds that publishers wait at most while the buffer's sequence is advanced."""
+"""The most seconds that publishers wait while the buffer's sequence is advanced."""
 
 
 @dataclass(frozen=True, slots=True)

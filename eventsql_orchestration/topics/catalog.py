@@ -31,7 +31,7 @@ from eventsql_orchestration.validation import advised
 logger = logging.getLogger(__name__)
 
 LOCK_SECONDS: Final = 10
-"""Seconds that a redefinition waits for publishers at most, and that later publishers wait behind it."""
+"""The most seconds that a redefinition waits for publishers, and that later publishers wait behind it."""
 
 GIVE_WAY_SECONDS: Final = 4.0
 """Seconds for which a redefinition gives way to transactions that hold one of its locks and wait for another lock."""

@@ -18,8 +18,8 @@ from eventsql_orchestration.storage.segment_drops import try_retain
 from eventsql_orchestration.topics.catalog import existing_topic, lock_registry, lock_topic
 
 WAIT_SECONDS: Final = 0.5
-"""Seconds that one attempt to change the log of a topic makes others wait at most, for each lock. Shorter than the
-server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
+"""The most seconds for which one attempt to change the log of a topic makes other transactions wait for each lock. This
+is shorter than the server's `deadlock_timeout`, so that the change gives way, and not a reader that waits for it."""
 
 
 def change_storage(database: Database, name: str, storage: Storage, *, timeout: float) -> bool:

@@ -27,7 +27,7 @@ from eventsql_orchestration.topics.positions import (
 class Target:
     """An offset to store: the offset of the last event that counts as consumed.
 
-    `clamped` says that the position lies outside of the log, and this is the end of the log that is nearest to it.
+    `clamped` says that the position lies outside of the log, and that `offset` is the nearest end of the log.
     """
 
     offset: int
