@@ -186,7 +186,9 @@ class QueueBenchmark(OnTopic, BesideRawCopy):
             )
             costs = meter.per_event(max(1, done))
         if not done or (len(steps) > 1 and sent != done):
-            raise BenchmarkError(f"{done} messages came at the step {' and '.join(steps)!r}: somebody else works on it")
+            raise BenchmarkError(
+                f"{done} messages came at the step {' and '.join(steps)!r}: another program uses the queue"
+            )
         started, ended = span(outcomes)
         return _Step(done / (ended - started), costs)
 

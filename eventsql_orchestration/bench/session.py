@@ -1,4 +1,4 @@
-"""One run of benchmarks on a database, or on shards. However the run ends, what it has made is removed.
+"""One run of benchmarks on a database, or on shards. However the run ends, it removes the things that it has made.
 
 Topics, queues, tables, schemas and databases of a benchmark have names that begin with `eventsql_bench_`. A database
 takes one run at a time. The next run removes what a killed run has left.
@@ -127,7 +127,7 @@ class Session:
     def removing(self, remove: Callable[[], object], *, leftovers: bool = False) -> Iterator[None]:
         """Call `remove` after the block, however the block ends. With `leftovers`, call it before the block, too.
 
-        A killed benchmark leaves what has no name of its own for each run.
+        Use `leftovers` for a thing whose name is the same in each run: a killed benchmark may have left it.
         """
         if leftovers:
             remove()
@@ -135,7 +135,7 @@ class Session:
             yield
         finally:
             with uninterrupted():
-                # Sessions of dead processes may lock what is to be removed.
+                # Sessions of dead processes may hold locks on the things to be removed.
                 self._try(self.queries("end_sessions"), {"application": self._application})
                 remove()
 

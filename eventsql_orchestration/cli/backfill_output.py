@@ -42,7 +42,7 @@ def drive(driver: BackfillDriver[Any], found: Backfill) -> Outcome:
     """Drive a backfill to its end with a progress bar, or a line every 10 s if there is no terminal."""
     launcher = driver.launcher
     resume = f"`{resume_command(found.topic, found.consumer, found.id, launcher.resume_options)}`"
-    say(f"backfill {found.id} runs; should it be interrupted, {resume} goes on with it")
+    say(f"backfill {found.id} runs; if it is interrupted, {resume} goes on with it")
     columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), "events", TimeElapsedColumn())
     progress = progress_bar(*columns, transient=False)
     told, told_at = "", time.monotonic()

@@ -1,4 +1,4 @@
-"""`eventsql queue`: create, look at, fill, empty, work off and delete queues."""
+"""`eventsql queue`: create, inspect, fill, process, empty and delete queues."""
 
 from __future__ import annotations
 

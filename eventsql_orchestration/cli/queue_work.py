@@ -137,6 +137,6 @@ def work_off(source: Queue, command: Sequence[str], *, workers: int, drain: bool
 def _await_end(source: Queue, working: QueueWorkers, stop: threading.Event, *, drain: bool) -> None:
     while not stop.wait(_LOOK_SECONDS):
         if not working.running:
-            raise QueueNotFoundError(f"queue {source.name!r} was deleted: nobody can work it off")
+            raise QueueNotFoundError(f"queue {source.name!r} was deleted: there are no messages to handle any more")
         if drain and source.statistics().depth == 0:
             return

@@ -53,7 +53,7 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkLimits:
-    """When a run that works a queue off is requested, and how long it goes on. Times are seconds.
+    """When a run that handles the messages of a queue is requested, and how long it goes on. Times are seconds.
 
     - `min_messages`: number of visible messages that requests a run.
     - `max_wait`: time after which fewer messages request a run. A message that waits for longer than this while runs

@@ -1,4 +1,4 @@
-"""A run that works a queue off: batch after batch, effects and acknowledgement in one transaction."""
+"""A run that handles the messages of a queue, batch after batch: effects and acknowledgement are one transaction."""
 
 from __future__ import annotations
 

@@ -68,7 +68,8 @@ class _Planner:
                 values = {"transaction": str(upto.transaction)}
                 if not fetch_one(connection, self._queries("ended"), values)[0]:
                     raise ValidationError(
-                        f"changes may still appear before {upto}: give a checkpoint that `read_all` or `newest` gave"
+                        f"changes may still appear before {upto}: give a checkpoint that `read_all` or `newest` "
+                        "has returned"
                     )
                 if after > upto:
                     raise ValidationError(f"{upto} lies before afterCheckpoint, {after}")

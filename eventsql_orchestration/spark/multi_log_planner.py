@@ -117,8 +117,8 @@ class AllLogs:
                 names = ShardStore(logs.database).state().generations[-1]
             if missing := names - {state.name for state in self._states}:
                 raise ShardSetError(
-                    f"option dsn: shard {', '.join(sorted(missing))} was added, and no URL leads there: start the "
-                    "query again with the URLs of all shards"
+                    f"option dsn: shard {', '.join(sorted(missing))} was added, which no URL names: start the query "
+                    "again with the URLs of all shards"
                 )
 
     def check_bounds(self) -> None:

@@ -164,8 +164,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
         known = {mark for tp in topic_partitions for mark in self._open().marks(tp)}
         if gone := sorted({shard for shards in offset.values() for shard in shards} - known):
             raise ValidationError(
-                f"option dsn: the checkpoint has offsets of {_called(gone)}, and no URL leads there: give the URLs of "
-                "all shards, or begin with a new checkpoint"
+                f"option dsn: the checkpoint has offsets of {_called(gone)}, which no URL names: give the URLs of all "
+                "shards, or begin with a new checkpoint"
             )
         self._check_partitions(offset)
         return {tp: FIRST if (found := self._found(offset, tp)) is None else found for tp in topic_partitions}

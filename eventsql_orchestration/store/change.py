@@ -48,7 +48,9 @@ def encode(what: str, data: Mapping[str, Any]) -> str:
     text = encode_json(what, data)
     same = _SAME.issuperset(map(type, data.values())) and _TEXT.issuperset(map(type, data))
     if not same and json.loads(text) != dict(data):
-        raise ValidationError(f"{what} would come back from JSON as another value: take text as keys and lists")
+        raise ValidationError(
+            f"{what} would come back from JSON as another value: use lists instead of tuples, and only text as keys"
+        )
     return text
 
 

@@ -185,8 +185,8 @@ class ProjectionRebuild:
         locked = self.lock(connection, each)
         if self._ledgers(connection, each):
             raise ProjectionError(
-                f"another process fills projection {each.name!r} in bulk: wait for its end, or begin a new rebuild, "
-                "which stops it"
+                f"another process fills projection {each.name!r} in bulk: wait until it has ended, or begin a new "
+                "rebuild, which stops it"
             )
         return locked
 

@@ -1,4 +1,4 @@
-"""What a view's consumer has consumed: its offsets, its filter, and how its handler gets the events."""
+"""The state of a view's consumer: its offsets, its filter, and how its handler gets the events."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Consumed:
         before = self if since is None else since
         same_partitions = self.offsets.by_partition.keys() == before.offsets.by_partition.keys()
         for what, wrong in (
-            ("follows a change of the topic's partitions", self.in_former_layout),
+            ("is in the middle of a change of the topic's partitions", self.in_former_layout),
             ("is consumed as a queue, out of order", self.in_queue),
             ("got other partitions meanwhile", self.layout != layout or not same_partitions),
             ("got another filter meanwhile", self.filter != before.filter),
@@ -81,7 +81,7 @@ class Consumed:
             if wrong:
                 raise ViewConflictError(
                     f"view {self.feed.view.name!r} was not rebuilt: consumer {self.feed.consumer!r} {what}; rebuild "
-                    "once it has consumed in order"
+                    "the view when the consumer has consumed its events in order"
                 )
 
     def takes(self, event: Event) -> bool:
