@@ -118,7 +118,7 @@ class _Lane:
         self.shard = shard
         self.failing = False
         self.leases: dict[int, tuple[int, float]] = {}
-        """For each partition, where its latest claim begins, and the claim's lease."""
+        """The beginning and the lease of the latest claim of each partition."""
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="eventsql-claims")
 
     def do(self, work: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:

@@ -18,7 +18,7 @@ PREFIX: Final = "/eventsql"
 
 
 class TraceLink(BaseOperatorLink):
-    """What `eventsql trace` shows of a run, as a page of Airflow.
+    """The output of `eventsql trace` for a run, as a page of Airflow.
 
     The page is about the last event that the task published, or about the ranges that its run has read if the task
     published nothing.

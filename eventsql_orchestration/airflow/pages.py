@@ -128,7 +128,8 @@ def trace(
     except EventSQLError as error:
         return _page(Text(error.message), status=503 if isinstance(error, DatabaseError) else 404)
     if origin is None or origin.run_id != run:
-        # The same answer for each event of others, and for none: the user has no rights on the connection.
+        # The answer is the same whether another run has published the event, or it does not exist: the user has no
+        # rights on the connection.
         said = f"run {run_id} of DAG {dag_id} has published no event {offset} of topic {topic!r}: {BACK}"
         return _page(Text(said), status=404)
     return _page(tree.of(_seen(origin, may_see)), more=more)

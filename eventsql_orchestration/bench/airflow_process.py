@@ -45,7 +45,7 @@ loops."""
 
 
 Start: TypeAlias = dict[str, float]
-"""What Airflow did for an event: seconds from the event on.
+"""The steps of Airflow for an event: seconds from the event on.
 
 It stored the asset event, made the run, queued its task, started the task's process (`started`), and the task's first
 instruction ran (`first`).
@@ -82,7 +82,7 @@ class RunningAirflow:
         return self._start(f"bench_{name}", began, self._times(name)[before])
 
     def _start(self, dag: str, began: float, first: float) -> Start:
-        """What Airflow did for the latest run of a DAG, by the times in its tables; the clock is this machine's."""
+        """The steps of Airflow for the latest run of a DAG, by the times in its tables; the clock is this machine's."""
         run = self.local.api.ask("GET", f"/dags/{dag}/dagRuns?order_by=-id&limit=1")["dag_runs"][0]
         path = f"/dags/{dag}/dagRuns/{quote(run['dag_run_id'], safe='')}"
         task = self.local.api.ask("GET", f"{path}/taskInstances")["task_instances"][0]

@@ -53,7 +53,7 @@ class Redis:
 
 
 def missing() -> list[str]:
-    """What has to be installed for Redis to be measured."""
+    """The programs and packages that have to be installed for Redis to be measured."""
     program = [] if shutil.which("redis-server") else ["redis-server"]
     # Airflow's package has a spec even if its providers are missing.
     provider = [] if importlib.util.find_spec("redis") else ["apache-airflow-providers-redis"]

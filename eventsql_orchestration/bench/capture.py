@@ -28,7 +28,7 @@ class Capture(OnTopic):
 
     rows: int = option(100_000, "Rows of the table, which each bulk update changes", quick=2_000)
     rounds: int = option(5, "Bulk updates of each table", quick=2)
-    commits: int = option(1_000, "Updates of one row and a commit each, of each table", quick=50)
+    commits: int = option(1_000, "Updates of a single row, each with its commit, for each table", quick=50)
 
     def measure(self, session: Session) -> list[Figure]:
         made = ("create_orders", "index_orders")

@@ -14,7 +14,8 @@ from eventsql_orchestration.bench.machine import Meter
 from eventsql_orchestration.errors import BenchmarkError
 
 SENSOR_LOOP: Final = 5.0
-"""Seconds between two evaluations of all sensors by Dagster's daemon. Events are published at random moments in it."""
+"""Seconds between two evaluations of all sensors by Dagster's daemon. Events are published at random moments within
+this time."""
 
 AROUND: Final = 1.0
 """Events this many seconds before and after a hand-over count as events around it."""

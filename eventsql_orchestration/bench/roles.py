@@ -1,4 +1,4 @@
-"""What processes of several benchmarks do: each gets ready, waits for the others, works, and gives its outcome."""
+"""The work of processes of several benchmarks: each gets ready, waits for the others, works, and gives its outcome."""
 
 from __future__ import annotations
 

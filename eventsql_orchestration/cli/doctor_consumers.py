@@ -56,11 +56,11 @@ def consumer_findings(shard: Shard) -> Iterator[Finding]:
 
 
 def unattended_findings(shard: Shard) -> Iterator[Finding]:
-    """Consumers that `start_queue` consumed, and does not any more."""
+    """Consumers that `start_queue` has consumed, and that no process runs now."""
     for topic, name, partitions in unattended(shard.database):
         yield warning(
             "consumers",
-            f"{name} of topic {topic} was consumed by start_queue, and no process runs it: "
+            f"{name} of topic {topic} was consumed by start_queue, and no process consumes it now: "
             f"{counted(partitions, 'partition')} cannot be consumed in another way, and retention keeps the events",
             "run start_queue, which finishes them, or move the consumer by eventsql seek --force",
         )

@@ -132,7 +132,7 @@ def _found(every: list[ConsumerLag], topic: str | None, consumer: str | None, *,
 
 
 def _refreshes(rows: Callable[[], list[Any]], interval: float) -> Iterator[list[Any]]:
-    """The rows again and again. A database that has answered before is waited for; one line says so."""
+    """The rows again and again. If a database that has answered before is away, waits for it; one line says so."""
     answered, waiting = False, False
     while True:
         try:

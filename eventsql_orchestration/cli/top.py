@@ -202,7 +202,7 @@ class _Look:
             try:
                 figures = _read(reader)
             except DatabaseUnavailableError:
-                # A mistyped URL is an error; a server that restarts is waited for.
+                # A database that never answered may have a mistyped URL. Wait only for one that has answered before.
                 if not self._several and not self._answered:
                     raise
                 down.append(label)

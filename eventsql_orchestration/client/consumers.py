@@ -205,10 +205,10 @@ class ClusterConsumers:
         once. A handler that raises is called again with backoff, up to the consumer's `max_attempts`; then the event
         becomes a dead letter. Until then, later events of its key wait.
 
-        A process holds its events for `lease` seconds, and renews that while it runs. When it dies, others take the
-        events over after that time. At most `max_unacknowledged` events of a partition are handed out and not yet
-        acknowledged; each is a row. The consumer's offset is the last offset before the first of them. While there is
-        an unacknowledged event, the consumer cannot be consumed in another way, or moved without force.
+        A process holds its events for `lease` seconds, and renews that while it runs. When it dies, other processes
+        take the events over after that time. At most `max_unacknowledged` events of a partition are handed out and not
+        yet acknowledged; each is a row. The consumer's offset is the last offset before the first of them. While there
+        is an unacknowledged event, the consumer cannot be consumed in another way, or moved without force.
 
         Raises `TopicNotFoundError`, `ConsumerNotFoundError`, `ValidationError`, and `RedefinitionError` while there are
         unacknowledged events that were handed out with the other `by_key`. Otherwise as `start`.

@@ -136,15 +136,15 @@ class ClusterRegistry:
         self._cluster.fan_out(lambda shard: shard.registry.set_retention(name, retention))
 
     def set_storage(self, name: str, storage: Storage, *, timeout: float = RETRY_SECONDS) -> bool:
-        """Let new events of a topic be stored in `rows` or in `blocks`; False if nothing changes.
+        """Store the new events of a topic in `rows` or in `blocks`; False if nothing changes.
 
         Publishers and consumers go on. The present events stay in their form, until retention drops them: the change
         takes effect at the border of a segment, and nothing is rewritten. Processes of earlier versions can
         still read the topic, and fail when they write to its log. Programs that write to its table themselves, such as
         EventSQL's Java library, are refused.
 
-        Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
-        or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
+        Makes other transactions wait for at most a second at a time, and tries for up to `timeout` seconds while they
+        read or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
         `RegistryError` if an object depends on the log's table, such as a view, and `ValidationError`. With several
         shards, the first may have changed when a later one fails: call this again.
         """
@@ -152,13 +152,13 @@ class ClusterRegistry:
         return any(done.values())
 
     def set_compression(self, name: str, compression: Compression, *, timeout: float = RETRY_SECONDS) -> bool:
-        """Let new blocks of a topic be compressed by `pglz` or `lz4`, or not at all (`none`); False if nothing changes.
+        """Compress the new blocks of a topic by `pglz` or `lz4`, or not at all (`none`); False if nothing changes.
 
         Publishers and consumers go on. The present blocks stay as they are; compaction applies the compression to the
         blocks that it merges. For a topic in rows, the compression counts when its new events are in blocks.
 
-        Makes others wait for at most a second at a time, and tries for up to `timeout` seconds while transactions read
-        or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
+        Makes other transactions wait for at most a second at a time, and tries for up to `timeout` seconds while they
+        read or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,
         `RegistryError` if a server is built without the compression, with nothing changed on any shard, and
         `ValidationError`. With several shards, the first may have changed when a later one fails: call this again.
         """

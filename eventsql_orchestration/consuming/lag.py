@@ -29,8 +29,8 @@ Ahead: TypeAlias = Callable[[str, str, int], tuple[Sequence[int], str]]
 """Takes topic, consumer, offset. Returns the partitions that have not reached the offset, and a sentence about them."""
 
 Buffered: TypeAlias = dict[tuple[str, int], tuple[int, float]]
-"""By topic and partition, and by topic and -1 for all partitions: number of buffered events, seconds since the oldest
-came."""
+"""The number of buffered events, and seconds since the oldest came: by topic and partition, and by topic and -1 for all
+partitions."""
 
 
 class Backlog(NamedTuple):

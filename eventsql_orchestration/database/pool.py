@@ -208,7 +208,8 @@ def plain(connection: Connection) -> Iterator[Connection]:
             connection.isolation_level = ISOLATION
         yield connection
     finally:
-        # A handler may have set others. SQLAlchemy and the next user read tuples, and send parameters to the server.
+        # A handler may have changed these settings. SQLAlchemy and the next user read tuples, and send parameters to
+        # the server.
         connection.row_factory, connection.cursor_factory = tuple_row, cursors
         connection.prepare_threshold = threshold
         connection._adapters = adapters  # noqa: SLF001

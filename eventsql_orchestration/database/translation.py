@@ -78,7 +78,7 @@ def translate(error: Exception, where: str, schema: str) -> EventSQLError | None
     """The error of this package with the meaning of a driver's error; None if the meaning is not known.
 
     `where` names the database without its password. A missing table or column counts only if it belongs to `schema`: a
-    caller's own statements may lack others.
+    caller's own statement may lack a table of its own.
     """
     if isinstance(error, sqlalchemy.exc.TimeoutError):
         return DatabaseBusyError(f"{where}: every connection of this process is in use: use fewer threads at once")
@@ -182,7 +182,7 @@ def translate_own(error: psycopg.Error, where: str, schema: str) -> EventSQLErro
 def ran_by_us(error: BaseException, pool: str) -> bool:
     """Whether this package ran the statement that failed, and not a caller's function or block.
 
-    The innermost frame outside of the driver ran it. The module `pool` only commits the statements of others.
+    The innermost frame outside of the driver ran it. The module `pool` only commits statements that other code has run.
     """
     ran_by = ""
     for frame, _ in traceback.walk_tb(error.__traceback__):

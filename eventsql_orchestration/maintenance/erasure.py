@@ -140,7 +140,8 @@ class Eraser:
                     raise DatabaseBusyError(f"topic {topic!r} got a dead letter topic meanwhile: run the erasure again")
                 # Vacuum before the record is finished: if the erasure is interrupted here, the next run vacuums.
                 vacuumed = run.vacuum(connection)
-                # Raises if the session that keeps others away was ended: a compaction may have moved events meanwhile.
+                # Raises if the session that keeps other programs away was ended: a compaction may have moved events
+                # meanwhile.
                 holder.execute("SELECT")
                 run.finish(connection)
             return replace(run.result(), vacuumed=vacuumed)
@@ -312,12 +313,12 @@ class _Run:
         return found.total()
 
     def _step(self, connection: Connection, step: Callable[[Connection], _Given]) -> _Given:
-        """Run a step in a transaction; again if others are in its way. Raises `DatabaseBusyError`."""
+        """Run a step in a transaction; repeat it if other transactions are in its way. Raises `DatabaseBusyError`."""
         retry = Backoff(RETRY_SECONDS)
         while True:
             try:
                 with connection.transaction():
-                    # The server's limit of a statement must not end a wait for others.
+                    # The server's limit of a statement must not end a wait for other transactions.
                     fetch_one(connection, self._records("limit_waits"), {"most": LOCK_SECONDS * 1_000})
                     return step(connection)
             except (psycopg.errors.LockNotAvailable, psycopg.errors.DeadlockDetected) as error:

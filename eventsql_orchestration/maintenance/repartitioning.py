@@ -55,7 +55,7 @@ class TooManyBufferedError(Exception):
 
 
 class IdsChangedError(DatabaseBusyError):
-    """Internal: the sequence of a log was set back, or others drew ids from it, while events were moved."""
+    """Internal: the sequence of a log was set back, or another program drew ids from it, while events were moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +194,8 @@ def drain(connection: psycopg.Connection[Any], schema: str, topics: Iterable[tup
             if not blocks:
                 room.check(connection, topic)
         except (psycopg.errors.CheckViolation, psycopg.errors.UniqueViolation) as error:
-            # A block without usable ids, or rows with the ids of others. The next attempt looks at the sequence.
+            # A block without usable ids, or rows with ids that another program drew. The next attempt looks at the
+            # sequence.
             raise IdsChangedError(f"events of topic {topic!r} could not be moved: {describe(error)}") from error
 
 

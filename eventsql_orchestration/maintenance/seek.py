@@ -139,8 +139,8 @@ class Seeker:
                 driver.execute(self._deliveries("hold"), own)
         except DatabaseBusyError as error:
             raise DatabaseBusyError(
-                f"consumer {consumer!r} of topic {topic!r} did not move, because others held its partitions for "
-                f"{LOCK_SECONDS} s: stop its consumption, or try again"
+                f"consumer {consumer!r} of topic {topic!r} did not move, because other transactions held its "
+                f"partitions for {LOCK_SECONDS} s: stop its consumption, or try again"
             ) from error
         connection.execute(text("SET LOCAL statement_timeout TO DEFAULT"))
         if not {state.partition for state in locked}.issuperset(partitions):

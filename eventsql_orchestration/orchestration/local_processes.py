@@ -24,7 +24,7 @@ PROCESSES_LOCK: Final = "processes.lock"
 """A file with the numbers of process groups. Their processes inherit its lock, so they are alive while it is held."""
 
 SPARK_LOCK: Final = "spark.lock"
-"""Such a file for the Spark Connect server, which may be started again while the other processes run."""
+"""The same file for the Spark Connect server, which may be started again while the other processes run."""
 
 _OWNER_LOCK: Final = "dev.lock"
 

@@ -60,7 +60,7 @@ class AsyncCollector:
         self._queued += 1
         try:
             async with self._turn:
-                # A task that only gives events would otherwise never let others run.
+                # A task that only gives events would otherwise never let other tasks run.
                 await asyncio.sleep(0)
                 return await self._give(publication, loop.create_future())
         finally:

@@ -58,7 +58,8 @@ class BufferMover:
         while (first := self._log.first_row(connection, topic, **bounds)) is not None:
             buffer_id, partition = first
             if buffer_id == tried:
-                # A trigger or a policy of others keeps the row there, and each further look would find it again.
+                # A trigger or a policy that is not the platform's keeps the row there, and each further look would find
+                # it again.
                 raise psycopg.errors.DataException(f"row {buffer_id} of the buffer was moved, and is still there")
             if moved and time.monotonic() > end:
                 return Moved(moved, whole=False)

@@ -65,7 +65,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """The number of tasks of a read: `exactly` so many, or at least `least`, each with about `rows` rows."""
+    """The number of tasks of a read: `exactly` this number, or at least `least`, each with about `rows` rows."""
 
     exactly: int | None
     least: int
@@ -83,7 +83,7 @@ class TaskOptions:
         )
 
     def number(self, rows: int) -> int:
-        """The number of tasks for so many rows."""
+        """The number of tasks for this number of rows."""
         return self.exactly or max(self.least, -(-rows // self.rows))
 
 

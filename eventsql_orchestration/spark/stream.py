@@ -173,8 +173,8 @@ class StreamReader(Reading, DataSourceStreamReader, SupportsTriggerAvailableNow)
     def _check_partitions(self, offset: Mapping[str, Any]) -> None:
         """Raise `ValidationError` if the checkpoint has the offset of a partition that this stream does not read.
 
-        The next offset would lack it, and a later stream with this partition would read it from its beginning. That is
-        right for a partition that the topic has lost, with all events of it.
+        The next offset would lack this partition, and a later stream with the partition would read it from its
+        beginning. That is right only for a partition that the topic has lost, with all of its events.
         """
         logs = self._open()
         known = {(tp.topic, mark, str(tp.partition)) for tp in logs.topic_partitions for mark in logs.marks(tp)}

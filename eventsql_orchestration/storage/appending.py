@@ -159,7 +159,7 @@ class LogAppender:
         return int(last) - events + 1
 
     def now(self, connection: Connection) -> datetime:
-        """The server's time, for events that enter a log behind others of the caller's transaction."""
+        """The server's time, for events that enter a log after other events of the caller's transaction."""
         now: datetime = fetch_one(connection, self._queries("now"))[0]
         return now
 

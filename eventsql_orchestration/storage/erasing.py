@@ -168,7 +168,7 @@ def _await_snapshots(connection: Connection, queries: LogQueries) -> bool:
 def erased_meanwhile(connection: Connection, schema: str, event: Event) -> Event | None:
     """The event as it is now, if it was erased after the caller read it; None if it was not.
 
-    An erasure that comes later waits for the caller's transaction, and finds what it writes.
+    An erasure that comes later waits for the caller's transaction, and finds the events that this transaction writes.
     """
     copy_events(connection, schema, event.topic)
     now = LogReader(schema).read(connection, event.topic, after=event.id - 1, upto=event.id)
@@ -189,6 +189,6 @@ def await_copies(connection: Connection, schema: str, topic: str) -> None:
 
 
 def try_change(connection: Connection, schema: str, topic: str) -> bool:
-    """Keep others from changing events of a topic until the transaction ends. False if another does so now."""
+    """Keep other programs from changing events of a topic until the transaction ends. False if one changes them now."""
     row = fetch_one(connection, LogQueries("erasing", schema)("try_change"), {"topic": f"{schema}.{topic}"})
     return bool(row[0])

@@ -42,7 +42,8 @@ def begin(connection: Connection) -> None:
 
 
 def attempt(connection: Connection, step: Callable[[Connection], None], seconds: float = 0.0) -> bool:
-    """Try a step in a savepoint, and wait at most `WAIT_SECONDS` for each lock. False if others keep it from its locks.
+    """Try a step in a savepoint, and wait at most `WAIT_SECONDS` for each lock. False if other transactions keep the
+    locks.
 
     Tries for `seconds`, and at least once.
     """
@@ -105,7 +106,7 @@ class Exchange:
         return str(found[1]) if found is not None and found[0] else None
 
     def is_seen_by_all(self, connection: Connection) -> bool:
-        """As `seen_by_all`, for a partition that others may have written to since `vacuum`.
+        """As `seen_by_all`, for a partition that other transactions may have written to since `vacuum`.
 
         Call it with writers kept away. An index-only scan fetches rows of a page that is not all-visible any more.
         """
@@ -160,7 +161,7 @@ class Exchange:
                 for piece in rows:
                     into.write(piece)
 
-        # With this constraint, attaching the table need not read it while others wait.
+        # With this constraint, attaching the table need not read it while other transactions wait.
         constraint = sql.SQL("ALTER TABLE {new} ADD CONSTRAINT {name} CHECK {check}")
         connection.execute(constraint.format(**names, name=sql.Identifier(ADOPTION_CHECK)))
         connection.execute(sql.SQL("ANALYZE {new}").format(**names))

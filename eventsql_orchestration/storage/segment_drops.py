@@ -117,7 +117,8 @@ class SegmentDrops:
         return self._end(connection, segment, newest)
 
     def finish(self, connection: Connection, *, force: bool) -> None:
-        """End the drops that earlier runs have begun. `force` drops what was written to as well. Raises as `drop`.
+        """End the drops that earlier runs have begun. `force` drops segments that were written to as well. Raises as
+        `drop`.
 
         A segment without the mark stays: somebody detached it to keep it.
         """

@@ -155,8 +155,8 @@ def vacuum(connection: Connection, schema: str, topic: str) -> None:
 def adopt(connection: Connection, schema: str, topic: str, wanted: str = "a retention") -> None:
     """Make a plain event table the first segment of its topic's log. `wanted` is the reason, for errors.
 
-    The connection is in autocommit mode. The rows are read once, to know that they are within the segment, while others
-    read and write; nothing is rewritten. Others wait only at the end, while tables are renamed.
+    The connection is in autocommit mode. The rows are read once, to know that they are within the segment, and nothing
+    is rewritten. Meanwhile, other transactions read and write. They wait only at the end, while tables are renamed.
 
     Raises `RegistryError` if an object, such as a view or a policy of row security, depends on the table and would stay
     with the segment. Raises the driver's `LockNotAvailable` if other transactions keep the table for `LOCK_SECONDS`.

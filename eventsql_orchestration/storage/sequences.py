@@ -115,9 +115,9 @@ class Ids:
     def holds(self, connection: Connection, topic: str, last: int | None) -> bool:
         """False if a sequence was set back since the last look; `last` is its last id.
 
-        If others took ids since, or the last look is long ago, this looks for a larger id in the log: the sequence may
-        have been set back between the ids of other writers, or to the last id that this writer took. The caller's
-        transaction holds the topic.
+        If other writers took ids since, or the last look is long ago, this looks for a larger id in the log: the
+        sequence may have been set back between the ids of other writers, or to the last id that this writer took. The
+        caller's transaction holds the topic.
         """
         known = self._last.get(topic, 0)
         if last is None or last < known:

@@ -190,7 +190,7 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
     """Let no other topic, consumer, seek or retention of this database change until the caller's transaction ends.
 
     Such changes are rare, and two at once would collide in their DDL, or read rows that the other is about to change. A
-    transaction with the lock must not wait long for anything else: all others wait with it.
+    transaction with the lock must not wait long for anything else: all other such changes wait with it.
     """
     driver = driver_connection(connection)
     driver.execute("SELECT pg_catalog.pg_advisory_xact_lock(%s)", (REGISTRY_LOCK,))
@@ -198,7 +198,7 @@ def lock_registry(connection: Connection | psycopg.Connection[Any]) -> None:
 
 
 def lock_topic(connection: Connection, name: str) -> None:
-    """Wait for the transfer that holds the topic, and keep others out of its table."""
+    """Wait for the transfer that holds the topic, and keep other writers out of its table."""
     lock = tables.event_buffer_lock.c.eql_topic
     connection.execute(select(lock).where(lock == name).with_for_update())
 

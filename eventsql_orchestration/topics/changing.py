@@ -73,7 +73,7 @@ def _retried(name: str, what: str, timeout: float, attempt: Callable[[], bool]) 
 def _take_log(connection: Connection, schema: str, name: str) -> tuple[Topic, bool]:
     """Let nobody else write to a log, or retain or erase its events, until the transaction ends.
 
-    Gives the topic, and whether the database has roles. Waits for others for `WAIT_SECONDS`.
+    Gives the topic, and whether the database has roles. Waits for other transactions for `WAIT_SECONDS`.
     """
     driver = driver_connection(connection)
     has_roles = role_statements.act_as_owner(driver, schema)

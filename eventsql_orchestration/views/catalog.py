@@ -147,9 +147,9 @@ class Views:
         With `fill`, the events so far are written in bulk, and `feed.apply` gets only later events, `batch` at a time.
         `on_progress` gets the number of events applied, without the events of the fill. Gives that number.
 
-        Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not be what the events say: see
-        docs/views.md. `partial` allows a topic with a retention: the entries of dropped events are lost then.
-        Raises `DatabaseBusyError` if the view was in use at each try.
+        Raises `ViewConflictError`, with nothing switched, if the rebuilt view would not follow from the events: see
+        docs/views.md. `partial` allows a topic with a retention: the entries of dropped events are lost then. Raises
+        `DatabaseBusyError` if the view was in use at each try.
         """
         check_whole("tries", tries, least=1)
         return self._rebuilding(feed, batch).run(fill, partial=partial, tries=tries, on_progress=on_progress)

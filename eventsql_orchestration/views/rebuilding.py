@@ -277,7 +277,8 @@ class Rebuilding:
     ) -> tuple[Consumed, int]:
         """Apply the events up to the consumer's offsets. Gives its state, and the number of events applied in all.
 
-        Goes on with what the consumer consumed meanwhile: handlers would wait while the switch applies it.
+        Then applies the events that the consumer consumed meanwhile: otherwise, handlers would wait while the switch
+        applies them.
         """
         before: int | None = None
         while True:

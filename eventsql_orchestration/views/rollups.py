@@ -44,7 +44,7 @@ _EXACT: Final = Context(prec=3 * _MAX_DIGITS, traps=[Inexact])
 """Adds numbers without rounding: Python's own context keeps 28 digits."""
 
 _Added: TypeAlias = "dict[tuple[datetime, tuple[str, ...]], _Sums]"
-"""What a call adds, by bucket and dimensions."""
+"""The numbers that a call adds, by bucket and dimensions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +275,7 @@ def _check_distinct(name: str, text: str) -> str:
 
 
 def _sketches(sums: _Sums) -> list[bytes]:
-    """The sketches of what a call adds to a bucket, in the order of the columns."""
+    """The sketches of the entries that a call adds to a bucket, in the order of the columns."""
     return [*map(sketch_distinct, sums.texts), *map(sketch_quantiles, sums.numbers)]
 
 

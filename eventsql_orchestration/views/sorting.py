@@ -48,7 +48,7 @@ class Sorted:
 
 
 class _InUseError(Exception):
-    """Others use the partition."""
+    """Other transactions use the partition."""
 
 
 class LogSorting:
@@ -89,7 +89,7 @@ class LogSorting:
         return [name for name, start in starts.items() if start <= closed and (kept is None or start > kept)]
 
     def _sort(self, connection: Connection, source: Connection, watch: Connection, partition: str) -> bool:
-        """Sort a partition. False if others use it, or if it has something that the exchange would lose."""
+        """Sort a partition. False if other transactions use it, or if it has something that the exchange would lose."""
         exchange = Exchange(self._schema, self._logs.table, partition)
         try:
             with connection.transaction():
@@ -104,7 +104,7 @@ class LogSorting:
         return True
 
     def _begin(self, connection: Connection, source: Connection, exchange: Exchange, partition: str) -> None:
-        """Keep others from sorting a partition in the caller's transaction, and vacuum it. Raises `_InUseError`."""
+        """Keep other programs from sorting a partition in this transaction, and vacuum it. Raises `_InUseError`."""
         exchanging.begin(connection)
         # The bounds are read as texts, and written again: in one form.
         for setting in (SYSTEM_PATH, "SET LOCAL timezone TO 'UTC'", "SET LOCAL datestyle TO 'ISO'"):

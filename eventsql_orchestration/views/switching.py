@@ -46,7 +46,7 @@ class Switch:
         except psycopg.errors.DependentObjectsStillExist as error:
             raise ViewConflictError(
                 f"the switch would drop more than the table of view {held.name!r} ({error.diag.message_detail}): drop "
-                "that yourself, rebuild, and create it again"
+                "these objects, rebuild, and create them again"
             ) from error
 
         renamed = [(each, f"{held.table}{each[len(table) :]}") for each in self._partitions(connection, table)]
@@ -65,7 +65,7 @@ class Switch:
         if lost:
             raise ViewConflictError(
                 f"the switch would drop more than the table of view {shadow.held.name!r} ({', '.join(lost)}): drop "
-                "that yourself, rebuild, and create it again"
+                "these objects, rebuild, and create them again"
             )
 
     def _keep_rights(self, connection: Connection, live: str, new: str, kind: str) -> None:

@@ -71,7 +71,7 @@ def build_housekeeping_schedule(
     """A schedule that applies the retention of topics and deletes the old history of this package.
 
     `retention` says how long history is kept, `checks` are the checks whose results are deleted. Runs and events of
-    others are not touched. A shard that is down keeps its history until the next run: the other shards are cleared,
+    other code are not touched. A shard that is down keeps its history until the next run: the other shards are cleared,
     then the run fails and names the shard.
     """
     kept = HistoryRetention() if retention is None else retention

@@ -202,7 +202,7 @@ def _execute(ref: internals.InstanceRef, run_id: str, *, resume: bool, start: in
             if run is None or _has_other_process(run, worker):
                 return _DONE
             if run.status is dg.DagsterRunStatus.CANCELING:
-                # Dagster would take it for a run that has begun before.
+                # Otherwise, Dagster would treat it as a run that has begun before.
                 instance.report_run_canceled(run)
                 return _DONE
 

@@ -35,7 +35,8 @@ SHOWN_CONSUMERS: Final = 5
 """Maximum number of consumers that a tick names in its skip reason."""
 
 OFFSETS: Final = "offsets"
-"""In the state of a tick: the offset of each partition of each asset, by which the next tick sees that it has moved."""
+"""In the state of a tick: the offset of each partition of each asset. By this, the next tick sees which partitions have
+moved."""
 
 ARRIVALS: Final = "arrivals"
 """In the state of a tick: `at`, the time of the last report of topics, and `seen`, the offsets up to which it

@@ -67,9 +67,9 @@ def hold_publishers(connection: Connection, schema: str) -> None:
         except _IN_USE as error:
             if not retry.lasts():
                 raise DatabaseBusyError(
-                    f"the migration of schema {schema!r} changed nothing: transactions of others, for example of "
-                    f"consumers' handlers or of outboxes, have kept its tables for {SECONDS:.0f} s. Try again, or stop "
-                    "these processes first"
+                    f"the migration of schema {schema!r} changed nothing: other transactions, for example of "
+                    f"consumers' handlers or of outboxes, have kept its tables for {SECONDS:.0f} s. Try again, or "
+                    "stop these processes first"
                 ) from error
         else:
             return

@@ -124,7 +124,8 @@ SELECT captured.eql_id, captured.eql_relation = %(relation)s::oid, captured.eql_
 FROM {schema}.capture captured
 WHERE captured.eql_topic = %(topic)s AND {relation} = %(relation)s::oid;
 
--- note_columns -- Note the table of a capture, and its columns, as they are now. Nothing is written if they are noted so.
+-- note_columns -- Note the table of a capture, and its columns, as they are now. Nothing is written if the notes are
+-- right already.
 UPDATE {schema}.capture
 SET eql_relation = %(relation)s::oid, eql_table = %(name)s, eql_key_names = %(key_names)s,
     eql_key_numbers = %(key_numbers)s::smallint[], eql_column_names = %(column_names)s,

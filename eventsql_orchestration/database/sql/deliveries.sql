@@ -1,4 +1,4 @@
--- register -- A process that works a topic off as a queue; gives its number.
+-- register -- A process that consumes a topic as a queue; gives its number.
 INSERT INTO {schema}.consumer_worker (eql_topic, eql_consumer, eql_name, eql_expires_at)
 VALUES (%(topic)s, %(consumer)s, %(name)s, clock_timestamp() + make_interval(secs => %(lease)s))
 RETURNING eql_id;
@@ -169,7 +169,7 @@ SET eql_attempts = 0, eql_failure = NULL, eql_due_at = NULL
 FROM failed
 WHERE d.eql_cursor = failed.eql_cursor AND d.eql_id = failed.eql_id;
 
--- hold -- Wait for the handlers that have events of partitions, and keep others from taking them.
+-- hold -- Wait for the handlers that have events of partitions, and keep other processes from taking the events.
 SELECT FROM {schema}.consumer_cursor k JOIN {schema}.consumer_delivery d ON d.eql_cursor = k.eql_id
 WHERE k.eql_topic = %(topic)s AND k.eql_consumer = %(consumer)s AND k.eql_partition = ANY (%(partitions)s)
 FOR UPDATE OF d;

@@ -78,8 +78,8 @@ WHERE c.relkind = ANY (ARRAY['r', 'p', 'v'])
 ORDER BY c.relname;
 
 -- captured -- The captured tables: schema, name, name as in SQL, and whether a role may use the schema, may read the table,
--- sees all rows, and is one of which the table's owner is a member. The triggers run as that role if it owns the platform.
--- Without a name, it is the current role.
+-- sees all rows, and has the table's owner as a member. The triggers run as that role if it owns the platform. Without
+-- a name, it is the current role.
 SELECT DISTINCT n.nspname, c.relname, quote_ident(n.nspname) || '.' || quote_ident(c.relname),
        coalesce(has_schema_privilege(r.oid, n.oid, 'USAGE'), false),
        coalesce(has_table_privilege(r.oid, c.oid, 'SELECT'), false),

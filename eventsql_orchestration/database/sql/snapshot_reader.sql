@@ -10,8 +10,8 @@ LIMIT %(limit)s;
 -- horizon -- The oldest transaction that may still write.
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text;
 
--- reached -- Whether this server has had a transaction, as far as can be told: not on a standby, which may be behind, nor
--- by a snapshot that lasts for a transaction.
+-- reached -- Whether this server has had a transaction. True also where that is not known: on a standby, which may be
+-- behind, and for a snapshot that lasts for a transaction.
 SELECT pg_is_in_recovery() OR %(transaction)s::xid8 < pg_snapshot_xmax(pg_current_snapshot())
        OR (%(transaction)s::xid8 = pg_current_xact_id_if_assigned()) IS TRUE
        OR current_setting('transaction_isolation') <> 'read committed';

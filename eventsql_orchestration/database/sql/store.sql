@@ -193,7 +193,8 @@ SELECT has_function_privilege('pg_catalog.pg_control_system()', 'EXECUTE');
 -- hold_home -- Let one process at a time adopt the store.
 SELECT eql_era FROM {schema}.store_home FOR UPDATE;
 
--- hold_changes -- Let no writer append, close or archive meanwhile. Whoever has locked an aggregate goes first.
+-- hold_changes -- Let no writer append, close or archive meanwhile. A transaction that has locked an aggregate goes
+-- first.
 LOCK TABLE {schema}.aggregate, {schema}.aggregate_change IN EXCLUSIVE MODE;
 
 -- adopt_subscriptions -- The same place of each subscription, counted in changes.

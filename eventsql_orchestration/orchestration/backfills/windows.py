@@ -196,7 +196,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """How far a window is in one partition.
+    """The progress of a window in one partition.
 
     `owner` leases it now. `failure` is the error of the event that is being retried. `given_up` counts its dead letters
     since the backfill began or was resumed.

@@ -7,7 +7,8 @@ LOCK TABLE ONLY {schema}.{table} IN SHARE UPDATE EXCLUSIVE MODE;
 -- vacuum -- Free the space of rows that were deleted, and mark the pages that are all-visible.
 VACUUM {schema}.{table};
 
--- options -- What a copy made by LIKE lacks of a table, as actions of ALTER TABLE: its tablespace and its options.
+-- options -- The properties of a table that a copy made by LIKE lacks, as actions of ALTER TABLE: its tablespace and
+-- its options.
 SELECT 'SET TABLESPACE ' || quote_ident(coalesce(space.spcname, own.spcname))
 FROM pg_class old
 JOIN pg_class new ON new.oid = %(new)s::regclass

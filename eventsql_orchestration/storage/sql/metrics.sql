@@ -17,11 +17,11 @@ SELECT log.tables[1]::bigint,
         ) AS own (id))::bigint
 FROM (SELECT {stores}) AS log (tables);
 
--- waiting -- The events of a log after places, each of which is a partition (-1 for all of them) and an offset: the place,
--- number of at most `most` events, the number of all (NULL from `most` rows or blocks on), the last offset of the counted
--- events, the offset of the first, and seconds since the first was published. The conditions are those of `ready`: an
--- index step for each place, and one for each counted event. The subquery hides `most` from the planner: where it expects
--- to read all of a small log, it would sort the log for each place.
+-- waiting -- The events of a log after places. A place is a partition (-1 for all of them) and an offset. Gives the
+-- place, number of at most `most` events, the number of all (NULL from `most` rows or blocks on), the last offset of
+-- the counted events, the offset of the first, and seconds since the first was published. The conditions are those of
+-- `ready`: an index step for each place, and one for each counted event. The subquery hides `most` from the planner:
+-- where it expects to read all of a small log, it would sort the log for each place.
 SELECT c.partition, c.after, counted.events, counted.total, counted.furthest, first.id, first.seconds
 FROM unnest(%(partitions)s::smallint[], %(offsets)s::bigint[]) AS c (partition, after)
 CROSS JOIN LATERAL (
