@@ -279,7 +279,7 @@ class PublicationUnfinishedError(ShardError):
     """A publication over several shards is decided, but some of its events are not in the buffer of their shard yet.
 
     Any transfer over all shards finishes the publication once the shard can be reached. The same writer finishes it
-    too, if it writes the same batch again. Do not publish the events anew: they would be published twice.
+    too, if it writes the same batch again. Do not publish the events again: they would be published twice.
     """
 
 
@@ -321,7 +321,7 @@ class DataLossError(EventSQLError):
 
 
 class ConcurrentAppendError(EventSQLError):
-    """Another writer appended to this aggregate first: load it again and decide anew."""
+    """Another writer appended to this aggregate first: load it again and decide again."""
 
 
 class AggregateClosedError(EventSQLError):

@@ -63,7 +63,7 @@ def check_schema_name(name: object) -> str:
     """Return `name`, or raise `InvalidNameError`: a lower-case SQL identifier of at most 63 characters."""
     if not isinstance(name, str) or not _SCHEMA_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"schema name {shown(name)} is not usable: take a lower-case SQL identifier of at most 63 characters"
+            f"schema name {shown(name)} is not usable: use a lower-case SQL identifier of at most 63 characters"
         )
     return name
 
@@ -77,7 +77,8 @@ def check_topic_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"topic name {shown(name)} is not usable: take lower-case letters, digits and underscores, first a letter"
+            f"topic name {shown(name)} is not usable: use lower-case letters, digits and underscores, and begin "
+            "with a letter"
         )
     if len(name) > MAX_TOPIC_NAME_LENGTH:
         raise InvalidNameError(
@@ -92,7 +93,7 @@ def check_partitions(partitions: object) -> int:
         raise ValidationError(f"partitions must be a whole number, not {shown(partitions)}")
     if partitions != NOT_PARTITIONED and not 1 <= partitions <= MAX_PARTITIONS:
         raise ValidationError(
-            f"{shown(partitions)} partitions are not possible: take 1 to {MAX_PARTITIONS}, or -1 for no partitions"
+            f"{shown(partitions)} partitions are not possible: use 1 to {MAX_PARTITIONS}, or -1 for no partitions"
         )
     return partitions
 

@@ -79,7 +79,9 @@ def split_urls(text: str) -> tuple[str, ...]:
 def check_name(what: str, name: object) -> str:
     """Return `name`, or raise `InvalidNameError`: 1 to 200 printable characters, no space at either end."""
     if not isinstance(name, str) or not name or not name.isprintable() or name != name.strip():
-        raise InvalidNameError(f"{what} {shown(name)} is not usable: take printable characters, no space at its ends")
+        raise InvalidNameError(
+            f"{what} {shown(name)} is not usable: use printable characters, and no space at either end"
+        )
     if len(name) > MAX_NAME_LENGTH:
         raise InvalidNameError(f"{what} {name[:40]!r}… has {len(name)} characters; {MAX_NAME_LENGTH} are allowed")
     return name
@@ -111,7 +113,7 @@ def check_seconds(what: str, duration: Duration, *, zero: bool) -> float:
         # An int may be too large for a float.
         given = f"{seconds:g}" if isinstance(seconds, float) else shown(seconds)
         least = "at least 0" if zero else "more than 0"
-        raise ValidationError(f"{what} of {given} seconds is not possible: take {least}, at most {MAX_SECONDS:.0f}")
+        raise ValidationError(f"{what} of {given} seconds is not possible: use {least}, at most {MAX_SECONDS:.0f}")
     return float(seconds)
 
 

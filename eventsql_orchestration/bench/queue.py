@@ -294,7 +294,7 @@ def _pgmq(session: Session, text: str | None) -> Iterator[None]:
                 connection.execute(sql.SQL("SELECT pgmq.create({})").format(sql.Literal(_PGMQ)))
             except psycopg.errors.DuplicateSchema:
                 raise BenchmarkError(
-                    "the database has a schema pgmq, which the benchmark would drop: take another database"
+                    "the database has a schema pgmq, which the benchmark would drop: use another database"
                 ) from None
             except psycopg.Error as error:
                 raise BenchmarkError(f"PGMQ's SQL fails: {' '.join(str(error).split())}") from error

@@ -302,7 +302,8 @@ class Captures:
         # The page has locked the table, so no type changes any more.
         if fetch_first(connection, self._queries("note_types"), {**own, "types": noted[0]}) == (True,):
             logger.info(
-                "a snapshot begins anew: the type of its table's key has changed, and with it the order of rows"
+                "a snapshot begins again from the first row: the type of its table's key has changed, and with "
+                "it the order of rows"
             )
             return page or 0
         return None if page is None else int(page)
@@ -334,6 +335,6 @@ def _qualified_name(table: str) -> str:
     found = _TABLE_NAME.fullmatch(check_text("table", table))
     if found is None:
         raise InvalidNameError(
-            f"table {shown(table)} is not usable: take its name as in SQL, with its schema, such as public.orders"
+            f"table {shown(table)} is not usable: use its name as in SQL, with its schema, such as public.orders"
         )
     return table if found[2] else f"public.{table}"

@@ -82,10 +82,10 @@ class CsvForm:
 
     def __post_init__(self) -> None:
         if self.delimiter is not None and (len(self.delimiter) != 1 or self.delimiter in '"\r\n\0'):
-            raise ValidationError(f"{self.delimiter!r} is not a delimiter: take one character, or tab")
+            raise ValidationError(f"{self.delimiter!r} is not a delimiter: use one character, or tab")
         for name, kind in self.types.items():
             if kind not in _TYPES:
-                raise ValidationError(f"{kind!r} is not a type for field {name!r}: take {', '.join(_TYPES)}")
+                raise ValidationError(f"{kind!r} is not a type for field {name!r}: use {', '.join(_TYPES)}")
 
 
 class CsvFile(File):

@@ -168,7 +168,7 @@ def open_source(path: Path | None, form: CsvForm) -> Iterator[Source]:
         return
     if kind is None or (kind is ParquetFile and path.name.lower().endswith(".gz")):
         raise ValidationError(
-            f"{path} has no known ending: take .jsonl, .json, .ndjson, .csv or .tsv, also with .gz, or .parquet, "
+            f"{path} has no known ending: use .jsonl, .json, .ndjson, .csv or .tsv, also with .gz, or .parquet, "
             "or send JSON lines to standard input"
         )
     with ExitStack() as stack:

@@ -155,7 +155,7 @@ class ClusterRegistry:
         """Compress the new blocks of a topic by `pglz` or `lz4`, or not at all (`none`); False if nothing changes.
 
         Publishers and consumers go on. The present blocks stay as they are; compaction applies the compression to the
-        blocks that it merges. For a topic in rows, the compression counts when its new events are in blocks.
+        blocks that it merges. For a topic in rows, the compression applies once its new events are in blocks.
 
         Makes other transactions wait for at most a second at a time, and tries for up to `timeout` seconds while they
         read or write the log. Then raises `DatabaseBusyError`, with nothing changed. Raises `TopicNotFoundError`,

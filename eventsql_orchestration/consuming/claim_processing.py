@@ -21,11 +21,12 @@ def lock_claim(connection: Connection, queries: Queries, claim: Claim) -> Locked
     """
     locked = lock(connection, queries, claim.key, wait=True)
     if connection.info.transaction_status is not TransactionStatus.INTRANS:
-        raise ValidationError("a claim is committed in a transaction: take the connection of a `transaction()` block")
+        raise ValidationError("a claim is committed in a transaction: use the connection of a `transaction()` block")
     if locked is None:
         raise ClaimLostError(f"{claim} is void: the consumer was deleted")
 
-    # A consumer that was deleted and registered anew counts its epochs anew. The id of a claim is never used again.
+    # A consumer that was deleted and registered again counts its epochs from the start. The id of a claim is never used
+    # again.
     if not is_live(connection, queries, claim) or locked.state.epoch != claim.epoch:
         raise ClaimLostError(f"{claim} was taken over or released")
     if locked.offset != claim.position:

@@ -66,7 +66,7 @@ def table_asset(
     """
     schema, _, name = table.partition(".")
     if not schema or not name:
-        raise InvalidNameError(f"table {table!r} is not usable: take its name with its schema, such as public.orders")
+        raise InvalidNameError(f"table {table!r} is not usable: use its name with its schema, such as public.orders")
     return dg.AssetSpec(
         key=dg.AssetKey([TABLE_PREFIX, schema, name]),
         description=description or f"Table {table}, whose changes are events.",

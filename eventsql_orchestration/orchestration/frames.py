@@ -191,7 +191,7 @@ def _publication(value: object, number: int, topic: str) -> Publication:
     if isinstance(value, Mapping):
         value = _from_mapping(value, where, topic)
     if not isinstance(value, Publication):
-        raise ValidationError(f"{where} is of type {type(value).__name__}: take a Publication or a mapping")
+        raise ValidationError(f"{where} is of type {type(value).__name__}: use a Publication or a mapping")
     if value.topic != topic:
         raise ValidationError(f"{where} is a publication for topic {value.topic!r}")
     partition: object = value.partition

@@ -53,7 +53,7 @@ def seconds_of(what: str, duration: Duration | None) -> float | None:
 def checked_options(name: str, given: QueueOptions) -> QueueOptions:
     """The options of the queue `name`. Raises `InvalidNameError`, `ValidationError`."""
     if given.dead_letters == name:
-        raise ValidationError("a queue cannot be the queue of its own dead letters: take another name")
+        raise ValidationError("a queue cannot be the queue of its own dead letters: use another name")
     if given.max_receives is not None and given.dead_letters is None:
         check_name("queue name with _dead", f"{name}_dead")
     return given

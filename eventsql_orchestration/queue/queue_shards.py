@@ -149,7 +149,7 @@ class QueueShards:
                 if message.key is not None and (owner := self.for_key(message.key, tables)) is not table:
                     raise ValidationError(
                         f"key {message.key!r} belongs to shard {owner.shard!r}, and the connection leads to "
-                        f"{table.shard!r}: take a connection to platform.shard_of(key)"
+                        f"{table.shard!r}: use a connection to platform.shard_of(key)"
                     )
         return table
 

@@ -153,7 +153,7 @@ class QueueTable:
         if other is not None and options.ordered not in (None, other.ordered):
             raise RedefinitionError(
                 f"queue {self.name!r} {'keeps' if other.ordered else 'does not keep'} the order of keys, and that "
-                "cannot change: omit `ordered`, or take another name"
+                "cannot change: omit `ordered`, or use another name"
             )
         if found is None and other is not None:
             options = options.completed(other)
@@ -268,7 +268,7 @@ class QueueTable:
         if missing is None:
             raise ValidationError(
                 f"queue {self.name!r} is ordered, and the connection's transaction is not READ COMMITTED, so it may "
-                "miss the message that comes next. Nothing was acknowledged: take READ COMMITTED"
+                "miss the message that comes next. Nothing was acknowledged: use READ COMMITTED"
             )
         if missing:
             raise self.not_found(missing)
@@ -329,7 +329,8 @@ class QueueTable:
 
     def _gone(self) -> QueueNotFoundError:
         return QueueNotFoundError(
-            f"queue {self.name!r} is not in {self.database} any more, or was made anew: restart programs that use it"
+            f"queue {self.name!r} is not in {self.database} any more, or was created again: restart programs that "
+            "use it"
         )
 
     def not_found(self, ids: Sequence[int]) -> MessageNotFoundError:

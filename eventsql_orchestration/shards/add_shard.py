@@ -162,10 +162,10 @@ class ShardAddition:
                 raise ShardSetError(f"{self._new.database} is shard {new.name!r} already, and keeps that name")
             return new.name
         if self._name in names:
-            raise ShardSetError(f"there is a shard {self._name!r} already: take another name")
+            raise ShardSetError(f"there is a shard {self._name!r} already: use another name")
         if self._name is not None and self._name.isdecimal():
             # In the offsets of Spark, a number is a partition, and "0" stands for a database that is not a shard.
-            raise InvalidNameError(f"shard name {self._name!r} is a number, as partitions are: take another name")
+            raise InvalidNameError(f"shard name {self._name!r} is a number, as partitions are: use another name")
         free = (f"shard-{number}" for number in range(len(names) + 1, 2 * len(names) + 2))
         return self._name or next(name for name in free if name not in names)
 

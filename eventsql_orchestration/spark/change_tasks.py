@@ -63,7 +63,8 @@ def read_changes(source: Source, wanted: ChangeRange, columns: Sequence[str]) ->
         era = [row for batch in connection.batches(wanted.era_query) for row in batch.column(0).to_pylist()]
         if era != [wanted.era]:
             raise DatabaseError(
-                f"the event store was adopted after the read of {wanted.after} to {wanted.upto} was planned: load anew"
+                f"the event store was adopted after the read of {wanted.after} to {wanted.upto} was planned: load "
+                "the frame again"
             )
         for batch in connection.batches(wanted.query):
             if batch.num_rows:

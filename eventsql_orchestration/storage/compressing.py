@@ -38,7 +38,7 @@ def check_among(compression: Compression | None, methods: tuple[Compression, ...
     """Raise `RegistryError` if a compression is not among those of a server."""
     if compression is not None and compression not in methods:
         raise RegistryError(
-            f"{server} is built without {compression}: take {' or '.join(methods)} for the compression, "
+            f"{server} is built without {compression}: use {' or '.join(methods)} for the compression, "
             f"or a server that has {compression}"
         )
 

@@ -106,7 +106,7 @@ class Appender:
                 return stored, False
             if appending.expected >= 0:
                 break
-        raise ConcurrentAppendError(f"{appending} {_not_any_more(appending.expected)}: load it again and decide anew")
+        raise ConcurrentAppendError(f"{appending} {_not_any_more(appending.expected)}: load it again and decide again")
 
     def _append_alone(self, appending: Appending) -> int | None:
         """The new version; None if the aggregate is not as expected, or has one of the changes."""
@@ -126,7 +126,7 @@ class Appender:
             except (SerializationFailure, UniqueViolation) as error:
                 raise ConcurrentAppendError(
                     f"another writer has appended to {appending} at the same time: roll back, load it again and "
-                    "decide anew"
+                    "decide again"
                 ) from error
         return _last_version(rows)
 

@@ -64,7 +64,7 @@ class ProjectionRebuild:
             self.lock(connection, each)
             if self._ledgers(connection, each) != [ledger]:
                 raise ProjectionError(
-                    f"another process has begun to fill projection {each.name!r} anew, or has given the rebuild up: "
+                    f"another process has begun to fill projection {each.name!r} again, or has given the rebuild up: "
                     "this rebuild has swapped nothing"
                 )
             # The DROP waits for parts that are being written. Later parts fail.
@@ -138,8 +138,8 @@ class ProjectionRebuild:
                 connection.execute(sql.SQL("DROP TABLE {}").format(names))
         except psycopg.errors.DependentObjectsStillExist as error:
             raise ProjectionError(
-                f"a table of projection {each.name!r} has views or foreign keys on it, which the swap would lose: drop "
-                f"these, rebuild again (it goes on where it is), and make them anew ({_detail(error)})"
+                f"a table of projection {each.name!r} has views or foreign keys on it, which the swap would lose: "
+                f"drop these, rebuild again (it goes on where it is), and create them again ({_detail(error)})"
             ) from error
 
         for table in each.tables:

@@ -162,7 +162,7 @@ class Logs(_Definition):
             _check_minutes("sort_after", self.sort_after, timedelta(), MOST_PERIOD)
         if self.language is not None and not _LANGUAGE.fullmatch(check_text("language", self.language)):
             raise ValidationError(
-                f"language {shown(self.language)} is not usable: take the name of a text search configuration of "
+                f"language {shown(self.language)} is not usable: use the name of a text search configuration of "
                 "PostgreSQL, such as english or simple"
             )
 
@@ -213,7 +213,8 @@ def floor(time: datetime, step: timedelta) -> datetime:
 def _check_identifier(what: str, name: object) -> str:
     if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > MAX_NAME:
         raise InvalidNameError(
-            f"{what} {shown(name)} is not usable: take a-z, 0-9 and _, {MAX_NAME} characters at most, a letter first"
+            f"{what} {shown(name)} is not usable: use a-z, 0-9 and _, {MAX_NAME} characters at most, and begin "
+            "with a letter"
         )
     return name
 
@@ -225,11 +226,11 @@ def _check_columns(what: str, names: Sequence[str]) -> tuple[str, ...]:
         if name.startswith(_OURS):
             raise InvalidNameError(f"name {name!r} of {what} is not usable: it begins with one of {', '.join(_OURS)}")
     if len(columns) > MAX_COLUMNS or len(set(columns)) < len(columns):
-        raise ValidationError(f"{what} {shown(columns)} are not usable: take {MAX_COLUMNS} different names at most")
+        raise ValidationError(f"{what} {shown(columns)} are not usable: use {MAX_COLUMNS} different names at most")
     return columns
 
 
 def _check_minutes(what: str, length: timedelta, least: timedelta, most: timedelta) -> None:
     check_kind(what, length, timedelta)
     if length % MINUTE or not least <= length <= most:
-        raise ValidationError(f"{what} {length} is not usable: take whole minutes, from {least} to {most}")
+        raise ValidationError(f"{what} {length} is not usable: use whole minutes, from {least} to {most}")

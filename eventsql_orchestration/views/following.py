@@ -59,7 +59,7 @@ class LogFollower:
             # snapshot of the query has its lines.
             newest, relation = self._newest(connection)
             if relation != self._relation:
-                raise ViewConflictError("the logs were rebuilt, and their lines have other ids: follow them anew")
+                raise ViewConflictError("the logs were rebuilt, and their lines have other ids: make another follower")
             writers = self._writers(connection)
             # If a rebuild ends at this moment, this finds nothing, and the next call raises.
             values = {**self._values, "after_id": self._settled, "relation": self._relation}

@@ -104,7 +104,7 @@ class Rebuilding:
                     return applied + rest
         raise DatabaseBusyError(
             f"view {self._name!r} was not switched: at each of {tries} tries, transactions used it for longer than "
-            f"{LOCK_SECONDS:g} s; end them, and rebuild anew"
+            f"{LOCK_SECONDS:g} s; end them, and rebuild again"
         )
 
     def compare(self, fill: ViewFill | None, *, partial: bool) -> ViewComparison:
@@ -212,7 +212,7 @@ class Rebuilding:
         held = stored_definition(row)
         if different := differences(held, self._feed.view):
             raise ViewConflictError(
-                f"view {held.name!r} exists with {', '.join(different)}: a rebuild computes its entries anew, and "
+                f"view {held.name!r} exists with {', '.join(different)}: a rebuild computes its entries again, and "
                 "cannot change its form"
             )
         return held
@@ -355,7 +355,7 @@ class Rebuilding:
                     if fetch_first(connection, self._queries("views"), {"name": shadow.definition.name}) is None:
                         raise self._lost()
                     if self._held(connection) != shadow.held:
-                        raise ViewConflictError(f"view {self._name!r} was declared anew meanwhile: rebuild it again")
+                        raise ViewConflictError(f"view {self._name!r} was declared again meanwhile: rebuild it again")
                     live = self._table(shadow.held.table)
                     connection.execute(sql.SQL("LOCK TABLE {} IN ACCESS EXCLUSIVE MODE").format(live))
 

@@ -276,7 +276,7 @@ def test_impossible_plans_are_refused(bench: Workbench, backfills: Backfills) ->
         everything(backfills, "nobody")
     with pytest.raises(ValidationError, match="by both"):
         everything(backfills, window_events=1, window=timedelta(hours=1))
-    with pytest.raises(ValidationError, match="take larger"):
+    with pytest.raises(ValidationError, match="use larger"):
         everything(backfills, window_events=1)
     with pytest.raises(ValidationError, match="from a second"):
         everything(backfills, window=timedelta(milliseconds=1))

@@ -154,7 +154,7 @@ def test_a_backfill_that_one_shard_refuses_is_registered_on_none(
 ) -> None:
     plan = everything(backfills)
     shards[OTHER].platform.registry.unregister_consumer("orders", "ledger")
-    with pytest.raises(RegistryError, match="deleted or registered anew"):
+    with pytest.raises(RegistryError, match="deleted or registered again"):
         backfills.register(plan, "may")
     assert backfills.registered() == []
 

@@ -115,7 +115,7 @@ class LogPlanner:
             return [Window(after, upto, self._shard.name)]
         ends = self._ends(topic, after, upto, wanted)
         if len(ends) > MAX_RUNS:
-            raise ValidationError(f"{len(ends):,} windows are too many ({MAX_RUNS:,} at most): take larger windows")
+            raise ValidationError(f"{len(ends):,} windows are too many ({MAX_RUNS:,} at most): use larger windows")
         return [Window(begin, end, self._shard.name) for begin, end in zip([after, *ends], ends, strict=False)]
 
     def _ends(self, topic: str, after: int, upto: int, wanted: ReplayRange) -> list[int]:

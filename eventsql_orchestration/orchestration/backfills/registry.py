@@ -69,7 +69,7 @@ class Backfills:
             )
         plan = Plan(topic, consumer, tuple(log.planner.plan(topic, consumer, wanted) for log in self._logs.values()))
         if len(plan.runs) > MAX_RUNS:
-            raise ValidationError(f"{len(plan.runs):,} runs are too many ({MAX_RUNS:,} at most): take larger windows")
+            raise ValidationError(f"{len(plan.runs):,} runs are too many ({MAX_RUNS:,} at most): use larger windows")
         return plan
 
     def check_into(self, into: str | None) -> None:
@@ -227,11 +227,11 @@ class _LogBackfills:
                 raise _taken(plan, backfill_id)
             topic = find_topic(connection, plan.topic)
             if topic is None or topic.created_at != log.topic_created_at:
-                raise _changed(f"topic {plan.topic!r} was deleted or created anew")
+                raise _changed(f"topic {plan.topic!r} was deleted or created again")
             states = consumer_states(connection, plan.topic, plan.consumer)
             # After a repartitioning, older events can be in partitions that the consumer does not have any more.
             if not states or (states[0].partition == NOT_PARTITIONED) != (log.partitions == (NOT_PARTITIONED,)):
-                raise _changed(f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered anew")
+                raise _changed(f"consumer {plan.consumer!r} of topic {plan.topic!r} was deleted or registered again")
             # Retention drops a log from its beginning.
             if self.planner.first_event(driver, plan.topic, log.after, log.upto) != log.first_event:
                 raise _changed("retention dropped a part of the range")

@@ -35,7 +35,7 @@ def check_id(backfill_id: str) -> str:
     """Return the id of a backfill. Raises `ValidationError` unless it is 1 to 40 of `a-z`, `0-9` and hyphens."""
     if not _ID.fullmatch(backfill_id):
         raise ValidationError(
-            f"backfill id {backfill_id!r} is not usable: take at most 40 lower-case letters, digits and hyphens"
+            f"backfill id {backfill_id!r} is not usable: use at most 40 lower-case letters, digits and hyphens"
         )
     return backfill_id
 
