@@ -236,7 +236,7 @@ def test_the_example_of_typed_events_reads_what_it_stored(dsn: str) -> None:
 
 def test_the_example_of_a_subscription_writes_each_letter_once(dsn: str, platform: EventSQL) -> None:
     names = play(examples(EVENT_STORE)[2], localhost=dsn)
-    # The example ends as soon as it has begun; whoever subscribes next goes on.
+    # The example ends as soon as it has begun; the next subscriber goes on.
     platform.store.subscribe("mailer", names["write_letter"], background=False).run_once()
     with psycopg.connect(dsn) as connection:
         assert connection.execute("SELECT * FROM public.letter").fetchall() == [("43", 1)]

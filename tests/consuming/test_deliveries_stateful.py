@@ -33,7 +33,7 @@ MOST = 6
 
 
 class Machine(RuleBasedStateMachine):
-    """One topic of a fresh name for each example, worked off by three processes."""
+    """One topic with a new name for each example, consumed by three processes."""
 
     platform: ClassVar[EventSQL]
     by_key: ClassVar[bool]
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
                 "UPDATE eventsql.consumer_worker SET eql_expires_at = now() - interval '1 s' WHERE eql_id = %s",
                 [self.workers[process]],
             )
-        # Whoever comes first ends it.
+        # The first process that comes ends it.
         self.deliveries.move_offset(self.workers[(process + 1) % 3], -1)
         with pytest.raises(WorkerLostError):
             self.deliveries.hand_out(self.workers[process], -1, 1)

@@ -1,4 +1,4 @@
-"""Makes a database where names that are not qualified lead to objects of somebody else, each of which fails."""
+"""Makes a database where names without a schema lead to objects of another role, and each of these objects fails."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ def test_another_database_that_is_gone_is_not_this_one(
 @pytest.mark.parametrize(
     ("end", "told"), [(stand_still, "idle_in_transaction_session_timeout"), (take_too_long, "_timeout of the role")]
 )
-def test_a_transaction_that_the_server_ends_for_its_time_raises_an_error_that_names_the_setting(
+def test_a_transaction_that_took_too_long_raises_an_error_that_names_the_setting(
     database: Database, end: Callable[[Connection], None], told: str
 ) -> None:
     def message() -> str:
@@ -476,7 +476,7 @@ def test_a_lack_of_locks_names_the_setting_that_gives_more(database: Database) -
     [
         ("57P02", "another server process"),
         ("08P01", "server conn crashed?"),
-        # A pooler that ends a COMMIT for its time: the server may go on with it.
+        # A pooler ends a COMMIT that takes too long: the server may go on with it.
         ("08P01", "query timeout"),
         ("08P01", "transaction timeout"),
         ("08P01", "admin forced disconnect"),

@@ -397,7 +397,7 @@ def test_messages_that_nobody_could_receive_are_within_reach_after_an_upgrade(ol
     ]  # fmt: skip
 
 
-def test_whoever_sent_messages_before_an_upgrade_sends_after_it_and_a_sender_has_fewer_rights(old: str) -> None:
+def test_a_sender_from_before_an_upgrade_sends_after_it_and_a_new_sender_has_fewer_rights(old: str) -> None:
     upgrade(old, "0060")
     put = f"eventsql.{_PUT}, boolean)"
     with psycopg.connect(old, autocommit=True) as connection:

@@ -101,7 +101,7 @@ def test_metadata_of_java_arrives_as_it_was(java: Side, platform: EventSQL, unti
 # Both
 
 
-def test_a_key_has_the_same_partition_whoever_publishes(java: Side, platform: EventSQL, until: Until) -> None:
+def test_a_key_has_the_same_partition_for_every_publisher(java: Side, platform: EventSQL, until: Until) -> None:
     platform.registry.register_topic(Topic("orders", 7))
     keys = ["", "k", ODD, *(f"key {number}" for number in range(60))]
     java.publish("orders", [Written(key, b"java") for key in keys])

@@ -676,7 +676,7 @@ class LogMachine(RuleBasedStateMachine):
         self._hold(claim, consumer, number)
 
     def _hold(self, claim: Claim, consumer: ConsumerModel, number: int) -> None:
-        # Whoever had the partition knows nothing of it yet.
+        # The former owner of the partition knows nothing of it yet.
         consumer.partitions[number].claim = claim.epoch
         self.claims.append(ClaimModel(claim, consumer, number))
 

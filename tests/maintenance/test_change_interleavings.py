@@ -79,7 +79,7 @@ class Parties:
         return play
 
     def _run(self, platform: EventSQL) -> Callable[[], object]:
-        """As a sensor's tick and its run: a claim that is adopted, worked off, and that others may overtake."""
+        """As a sensor's tick and its run: a claim that is adopted and consumed, and may be overtaken."""
 
         def play() -> None:
             for partition in range(3):

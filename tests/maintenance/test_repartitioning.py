@@ -177,7 +177,7 @@ def test_a_claim_ends_where_the_partitions_change_and_the_next_begins_there(plat
     assert third.range.after == changed.after
 
 
-def test_a_claim_of_before_the_change_is_consumed_by_whoever_has_it(platform: EventSQL, orders: Orders) -> None:
+def test_a_claim_from_before_the_change_is_consumed_by_its_owner(platform: EventSQL, orders: Orders) -> None:
     orders.publish()
     claim = platform.claims.claim("orders", "mailer", 2, owner="a run")
     assert isinstance(claim, Claim)
@@ -638,7 +638,7 @@ def test_the_number_that_a_topic_has_changes_nothing(platform: EventSQL, orders:
     assert platform.layouts.of("orders") == []
 
 
-# Whoever dies
+# Processes that die
 
 
 def check_all_or_nothing(platform: EventSQL, orders: Orders, before: int, after: int) -> None:

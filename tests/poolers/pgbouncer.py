@@ -52,8 +52,8 @@ _NOT_LEFT = (
     "application_name", "client_encoding", "DateStyle", "TimeZone", "standard_conforming_strings",
     "transaction_isolation", "transaction_read_only", "transaction_deferrable",
 )  # fmt: skip
-"""What the pooler sets itself on a server's session, to what the client at hand has, and what begins anew with each
-transaction."""
+"""Settings that the pooler itself gives a server's session, as the present client has them, and settings that begin
+again with each transaction."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Everything works through a pooler by transactions, and leaves nothing on the server's sessions (see conftest)."""
+"""Everything works through a pooler in transaction mode, and leaves nothing on the server's sessions (see conftest)."""
 
 from __future__ import annotations
 

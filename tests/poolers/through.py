@@ -1,6 +1,6 @@
-"""`pytest --through-pooler`: the ordinary tests, with a pooler by transactions between the platform and its server.
+"""`pytest --through-pooler`: the ordinary tests, with a pooler in transaction mode before the server.
 
-What is about the sessions of a server itself is left out, each with its reason.
+Tests about the sessions of the server itself are left out, each with its reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ LEFT_OUT: Final[dict[str, str]] = {
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(OPTION, action="store_true", help="reach the tests' databases through PgBouncer, by transactions")
+    parser.addoption(
+        OPTION, action="store_true", help="reach the tests' databases through PgBouncer in transaction mode"
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

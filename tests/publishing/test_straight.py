@@ -215,7 +215,7 @@ def test_a_reader_sees_a_smaller_id_no_later_than_a_larger_one(
         publishing = executor.submit(stopped.publisher.publish_all, batch("stopped"))
         until_blocked()
         platform.publisher.publish_all(batch("meanwhile"))
-        assert platform.transfer.run_once() == {}, "whoever holds the topic is its one writer"
+        assert platform.transfer.run_once() == {}, "the holder of the topic is its one writer"
         check_names(platform)
         gate.rollback()
         publishing.result()

@@ -1,4 +1,4 @@
-"""An ordered queue hands out the messages of a key one after another, whoever sends, receives and dies meanwhile."""
+"""An ordered queue gives the messages of a key one after another, even if senders and receivers die meanwhile."""
 
 from __future__ import annotations
 

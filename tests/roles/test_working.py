@@ -94,7 +94,7 @@ def test_a_transfer_moves_events_and_comes_to_new_segments(
 
 
 @pytest.mark.parametrize("role", ["admin", "superuser"])
-def test_segments_belong_to_the_admin_whoever_makes_them(
+def test_segments_belong_to_the_admin_even_if_another_role_makes_them(
     owner: EventSQL, as_: As, prefix: str, monkeypatch: pytest.MonkeyPatch, role: str
 ) -> None:
     monkeypatch.setattr(segments, "SEGMENT_EVENTS", 100)

@@ -50,7 +50,7 @@ WANTED = {
 }
 """What the examples have to come across."""
 
-# Those of which each shard that joins takes some.
+# Each shard that joins takes some of these.
 keys = st.sampled_from(["a", "b", "c", "d", "e", "f", "g", "h", None])
 few = st.lists(keys, min_size=1, max_size=8)
 consumers = st.sampled_from(["mailer", "fares"])

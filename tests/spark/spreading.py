@@ -30,7 +30,7 @@ def rows(first: int, events: int) -> pa.RecordBatch:
 
 
 def staged(publications: Publications, first: int, events: int) -> list[Attempt]:
-    """Two attempts, of which each has every other row; of some keys alone where there are few events."""
+    """Two attempts, each with every other row; with rows of some keys alone if there are few events."""
     targets = publications.write_targets("orders", {})
     whole = rows(first, events)
     halves = (whole.slice(0, events // 2), whole.slice(events // 2))

@@ -1,4 +1,4 @@
-"""A key has one partition, whoever publishes it: every way of publishing, and EventSQL's own rule."""
+"""A key has one partition for every publisher: each way of publishing, and EventSQL's own rule."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ PUBLISHERS = [one_by_one, straight, through_the_buffer, in_a_transaction, buffer
 
 
 @pytest.mark.parametrize("publish", PUBLISHERS, ids=lambda publish: publish.__name__)
-def test_a_key_has_one_partition_whoever_publishes_it(
+def test_a_key_has_one_partition_for_every_publisher(
     spark: SparkSession, platform: EventSQL, publish: Callable[[EventSQL, SparkSession], None]
 ) -> None:
     publish(platform, spark)
@@ -88,7 +88,7 @@ def test_a_key_has_one_partition_whoever_publishes_it(
     assert found == {key: int(hashlib.sha256(key.encode()).hexdigest(), 16) % PARTITIONS for key in KEYS}
 
 
-def test_a_key_has_one_shard_and_one_partition_there_whoever_publishes_it(
+def test_a_key_has_one_shard_and_one_partition_there_for_every_publisher(
     spark: SparkSession, administrator: Administrator
 ) -> None:
     with ExitStack() as stack:

@@ -61,7 +61,9 @@ def offsets_of(frame: DataFrame) -> list[int]:
     return sorted(row.offset for row in frame.select("offset").collect())
 
 
-def test_a_query_gives_the_same_rows_whoever_filters(spark: SparkSession, orders: str, read: Read) -> None:
+def test_a_query_gives_the_same_rows_if_spark_or_the_database_filters(
+    spark: SparkSession, orders: str, read: Read
+) -> None:
     # Spark says of each event which conditions it meets.
     met = [f"({condition}) AS met_{number}" for number, condition in enumerate(CONDITIONS)]
     rows = read(orders, includeHeaders=True).selectExpr("offset", *met).collect()

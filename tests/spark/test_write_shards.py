@@ -229,7 +229,7 @@ def test_a_write_that_was_not_decided_is_not_published_and_the_next_one_is(
     assert events_of(platform) == []
     assert publish(dsns, FEW, FEW)
     assert events_of(platform) == list(range(FEW, 2 * FEW))
-    # What nobody can decide any more is given up by whoever comes.
+    # A publication that nobody can decide any more is given up by the next process.
     assert decisions_of(platform).finish() == []
     check_nothing_is_left(dsns)
     assert events_of(platform) == list(range(FEW, 2 * FEW))

@@ -259,7 +259,7 @@ def test_a_table_that_something_hangs_on_is_not_adopted(
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.usefixtures("single_rows")
-def test_room_that_another_library_has_used_up_is_made_by_whoever_moves_next(
+def test_room_that_another_library_has_used_up_is_made_by_the_next_transfer_or_publisher(
     platform: EventSQL, session: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     platform.registry.register_topic(Topic("orders", 2))
