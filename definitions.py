@@ -72,7 +72,7 @@ QUEUE_CHECKS = [check for queue in answers.QUEUES for check in build_queue_check
 
 REPORTED_CHECKS = [*CONSUMER_CHECKS, *QUEUE_CHECKS]
 
-# They take what a consumer gave up; its check links to them.
+# They take the events that a consumer has given up; its check links to them.
 DEAD_LETTER_TOPICS = [Topic(name) for name in dict.fromkeys(each.topic.dead_letter_topic for each in CONSUMERS)]
 
 BACKFILLS = [build_backfill(consumer) for consumer in CONSUMERS]

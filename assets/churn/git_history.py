@@ -30,8 +30,8 @@ def file_changes(
 ) -> Iterator[dict[str, Any]]:
     """The changes in the history of `repository`'s current commit, without those in the history of commit `since`.
 
-    With `limit`, of its newest so many commits. `name` is what the changes call the repository, the name of its
-    directory by default. Raises `ValueError` when there is no git repository, no such commit, or no git.
+    With `limit`, only those of this number of newest commits. `name` is the name of the repository in the changes, by
+    default the name of its directory. Raises `ValueError` when there is no git repository, no such commit, or no git.
     """
     command = ["git", "-C", str(repository), "log", "--reverse", "--numstat", "-z", "-M", f"--format={_COMMIT}%H %ct"]
     if limit is not None:
@@ -83,7 +83,7 @@ def _parse(repo: str, log: str) -> Iterator[dict[str, Any]]:
 
 @click.command(help=__doc__)
 @click.argument("repository", type=click.Path(exists=True, file_okay=False, path_type=Path), default=".")
-@click.option("--name", help="What the changes call the repository; the name of its directory by default.")
+@click.option("--name", help="The name of the repository in the changes; by default the name of its directory.")
 def main(repository: Path, name: str | None) -> None:
     """Write the file changes to standard output."""
     try:

@@ -1,4 +1,4 @@
-"""The sums of orders as plain Python counts them over a log, to be compared with what the tables hold."""
+"""The sums of orders as plain Python counts them over a log, to be compared with the contents of the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a ride: an event-sourced aggregate, and what the world is told of it."""
+"""The order of a ride: an event-sourced aggregate, and the events that are published about it."""
 
 from __future__ import annotations
 

@@ -29,5 +29,5 @@ def order_status(events: Sequence[Event], connection: Connection, eventsql: Even
     description="The table, the timelines and the counts are what the whole log of ride_orders says, each event once.",
 )
 def order_status_matches_log(eventsql: EventSQLResource) -> dg.AssetCheckResult:
-    """Fold the log in plain Python and compare it with what the consumer wrote."""
+    """Recompute the rows from the log in plain Python, and compare them with the rows that the consumer wrote."""
     return check_result(verification.order_status_matches_log(eventsql.platform))

@@ -167,7 +167,7 @@ def refuse_capitals(connection: Connection, name: str) -> None:
     if name not in known and (known or name != name.lower()):
         raise InvalidNameError(
             f"topic name {name!r} is not usable: "
-            + (f"topic {known[0]!r} has its table" if known else f"take lower-case letters, as in {name.lower()!r}")
+            + (f"topic {known[0]!r} has its table" if known else f"use lower-case letters, as in {name.lower()!r}")
         )
 
 
