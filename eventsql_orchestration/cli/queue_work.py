@@ -99,7 +99,7 @@ def check_command(command: Sequence[str]) -> None:
     if shutil.which(command[0]) is None:
         found = "cannot be executed" if Path(command[0]).exists() else "is not there"
         raise click.UsageError(
-            f"the program {command[0]!r} {found}: name one of PATH, or the path of an executable file"
+            f"the program {command[0]!r} {found}: name a program in PATH, or the path of an executable file"
         )
 
 

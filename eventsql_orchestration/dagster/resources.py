@@ -26,8 +26,8 @@ RESOURCE_KEY = "eventsql"
 """The resource name of a code location's `EventSQLResource`; the builders of this package require it."""
 
 CONNECT_SECONDS: Final = 3
-"""Connect timeout of a tick in seconds, if there are several shards and a shard's URL sets none: the other shards
-wait."""
+"""The connect timeout of a tick in seconds, if there are several shards and a shard's URL has none. The tick looks at
+the other shards after that time."""
 
 
 class EventSQLResource(PlatformAccess, dg.ConfigurableResource[Any]):

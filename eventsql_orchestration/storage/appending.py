@@ -24,8 +24,8 @@ class TopicState(NamedTuple):
     `definition` is [partitions, layout], None if the topic does not exist. `upto` is the last id of the `buffered`
     events, 0 without events, and `bytes` is their size, without staged blocks. `last_id` is the last id of the log,
     None if its sequence does not give ids one by one and upwards. `blocks`: the log takes blocks. `drawn` is the first
-    of the ids that were taken for the caller's events, None without ids, if another program took ids too, or if the ids
-    are not larger than `last_id`.
+    of the ids that were taken for the caller's events. It is None if no ids were taken, if another program took ids
+    too, or if the ids are not larger than `last_id`.
     """
 
     definition: list[int] | None

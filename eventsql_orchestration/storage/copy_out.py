@@ -31,7 +31,7 @@ MOST_EVENTS: Final = 20_000
 """The most events and ids of a block, as its table's constraints have it."""
 
 _OF_BLOCKS: Final = "_block"
-"""The end of the names of tables of blocks; those of rows end with `_event`."""
+"""The name of a table of blocks ends with this, and the name of a table of rows ends with `_event`."""
 
 _MAX_OFFSET: Final = 2**63 - 1
 

@@ -103,8 +103,9 @@ class LogReader:
         ends = values["upto"] + MOST_IDS < behind
         if events:
             values["after"], values["limit"] = events[-1].id, limit - len(events)
-            # The sequence may be behind the log's events, as after some restores. So it only ends a read without bound,
-            # whose caller reads on. The caller of a range takes fewer events than `limit` for the last ones.
+            # The sequence may be behind the log's events, as after some restores. So it may end only a read without an
+            # upper bound: the caller of such a read goes on later. For the caller of a range, fewer events than `limit`
+            # are the end of the range.
             if values["upto"] == MAX_OFFSET and (newest := rows[0][-1]) is not None:
                 ends = events[-1].id <= newest < behind
         return events, len(events) < limit and (not ends or len(rows) == _FIRST_BLOCKS)

@@ -147,7 +147,7 @@ class SegmentDrops:
     def _unmark(self, connection: Connection, segment: Segment, error: BaseException) -> None:
         """Remove the mark of a segment, unless its detach has begun: an operator may detach the segment to keep it.
 
-        `error` ended the detach. It tells whether a detach that is under way is another session's.
+        `error`, which ended the detach, tells whether another session's detach is under way.
         """
         existing = segments(connection, self._schema, self._topic) or ()
         detaching = any(each.table == segment.table and each.detaching for each in existing)

@@ -188,7 +188,7 @@ def give_adoption_up(connection: Connection, schema: str, topic: str) -> None:
 
 
 def dependents(connection: Connection, schema: str, topic: str, table: sql.Identifier) -> list[str]:
-    """Objects that depend on a table or view of a log and would stay with it when another takes its name."""
+    """Objects that depend on a table or view of a log and would stay with it when another table takes its name."""
     own = [sql.Identifier(schema, name(topic)).as_string(connection) for name in (event_table, block_table)]
     values = {"table": table.as_string(connection), "own": own}
     return [name for (name,) in fetch_all(connection, LogQueries("segments", schema)("dependents"), values)]

@@ -124,7 +124,9 @@ class LogSorting:
             raise _InUseError("transactions use it")
         found = exchange.partition(connection)
         if found is None or not exchange.is_seen_by_all(connection):
-            raise _InUseError("an open transaction does not see all of its lines, or wrote some of them just now")
+            raise _InUseError(
+                "an open transaction does not see all lines of the partition, or wrote some of them just now"
+            )
 
         bounds, condition = found
         with _giving_way(watch, (source, connection), exchange):

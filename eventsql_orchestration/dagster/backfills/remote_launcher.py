@@ -64,7 +64,7 @@ class RemoteDagster:
         if not found:
             raise ValidationError(f"{self.url} has no job for backfills of {of}: {DEFINE_IT}")
         if len(found) > 1:
-            # Each of them may be of another database.
+            # Each of these jobs may belong to another database.
             places = ", ".join(f"{job.repository}@{job.location}" for job in found)
             raise ValidationError(
                 f"{self.url} has {len(found)} jobs for backfills of {of}, in {places}: name the definitions of one of "
