@@ -1,4 +1,4 @@
-"""The arguments of public methods, checked before a method runs: by their annotations, and by their names.
+"""Checks the arguments of public methods before the methods run, by the annotations and by the names of the arguments.
 
 `checked` decorates a class. An argument that its annotation does not allow raises `ValidationError`, which names the
 argument. A new method or argument is checked without further code.
@@ -127,7 +127,7 @@ class _Arguments:
         return rules, by_kind[inspect.Parameter.POSITIONAL_OR_KEYWORD], more[0] if more else _anything
 
     def check(self, given: tuple[Any, ...], named: dict[str, Any]) -> Iterable[Any]:
-        """The checked arguments by position; checked arguments by name replace their values in `named`."""
+        """Check the arguments. Returns the arguments by position, and replaces the arguments by name in `named`."""
         by_name, in_order, more = self._rules
         for name, value in named.items():
             if name not in by_name:

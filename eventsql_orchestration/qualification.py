@@ -41,8 +41,8 @@ _UNQUALIFIABLE: Final = {
     ("NULLIF", None): "CASE WHEN",
     ("USING", "("): "ON",
 }
-"""Syntax that stands for an operator by its unqualified name, with the next token where it matters, and what to write
-instead."""
+"""Syntax that PostgreSQL reads as an operator by its unqualified name: the keyword, the next token if it matters, and
+the form to write instead."""
 
 _END_OF_SET: Final = frozenset({"WHERE", "FROM", "RETURNING"})
 

@@ -107,4 +107,5 @@ def pending(shard: str) -> ShardPendingError:
 
 
 ANYWHERE: Final = ShardSet("", "", 0, (), active=False)
-"""The placement by a caller that has chosen this shard itself: a dead letter lies on the shard of its event."""
+"""Stands for a caller that has chosen this shard by another rule than the key: a dead letter lies on the shard of its
+event."""

@@ -100,7 +100,7 @@ def urls_of(connection: Connection) -> tuple[str, ...]:
     if not connection.host:
         raise ConfigurationError(f"connection {connection.conn_id!r} names no host: edit it")
     host, port = connection.host, int(connection.port) if connection.port else None
-    # In a URL's own place, libpq would read the port as the port of the last host alone.
+    # Several hosts become options: in their usual place in a URL, libpq would use the port for the last host alone.
     several = {"host": host, **({} if port is None else {"port": str(port)})} if "," in host else {}
     first = URL.create(
         "postgresql", connection.login or None, connection.password or None, None if several else host,

@@ -40,7 +40,7 @@ LIMIT: Final = 180.0
 """Seconds that a step may take on a busy machine."""
 
 REST: Final = 3.0
-"""The next event comes 1 s plus up to this number of seconds after the end of a run: at a random moment of Airflow's
+"""The next event comes 1 s after the end of a run, plus up to this number of seconds: the moment is random in Airflow's
 loops."""
 
 

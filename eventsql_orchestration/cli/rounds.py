@@ -72,7 +72,7 @@ def interrupt(*_: object) -> NoReturn:
 
 
 def settings_for(environment: Mapping[str, str]) -> dict[str, str]:
-    """The settings of a Spark with an environment: Java does not look at TMPDIR."""
+    """Settings for Spark in an environment. They name its TMPDIR, because Java does not look at that variable."""
     directory = environment.get("TMPDIR")
     java = "" if directory is None else f" -Djava.io.tmpdir={shlex.quote(directory)}"
     return {"spark.driver.extraJavaOptions": _JAVA_OPTIONS + java}

@@ -338,5 +338,5 @@ def _show(items: list[Any], columns: Columns, *, as_json: bool) -> None:
 
 
 def _fields(columns: Columns) -> Columns:
-    """Columns under names for JSON."""
+    """The columns with names for JSON, which have underscores instead of spaces."""
     return {name.replace(" ", "_"): column for name, column in columns.items()}

@@ -234,8 +234,8 @@ class ClusterConsumers:
     ) -> int:
         """Handle one batch of `partition`, or of each partition, in the caller's thread; gives the number of events.
 
-        Skips partitions that another consumption has. With several shards, this consumes on each shard that is up, and
-        `partition` is a number on every shard. Raises `TopicNotFoundError`, `ConsumerNotFoundError`,
+        Skips partitions that another consumption has. With several shards, this consumes on each shard that is up;
+        `partition` is then the partition of this number on each. Raises `TopicNotFoundError`, `ConsumerNotFoundError`,
         `PartitionOutOfRangeError`, and the handler's errors.
         """
         if self._cluster.lone is not None:

@@ -28,7 +28,7 @@ class _AbortedError(Exception):
 
 
 class _Feed:
-    """One shard's part of a batch that is longer than memory: its thread reads the events of the caller's thread."""
+    """One shard's part of a batch that is longer than memory: its thread takes events from the caller's thread."""
 
     def __init__(self, cluster: Cluster, shard: Shard, placed: ShardSet) -> None:
         self.error: BaseException | None = None

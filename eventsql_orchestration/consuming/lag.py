@@ -137,7 +137,7 @@ class LagReader:
 def cause_of(state: ConsumerState, in_log: int, not_moved: int) -> tuple[LagCause, str]:
     """Why a consumer partition is behind, from its events in the log and in the buffer, and a sentence about it.
 
-    It does not know whether the partition is held back.
+    The answer leaves out whether the partition is held back.
     """
     if not in_log and not not_moved:
         return LagCause.NONE, ""

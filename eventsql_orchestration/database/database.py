@@ -373,7 +373,7 @@ class Database:
         self._pool.open()
 
     def close(self) -> None:
-        """Close every pooled connection; a connection in use, when it is given back. Later uses raise `ClosedError`."""
+        """Close every pooled connection. One in use is closed when it is given back. Later uses raise `ClosedError`."""
         self._pool.close()
 
     def _after_fork(self) -> None:

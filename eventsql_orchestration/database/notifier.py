@@ -125,7 +125,7 @@ class Notifier:
                     if not (due := [payload for payload, at in ready_at.items() if at <= now]):
                         stop.wait(min(ready_at.values(), default=now) - now)
                         continue
-                    # Nobody listened to a caller that looked, and a further look is cheaper than a connection.
+                    # A caller has found that nobody listens. To look again is cheaper than to open a connection.
                     if connection is None and self._quiet_until and self._nobody_listens():
                         continue
                     # Remove before sending: a later call may be about later events. A thread that outlives `close` may

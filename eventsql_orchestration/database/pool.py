@@ -45,8 +45,8 @@ class Pool:
     """Connections in autocommit mode to one database. Its methods raise the errors of SQLAlchemy and of the driver.
 
     A connection that is given back while no other connection is in use is kept as a spare, past SQLAlchemy's pool, for
-    the next `take`. Measured for a message that is sent, whose wait for the disk empties the processor's caches: the
-    way through SQLAlchemy's pool took 117 µs of 275.
+    the next `take`. Measured for sending a message, where the wait for the disk empties the processor's caches: 117 of
+    275 µs went into SQLAlchemy's pool.
 
     `size` bounds the connections that are kept, `overflow` the further connections under load. `note` is called with
     each new connection.
@@ -177,7 +177,7 @@ class Pool:
         self.closed = False
 
     def close(self) -> None:
-        """Close every connection; a connection in use, when it is given back."""
+        """Close every connection. A connection in use is closed when it is given back."""
         self.closed = True
         self._closings += 1
         self._return_spare(self._spare())

@@ -352,7 +352,7 @@ class _Run:
                 self._step(connection, replace_failure)
 
     def _check_leaving(self, connection: Connection, name: str) -> None:
-        """Wait until retention has ended with what it has taken out of the log. Raises `DatabaseBusyError`."""
+        """Wait for retention to drop the segments that it has taken out of the log. Raises `DatabaseBusyError`."""
         retry = Backoff(RETRY_SECONDS)
         while leaving := self._erasers[name].leaving(connection):
             if not retry.lasts():

@@ -22,7 +22,7 @@ from eventsql_orchestration.topics.catalog import all_topics, consumer_states
 from eventsql_orchestration.topics.side_consumers import backfill_of
 
 Buffered: TypeAlias = Mapping[int, tuple[int, float]]
-"""Of a topic's events in the buffer: number and seconds since the oldest came, by partition."""
+"""The number of a topic's events in the buffer, and seconds since the oldest came, by partition."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from eventsql_orchestration.model import Placement
 
 
 class Appended(NamedTuple):
-    """Events of one partition that an append gave consecutive ids."""
+    """Events of one partition to which an append gave consecutive ids."""
 
     partition: int
     first: int

@@ -80,8 +80,8 @@ class Encoder:
         if len(topics) == 1:
             yield topics[0], batch
             return
-        # Sorting is stable: the rows of a topic keep their order. Looking at all rows once for each topic would take
-        # longer from 5 topics on: 1.3 µs for each row instead of 0.5 with 100.
+        # Sorting is stable: the rows of a topic keep their order. From 5 topics on, sorting takes less time than a look
+        # at all rows for each topic: with 100 topics, 0.5 µs for each row instead of 1.3.
         order = pc.array_sort_indices(coded.indices)
         counts = pc.value_counts(coded.indices.take(order))
         start = 0

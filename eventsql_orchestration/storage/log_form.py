@@ -56,7 +56,7 @@ FORMS: Final = {
 """The forms by the names that the statement `form_of` gives them."""
 
 _known: Final[dict[tuple[object, ...], tuple[float, Form]]] = {}
-"""By server, database, schema and topic: until when the form is known, and the form."""
+"""The known forms by server, database, schema and topic, each with the time until which it is known."""
 
 _MOST_KNOWN: Final = 10_000
 

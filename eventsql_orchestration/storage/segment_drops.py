@@ -251,7 +251,7 @@ def drop_leftovers(connection: Connection, schema: str, names: Iterable[str]) ->
     """Drop the segments of deleted topics, in the caller's transaction, which holds the registry.
 
     A topic that was registered again meanwhile may have a segment with the name of a former segment. The new segment is
-    attached.
+    attached, so it stays.
     """
     for name in set(names).intersection(table for table, _ in _detached(connection, schema, "")):
         connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(schema, name)))

@@ -58,7 +58,7 @@ class Home:
         return checkpoint
 
     def adopt(self) -> Adopted:
-        """Give the changes of a restored dump places of this server, in their order, in one transaction.
+        """Give places in this server's order to the changes of a restored dump, in one transaction. Their order stays.
 
         Subscriptions go on exactly where they stood. Other checkpoints are of the past era from then on. Writers wait
         meanwhile. In a store of this server, nothing is done.

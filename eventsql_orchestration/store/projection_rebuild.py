@@ -149,7 +149,7 @@ class ProjectionRebuild:
                 )
             )
         try:
-            # Without CASCADE: partitions, types and functions that are left belong to the rebuilt tables.
+            # CASCADE would drop the partitions, types and functions that are left, which belong to the rebuilt tables.
             connection.execute(sql.SQL("DROP SCHEMA {}").format(sql.Identifier(each.shadow)))
         except psycopg.errors.DependentObjectsStillExist as error:
             raise ProjectionError(

@@ -309,7 +309,7 @@ class Store:
         return letters(self.database, name)
 
     def adopt(self) -> Adopted:
-        """Give the changes of a dump that was restored into this server places in its order, in one transaction.
+        """Give places in this server's order to the changes of a dump that was restored here, in one transaction.
 
         Subscriptions go on exactly where they stood. Other checkpoints are refused from then on: see `checkpoint_of`.
         Writers wait meanwhile. In a store of this server, nothing is done.

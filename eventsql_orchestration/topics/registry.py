@@ -72,8 +72,8 @@ CACHE_SECONDS: Final = 5.0
 """How long a publisher goes on with a topic's definition before it looks again."""
 
 LAYOUTS_OF_GENERATION: Final = 1_000_000
-"""The layouts of new topics begin higher by this number for each shard that was added. So a publisher that knows fewer
-shards, and a former topic of the same name, does not take the topic's layout for the one that it knows."""
+"""For each shard that was added, the layouts of new topics begin with a number that is higher by this. So a publisher
+that knows fewer shards, or a former topic of this name, never knows a layout of the same number."""
 
 _t, _c = tables.topic.c, tables.consumer.c
 

@@ -29,7 +29,7 @@ class Offsets:
         return max(self.by_partition.values(), default=0)
 
     def of(self, partition: int) -> int:
-        # The events of partitions that the topic no longer has all come before the events of its present partitions.
+        # All events of the topic's former partitions come before the events of its present partitions.
         return self.by_partition.get(partition, self.most)
 
 

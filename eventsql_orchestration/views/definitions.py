@@ -19,7 +19,8 @@ LEAST_PERIOD: Final = timedelta(hours=1)
 MOST_PERIOD: Final = timedelta(days=3_660)
 
 MAX_NAME: Final = 40
-"""Characters of a view's name: a partition's table has the name, a prefix and its time, in PostgreSQL's 63 bytes."""
+"""The most characters of a view's name. The name of a partition's table also has a prefix and a time, in PostgreSQL's
+63 bytes."""
 
 MAX_COLUMNS: Final = 20
 

@@ -128,7 +128,7 @@ def _is_source(entry: os.DirEntry[str]) -> bool:
 
 
 def _has_source(entry: os.DirEntry[str]) -> bool:
-    """Whether an entry is a directory that has a source among the first entries in and below it."""
+    """Whether an entry is a directory with a source. Looks only at the first entries in and below it."""
     directories, left = [entry], _LOOKED_AT
     while directories and left:
         entry = directories.pop(0)

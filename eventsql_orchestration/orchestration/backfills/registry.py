@@ -283,7 +283,7 @@ class _LogBackfills:
         ]
 
     def _with_done(self, connection: Connection, backfill: Backfill) -> Backfill:
-        """Mark as done the windows whose offset is before the end, without an event in between."""
+        """Mark also those windows as done that have no event between their offset and their end."""
         parts = sorted(backfill.parts, key=lambda part: (part.window, part.partition))
         left = [number for number, part in enumerate(parts) if not part.done]
         unfinished = set[int]()
