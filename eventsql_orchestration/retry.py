@@ -12,8 +12,8 @@ from eventsql_orchestration.errors import DatabaseBusyError
 T = TypeVar("T")
 
 PAUSE: Final = (0.05, 0.25)
-"""The shortest and the longest pause between two attempts, in seconds. It is random, so that one of two processes in
-each other's way goes first."""
+"""The shortest and the longest pause between two attempts, in seconds. It is random: if two processes hinder each
+other, one of them then goes first."""
 
 LONGEST_AWAY: Final = 5.0
 """The longest pause of a thread while its database is away, in seconds."""

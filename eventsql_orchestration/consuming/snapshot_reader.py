@@ -1,10 +1,10 @@
 """The snapshot reader: reads a table in order that many transactions write to at once, without a transfer.
 
-A sequence draws its values before the transactions commit. A reader that goes by such a value alone passes rows that
-are not visible yet, and never sees them. This reader orders rows by the id of the transaction that wrote them, then by
-their position within it, and reads up to the horizon: the oldest transaction that may still write, `pg_snapshot_xmin`
-of the reading statement's own snapshot. Rows that become visible later have a transaction at or beyond that horizon, so
-they come after all rows that were read.
+A sequence draws its values before the transactions commit. If a reader used this value alone, it would pass rows that
+are not visible yet, and would never see them. This reader orders rows by the id of the transaction that wrote them,
+then by their position within it, and reads up to the horizon: the oldest transaction that may still write,
+`pg_snapshot_xmin` of the reading statement's own snapshot. Rows that become visible later have a transaction at or
+beyond that horizon, so they come after all rows that were read.
 
 Writers never wait. Readers wait for the oldest transaction that has written, in any database of the server. A
 transaction that only reads has no id and delays nobody. The rows of a transaction lie together. Transactions are in the

@@ -112,8 +112,8 @@ def _opened(connection: Connection, own: int) -> TupleRow | None:
 def _leave_to_parent(connection: Connection) -> None:
     """See `forks`. A dead socket takes the place of this process's copy of the socket.
 
-    With a copy, the session and its locks would outlive the parent for as long as this process runs, and whatever is
-    done with the connection here would be done in the parent's session.
+    With a copy, the session and its locks would outlive the parent for as long as this process runs, and a statement of
+    this process would run in the parent's session.
     """
     OF_PARENTS.append(connection)
     if not connection.closed:

@@ -59,7 +59,7 @@ VACUUMED_BLOCKS: Final = 10_000
 """The number of merged blocks of a segment after which their space is freed for new blocks."""
 
 SPARE_BYTES: Final = 16 << 20
-"""A segment may take this many bytes plus a fifth of its own size more than its blocks need. Beyond that, it is
+"""A segment may be larger than its blocks need, by this many bytes plus a fifth of its own size. A larger segment is
 rewritten: a fresh segment takes about 4 % more than its blocks need."""
 
 SPARE_SHARE: Final = 0.2

@@ -266,7 +266,7 @@ class Retainer:
                 lock_registry(connection)
                 connection.execute(Queries("log", schema)("await_topic"), {"topic": topic.name})
                 if not try_change(connection, schema, topic.name):
-                    # An erasure is under way, and goes by the tables that it has found.
+                    # An erasure is under way, and uses the tables that it has found.
                     return
                 if altering.simplify(connection, schema, topic.name, topic.partitions) and has_roles:
                     grant(connection, schema, [topic.name])

@@ -62,7 +62,7 @@ class Move:
 
 @checked
 class Seeker:
-    """Moves consumers. A consumption that goes by the old offset cannot commit any more."""
+    """Moves consumers. A batch that was read at the old offset cannot be committed any more."""
 
     def __init__(self, database: Database, registry: Registry, *, announce: Announce = lambda _topics: None) -> None:
         """`announce` is called with the topic of a moved consumer."""

@@ -82,7 +82,7 @@ class LowWater:
 
     @property
     def marks(self) -> dict[str, int]:
-        """The mark of each topic: the buffer id up to which all of its events are moved for good."""
+        """The mark of each topic: no event with this buffer id or a smaller one is left, or can still appear."""
         return self._moved
 
     def moved(self, topic: str, upto: int) -> None:

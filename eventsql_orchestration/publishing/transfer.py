@@ -30,7 +30,7 @@ the commit of a caller's transaction, so the transfer has to look for its events
 
 
 Announce: TypeAlias = Callable[[Iterable[str]], None]
-"""Is called with topics whose consumers have something new."""
+"""A function that is called with topics whose consumers have something new to read."""
 
 
 Delay: TypeAlias = float | Callable[[], float]

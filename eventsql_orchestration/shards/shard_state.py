@@ -205,8 +205,8 @@ class ShardStore:
     def barrier(self, *, wait: bool = True) -> Iterator[bool]:
         """Only the block holds back or releases consumers. Without `wait`, False if another process does."""
         with self._database.transaction() as connection:
-            # The transaction is idle during the block. The role's limit must not end it: another process would release
-            # them.
+            # The transaction is idle during the block. The role's limit must not end it, because another process could
+            # then release the consumers.
             let_last(connection)
             row = fetch_first(connection, self._queries("gate" if wait else "try_gate"), {"lock": _BARRIER})
             yield wait or row == (True,)

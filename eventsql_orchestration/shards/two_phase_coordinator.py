@@ -1,15 +1,16 @@
 """Finish publications over several shards: publish each part of a decided publication, and no other part.
 
 The writer announces a publication on the shard that decides it, before it prepares any part. The announcement stays
-until all parts are published. So the announcement tells the fate of a part. If it is decided, the part is published. If
-it is announced only, the part may still be published. If it is gone, the publication was given up, or this part is
-published. To give up a publication, a process deletes its announcement, unless it is decided. Then no process can
-decide the publication any more.
+until all parts are published. So the announcement tells the fate of a part. If the publication is decided, the part is
+published. If it is only announced, the part may still be published. If the announcement is gone, the publication was
+given up, or this part is published. To give up a publication, a process deletes its announcement, unless it is decided.
+Then no process can decide the publication any more.
 
 A batch that was given up may be tried again, with other events, and may then have no part here. An open part may belong
 to a publication that was given up, or may have come back with a backup of this database. Only the record of the batch
-tells the two apart: it names the publication that took place. Older versions of this package recorded no name. Then
-another published part of the batch here tells, because a batch takes place once, with one part on each shard.
+tells the two apart: it names the publication that took place. Older versions of this package recorded no name. Then the
+part was given up if another part of the batch is published here, because a batch takes place once, with one part on
+each shard.
 
 A decided part is published before the placement of its events changes: no shard is added and no topic is repartitioned
 while parts are open (`publishing/two_phase_participant.py`).

@@ -48,7 +48,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FINISH_SECONDS: Final = 10.0
-"""How long to try to publish the parts of a decided publication. The next publication on its shards tries as long."""
+"""How long to try to publish the parts of a decided publication. The next publication on the same shards tries for the
+same time."""
 
 FORGET_SECONDS: Final = 86_400.0
 """How long the records of published parts are kept."""

@@ -130,7 +130,7 @@ class Exchange:
         raise psycopg.Rollback
 
     def keep_writers_away(self, connection: Connection) -> None:
-        """Let nobody change the partition until the caller's transaction ends: the copy would not have the change."""
+        """Let nobody change the partition until the caller's transaction ends: the copy would lack the change."""
         connection.execute(sql.SQL("LOCK TABLE {} IN SHARE MODE").format(self.table))
 
     def partition(self, connection: Connection) -> tuple[str, str] | None:

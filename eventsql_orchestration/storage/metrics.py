@@ -75,7 +75,7 @@ class LogMetrics:
         }
 
     def ends(self, connection: Connection, topic: str, partitions: Collection[int]) -> dict[int, int]:
-        """The newest offset of each of the partitions, and with -1 that of the log; 0 without events."""
+        """The newest offset of each partition, 0 without events. The partition -1 stands for the whole log."""
         values = {"partitions": list(partitions)}
         return dict(fetch_all(connection, self._queries.on(connection, "ends", topic), values, prepare=False))
 

@@ -1,8 +1,8 @@
 """The sequences of ids: they give out ids one by one, upwards, above every existing id.
 
-Readers go by the ids of a log, and the transfer goes by the ids of the buffer. A sequence with CACHE above 1 gives each
-session ids of its own in advance, so a smaller id appears after a larger one, when readers or the low-water mark have
-passed it. A sequence that counts downwards, starts again or was set back has the same effect.
+Readers follow the ids of a log, and the transfer follows the ids of the buffer. A sequence with CACHE above 1 gives
+each session ids of its own in advance, so a smaller id appears after a larger one, when readers or the low-water mark
+have passed it. A sequence that counts downwards, starts again or was set back has the same effect.
 """
 
 from __future__ import annotations

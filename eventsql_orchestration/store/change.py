@@ -135,8 +135,8 @@ class Change:
 class RecordedChange:
     """A stored change. An aggregate's first change has version 1.
 
-    `checkpoint` is its place in the global order, where it was read in that order. The data is decoded when it is
-    first used.
+    `checkpoint` is the change's place in the global order, or None if it was not read in that order. The data is
+    decoded when it is first used.
     """
 
     __slots__ = ("_data", "_metadata", "_row", "aggregate_id", "aggregate_type", "checkpoint")
@@ -233,7 +233,7 @@ class Snapshot:
 
 
 def read_snapshot(row: RawRow) -> Snapshot:
-    """The snapshot of a row like that of a change, without a kind, an id and metadata."""
+    """The snapshot of a row. The row is like a change's row, but has no kind, no id and no metadata."""
     version, _, state, created_at, schema_version, *_ = row
     return Snapshot(
         int.from_bytes(version or b""),

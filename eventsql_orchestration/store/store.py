@@ -199,9 +199,9 @@ class Store:
         """The next changes of all aggregates after a checkpoint, at most `limit`, in the global order.
 
         `types` and `kinds` name the types of aggregates and the kinds of changes to read; None is all. Go on with the
-        `checkpoint` of the last change. Reading on misses no change: a change is read only when every transaction
-        that could write an earlier change has ended. So a long transaction anywhere on the server delays reading. The
-        changes of one aggregate are in the order of their versions.
+        `checkpoint` of the last change. A reader that does so misses no change: a change is read only when every
+        transaction that could write an earlier change has ended. So a long transaction anywhere on the server delays
+        reading. The changes of one aggregate are in the order of their versions.
 
         With `connection`, the caller's transaction reads. Raises `ValidationError` for a limit below 1, and
         `DatabaseError` for a checkpoint of another server or era, and while a restored dump is not adopted.

@@ -39,8 +39,8 @@ def resolve(
 ) -> dict[int, Target]:
     """The offsets that `position` stands for in the partitions of `offsets`, which maps each to its present offset.
 
-    Takes one or two statements, and one more for each partition that is shifted; all go by the indexes on ids. Except
-    for a shift, the offset is the same in every partition: ids grow over the whole topic.
+    Takes one or two statements, and one more for each partition that is shifted; all use the indexes on ids. Except for
+    a shift, the offset is the same in every partition: ids grow over the whole topic.
     """
     given: object = position
     if not isinstance(given, Position):

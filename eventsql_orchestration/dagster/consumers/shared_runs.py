@@ -33,8 +33,8 @@ def share_runs(
     at a time on each shard. So events that come for a consumer after its turn wait until the run has ended: at most for
     the sum of the consumers' `drain_seconds`. A consumer that fails delays no other.
 
-    Raises `ValidationError` for fewer than two consumers. Also raises it if a consumer reads an asset that another
-    materializes: their steps have an order, so each needs its own runs.
+    Raises `ValidationError` for fewer than two consumers, and if a consumer reads an asset that another materializes:
+    their steps have an order, so each needs its own runs.
     """
     if len(consumers) < 2:
         raise ValidationError("runs are shared by at least two consumers")

@@ -129,7 +129,7 @@ class ServerProcess:
                 try:
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)
                 except TimeoutError:
-                    # A dead server has answered, or never will. So the run is not launched twice.
+                    # A dead server has answered already, or will never answer. So the run is not launched twice.
                     self._process.kill()
                     why = f"its server did not answer for {_ANSWER_TIMEOUT:.0f} s"
                     return self._channel.receive(timeout=_ANSWER_TIMEOUT)

@@ -14,7 +14,7 @@ from typing import Final, Self
 from eventsql_orchestration.dagster.tags import FORMER, HIDDEN
 
 WORKER_TAG: Final = f"{HIDDEN}worker"
-"""The tag that names a run's process. A re-execution copies the tag, so the tag names its run, too."""
+"""The tag that names a run's process. A re-execution copies the tag, so the value also names the run."""
 
 _FORMER_TAG: Final = f"{FORMER}worker"
 

@@ -185,8 +185,8 @@ def build_queue_sensor(
 
     `assets` come from `queue_asset`. Each observation has the numbers `Depth`, `Age seconds` (the longest wait of a
     visible message), `Visible`, `In flight`, `Delayed`, `Blocked` and `Dead letters`, which Dagster plots. A queue that
-    stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported as by `build_lag_sensor`.
-    No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
+    stays empty is observed every 5 minutes. A check is evaluated at every tick, and reported in the way of
+    `build_lag_sensor`. No run is started. Raises `ValidationError` for other assets, and for checks of other queues.
     """
     check_several("checks", checks, Collection)
     queues = {spec.key: _queue_of(spec) for spec in assets}
