@@ -33,7 +33,7 @@ def _begin_anew() -> None:
         try:
             begin_anew(owner)
         except Exception:
-            # The other objects must begin anew all the same: they would use the parent's connections.
+            # The other objects must still begin anew, because they would use the parent's connections.
             logger.exception("%r does not begin anew in a forked process", owner)
 
 

@@ -59,7 +59,7 @@ connected = partial(option, most=30)
 
 
 def check_share(work: int, works: str, sharers: int, name: str) -> None:
-    """Raise `ValidationError` unless each of the sharers gets some of the work."""
+    """Raise `ValidationError` unless each of `sharers` publishers or connections gets a part of the work."""
     if work < sharers:
         raise ValidationError(f"{work} {works} are too few for {sharers} {name}")
 

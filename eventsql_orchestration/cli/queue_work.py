@@ -41,7 +41,7 @@ class Programs:
         self._command = command
         self._running: set[subprocess.Popen[bytes]] = set()
         self._killed = False
-        # A signal's handler takes it, too, in a thread that may have it.
+        # A signal's handler also takes this lock, and may run in the thread that holds it.
         self._lock = threading.RLock()
 
     def __len__(self) -> int:

@@ -90,7 +90,7 @@ def _runs(context: CliContext, dsn: str, urls: Mapping[str, str]) -> Iterator[tu
     if AIRFLOW in urls:
         runs[AIRFLOW] = lazy.ServedDagRuns(urls[AIRFLOW])
     with contextlib.ExitStack() as opened:
-        # Without Dagster, the runs of Airflow can be traced all the same.
+        # Without Dagster, the runs of Airflow can still be traced.
         if DAGSTER in urls or importlib.util.find_spec("dagster") is not None:
             home, url = context.settings.home, urls.get(DAGSTER)
             found = opened.enter_context(lazy.dagster_runs(home, dsn, url))

@@ -150,8 +150,8 @@ class BufferedPublisher:
 
         The acknowledgement has the database's error for this event, or `PartitionOutOfRangeError` if its topic has lost
         its partition since. Neither affects other events of the same commit. `DatabaseUnavailableError` and other
-        errors of the database affect the whole commit. If the connection broke during the commit, its events may be
-        published all the same; publishing them again may publish them twice.
+        errors of the database affect the whole commit. If the connection broke during the commit, its events may have
+        been published; publishing them again may publish them twice.
 
         Callbacks of the acknowledgement run in the thread that commits. They should be short and must not wait for
         other events.

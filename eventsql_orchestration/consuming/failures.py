@@ -104,7 +104,7 @@ def _bury(
     """Publish the dead letter of an event. Returns the failure with its outcome."""
     times = how_often(cause.attempts)
     try:
-        # If the factory or the publisher fails, its effects are undone, and the failure is recorded all the same.
+        # If the factory or the publisher fails, its effects are undone, but the failure is still recorded.
         with connection.transaction():
             buried = dead_letters.bury(connection, event, cause)
     except Exception as problem:

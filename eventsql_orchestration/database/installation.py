@@ -13,8 +13,8 @@ from eventsql_orchestration.database.rows import fetch_first, fetch_one
 
 REGISTRY_LOCK: Final = 0x6576_656E_7472_6567
 """The advisory lock that every change of the registry, of roles and of the schema takes. The registry changes topics,
-their logs and consumers' offsets. Without the lock, two transactions that grant rights on one table would get in each
-other's way."""
+their logs and consumers' offsets. Without the lock, two transactions that grant rights on one table would hinder each
+other."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -228,7 +228,7 @@ class Listener:
                 return False
             if ready and token in self._hear(connection):
                 return True
-            # Check the time after the look: if the machine stood still, the notification may have arrived all the same.
+            # Check the time after the look: if the machine stood still, the notification may have arrived nevertheless.
             if left <= 0:
                 return False
 

@@ -134,7 +134,7 @@ def begins_read_committed(connection: Connection) -> bool:
 
 
 def read_committed(connection: Connection) -> AbstractContextManager[object]:
-    """Run the block's one statement, on a connection of `Database` in no transaction, as READ COMMITTED.
+    """Run the block's one statement as READ COMMITTED, on a connection of `Database` that is in no transaction.
 
     At another level, it fails if it has to wait for another transaction's change of the same row.
     """

@@ -86,8 +86,8 @@ class QueueUpkeep:
         if not force and any(held.values()):
             what = " and ".join(kind for kind, found in held.items() if found)
             raise QueueInUseError(
-                f"queue {name!r} is kept, because it has {what}: delete it all the same with `"
-                f"{advised('queue delete --force', name)}` (in Python force=True)"
+                f"queue {name!r} is kept, because it has {what}: to delete it with them, use "
+                f"`{advised('queue delete --force', name)}` (in Python force=True)"
             )
 
     def delete(self, *, force: bool) -> None:

@@ -50,7 +50,8 @@ class GlobalOrder:
     ) -> list[RecordedChange]:  # fmt: skip
         """The next changes after a checkpoint of this era.
 
-        With `beyond_horizon`, all committed changes are read: later, some may come before the last of them.
+        With `beyond_horizon`, all committed changes are read. Changes that commit later may come before the last of
+        them.
         """
         values: dict[str, object] = {**only, "limit": limit, "position": after.position}
         rows: list[RawRow] = []

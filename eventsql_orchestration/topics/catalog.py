@@ -214,8 +214,8 @@ def lock_buffer(connection: Connection) -> None:
 def lock_log(connection: Connection, name: str) -> None:
     """Keep readers and writers from a topic that the caller's transaction holds. See `hold_log` and `lock_buffer`.
 
-    A transaction that has published may read the log then, and would wait in a circle with this. So this gives way at
-    first, again and again. Where transactions that read the log, or publish, follow one another without a pause, it
+    A transaction that has published may read the log then, and the two would wait for each other. So this call gives
+    way at first, again and again. If transactions that read the log or publish follow one another without a pause, it
     then waits in the queue for them. Raises `DatabaseBusyError` if they do not end in `LOCK_SECONDS`.
     """
 

@@ -38,7 +38,7 @@ class Sources:
     def look_broken(self, start: Path | Import) -> bool:
         """Whether a source, or a source that it imports, has wrong syntax or imports a module that does not exist.
 
-        A program that changes where Python looks for modules may run all the same.
+        Such a source may still run, if its program changes where Python looks for modules.
         """
         found = [_Source(start, "")] if isinstance(start, Path) else self._find(start)
         if found is None:

@@ -221,7 +221,7 @@ def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicS
                 arrived=found.get(keys.PUBLISHED_EVENTS), seconds=seconds, end=found[keys.PUBLISHED_LAST],
             )  # fmt: skip
         except EventSQLError as error:
-            # The tick reports lags and checks all the same.
+            # The tick still reports lags and checks.
             logger.info("the page of %s is left out: %s", arrival.asset_key.to_user_string(), error)
             page = {}
         reports.events.append(

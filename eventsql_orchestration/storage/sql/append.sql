@@ -13,8 +13,8 @@ CASE WHEN eql_partition >= -1 THEN 1 ELSE coalesce(eql_events, (
 
 -- part drawn -- Take an id of the log for each of the `wanted` events, from its sequence `own`: the id before them, the last
 -- one, and whether they are usable: consecutive, and larger than the id `after` of `wanted`. They are not if another program
--- takes ids too, or sets the sequence back at that moment. OFFSET skips the ids between the first and the last, and the
--- server takes them all the same; an aggregate over all ids takes twice the time. `setval` would take the ids at once, but
+-- takes ids too, or sets the sequence back at that moment. OFFSET skips the ids between the first and the last, but the
+-- server still takes them; an aggregate over all ids takes twice the time. `setval` would take the ids at once, but
 -- it needs another right, and gives ids twice if another program takes some at that moment.
 first AS MATERIALIZED (
     SELECT nextval(own.sequence) AS id FROM own CROSS JOIN wanted WHERE wanted.events > 0
