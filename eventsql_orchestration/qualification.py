@@ -2,9 +2,9 @@
 
 PostgreSQL looks unqualified names up along the session's `search_path`, and the best match of all schemas on it wins.
 A role that may create objects in one of these schemas, as every role may in `public` of an upgraded database, could
-have them run by another session with that session's rights. The statements of this package also run on callers' and
-poolers' connections, whose path the package cannot choose. So the statements are written in plain SQL, and `qualified`
-adds `pg_catalog` to each name before a statement is sent.
+make another session run these objects with the rights of that session. The statements of this package also run on
+callers' and poolers' connections, whose path the package cannot choose. So the statements are written in plain SQL, and
+`qualified` adds `pg_catalog` to each name before a statement is sent.
 """
 
 from __future__ import annotations

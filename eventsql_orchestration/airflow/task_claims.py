@@ -169,7 +169,7 @@ class TaskClaims:
         If Airflow stores an asset event, and then a second one before it has made the run for the first, it makes no
         run for the second. The claim of the second is then older than the run of the first, so one look at the
         beginning finds it. In a retry, the result also has the claims of the try before, and the partitions that this
-        run had last and that have no claim now: an event of them may have failed.
+        run had last and that have no claim now, because an event of such a partition may have failed.
         """
         named = {(event.shard, event.partition) for event in requested}
         for shard in self.hook.shards:

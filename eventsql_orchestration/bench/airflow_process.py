@@ -47,8 +47,8 @@ loops."""
 Start: TypeAlias = dict[str, float]
 """The steps of Airflow for an event: seconds from the event on.
 
-It stored the asset event, made the run, queued its task, started the task's process (`started`), and the task's first
-instruction ran (`first`).
+Airflow stored the asset event, made the run, queued its task, and started the task's process (`started`). Then the
+task's first instruction ran (`first`).
 """
 
 

@@ -151,9 +151,9 @@ def transfer_delays(running: Daemon) -> list[float]:
 def runs_at_once(running: Daemon, runs: int) -> tuple[float, float | None]:
     """Give each of `runs` partitions an event at once.
 
-    Gives the runs per second, and the processor seconds per run of the daemon and its runs, ticks included and the
-    database's server left out; None if the system does not tell it. Call it once before with one run: the first run of
-    a fork server waits for the import of the location.
+    Gives the runs per second, and the processor seconds per run. These are the seconds of the daemon and its runs, with
+    ticks and without the database's server; None if the system does not tell them. Call it once before with one run:
+    the first run of a fork server waits for the import of the location.
     """
     seen, meter = running.ended_runs(), Meter({"daemon": [running.process.process.pid]})
     running.publish(*range(runs))

@@ -139,8 +139,8 @@ def discard_output() -> None:
 
 
 _CONTROLS: Final = re.compile("[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Also characters that turn the direction of text, so that a line reads otherwise than it is written, and halves of
-characters, which cannot be written: JSON can name them."""
+"""Control characters, and two further kinds. Some characters turn the direction of text, so that a line looks different
+from its content. Halves of characters cannot be written; JSON can name them."""
 
 
 def _escaped(found: re.Match[str]) -> str:

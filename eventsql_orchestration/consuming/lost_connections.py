@@ -49,8 +49,8 @@ class LostConnections:
     def counts(self, key: Hashable, what: str, connection: Connection, error: BaseException) -> bool:
         """Note that a handler has lost its connection; gives whether that is a failure of its event or message.
 
-        It is one if the handler closed the connection or kept its transaction open for too long, or if the event has
-        lost its connection again and again. `what` names the event, for the log.
+        The loss is a failure if the handler closed the connection or kept its transaction open for too long, or if the
+        event has lost its connection again and again. `what` names the event, for the log.
         """
         if not connection.broken or ended_for_time(error):
             return True

@@ -43,9 +43,9 @@ class LogRoom:
     def make(self, connection: Connection, topic: str, last_id: int | None, *, blocks: bool) -> Room:
         """Make segments for the ids to come, in the caller's transaction that holds the topic.
 
-        Looks once in `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is unexpected,
-        or if new events got another form. A look advances a sequence that is behind the log: do not use ids that were
-        drawn before. Raises `SequenceError`.
+        Looks once every `ROOM_CHECK` events, and at once if `last_id`, the last id of the log's sequence, is
+        unexpected, or if new events got another form. A look advances a sequence that is behind the log: do not use ids
+        that were drawn before. Raises `SequenceError`.
         """
         if self._blocks_of.get(topic) != blocks:
             self._blocks_of[topic] = blocks

@@ -138,7 +138,7 @@ class AllLogs:
         """The first offset to read of each topic partition.
 
         Raises `ValidationError` for an offset that is out of range, and for a time after the events of all shards,
-        unless a stream is to begin at the log's end then.
+        unless a stream should then begin at the log's end.
         """
         starts = {tp: self.of(tp).start(tp, extents[tp.log]) for tp in self.topic_partitions}
         if not self._options.start_late and not self._chosen:

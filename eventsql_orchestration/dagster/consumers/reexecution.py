@@ -42,8 +42,8 @@ def repeats_success(run: dg.DagsterRun, instance: dg.DagsterInstance) -> bool:
     """Whether a run is a person's re-execution of a run that had succeeded.
 
     A parent that was once reported as failed or canceled does not count: the person may have executed it again before
-    it wrote its success over that report. A parent that succeeded only after the person had executed it again, such as
-    a run that stood still, does not count either.
+    its success replaced that report. A parent that succeeded only after the person had executed it again, such as a run
+    that stood still, does not count either.
     """
     if FROM_FAILURE_TAG in run.tags or is_automatic_retry(run, instance):
         return False

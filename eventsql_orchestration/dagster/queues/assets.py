@@ -194,8 +194,8 @@ def _specs(
 def queues_of(workers: Collection[WorkerDefinition]) -> list[str]:
     """The workers' queues.
 
-    Raises `ValidationError` if two workers have the same queue, because each would take the other's runs for its own,
-    and for values that are not definitions of workers.
+    Raises `ValidationError` for values that are not definitions of workers, and if two workers have the same queue:
+    each would treat the other's runs as its own.
     """
     check_several("workers", workers, Collection)
     places: dict[str, str] = {}

