@@ -289,8 +289,8 @@ class PublicationUnfinishedError(ShardError):
 class ConsumptionError(EventSQLError):
     """Raised by a handler to name the event of its batch that failed.
 
-    `event` is the event that could not be processed; it alone is retried, and dead-lettered when its attempts are
-    spent. The cause (`raise … from cause`) is what the dead letter records.
+    `event` is the event that could not be processed; it alone is retried, and becomes a dead letter after its last
+    attempt. The cause (`raise … from cause`) is what the dead letter records.
     """
 
     def __init__(self, event: object, message: str | None = None) -> None:

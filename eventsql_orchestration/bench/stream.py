@@ -1,6 +1,6 @@
 """Publishing and consuming at once, in batches or one event per commit.
 
-A rate is the number of events by the time from the first publication to the last committed offset.
+A rate is the number of events divided by the time from the first publication to the last committed offset.
 """
 
 from __future__ import annotations

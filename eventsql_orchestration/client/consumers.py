@@ -289,7 +289,8 @@ class ClusterTransfer:
         holds is left to it. A topic whose events cannot be moved does not stop the others; its error is raised at the
         end. A failed batch is tried again with half as many events, and `StuckEventError` names an event that fails
         alone. Unknown topics are ignored. No round begins after `deadline`, a time of `time.monotonic`. With
-        `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of left to it.
+        `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of being left to that
+        transfer.
 
         A shard that fails does not stop the other shards. Its error is raised after they are done, unless the shard is
         down. Raises `DatabaseUnavailableError` if no shard is up, `SequenceError` and other kinds of `DatabaseError`.

@@ -96,8 +96,8 @@ class ClusterDeadLetters:
         Each letter is redriven once, even if several redrives run at the same time, or one crashes. With `again`,
         letters that were redriven before are redriven too. Every 1,000 letters are one transaction, which stays
         committed if a later transaction fails. Letters that come while this runs are left for the next redrive, so that
-        events which fail again at once do not keep it going. Several shards redrive one after the other. Letters on a
-        shard that is down stay there.
+        the call ends even if events fail again at once. Several shards redrive one after the other. Letters on a shard
+        that is down stay there.
 
         Raises `TopicNotFoundError` if the topic or its dead letter topic does not exist, `EventSQLError` for ids that
         no dead letter has, before anything is redriven; otherwise as `ClusterPublisher.publish_all`.

@@ -1,7 +1,7 @@
 """Dead letters as values: their metadata, the reasons for them, filters, and the events that they are redriven as.
 
-A dead letter has the key, value and metadata of its event and, in further metadata, the reason (`dlt_*`). Redriven,
-it becomes an event of its topic again: without `dlt_*`, in the partition that it came from, and traceable by
+A dead letter has the key, value and metadata of its event and, in further metadata, the reason (`dlt_*`). If it is
+redriven, it becomes an event of its topic again: without `dlt_*`, in the partition that it came from, and traceable by
 
 - `redriven_from`: the dead letter, as `topic:id`;
 - `redriven_consumer`: the consumer that had given it up;

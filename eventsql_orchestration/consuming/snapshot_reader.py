@@ -1,4 +1,4 @@
-"""The snapshot reader: reads a table in order that many transactions write to at once, without a transfer.
+"""The snapshot reader reads a table in order, without a transfer, although many transactions write to it at once.
 
 A sequence draws its values before the transactions commit. If a reader used this value alone, it would pass rows that
 are not visible yet, and would never see them. This reader orders rows by the id of the transaction that wrote them,

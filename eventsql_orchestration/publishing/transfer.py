@@ -76,7 +76,8 @@ class Transfer:
     ) -> dict[str, int]:
         """Move the events visible in the buffer now. See `ClusterTransfer.run_once`.
 
-        With `retry_held`, a topic that another transfer holds is not left to it, but tried again until `deadline`.
+        With `retry_held`, a topic that another transfer holds is tried again until `deadline`, instead of being left to
+        that transfer.
         """
         wanted = None if topics is None else list(topics)
         moved: Counter[str] = Counter()

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from eventsql_orchestration.model import NOT_PARTITIONED, Publication
 
 Partitioner: TypeAlias = Callable[[Publication, int], int]
-"""Takes a publication and its topic's number of partitions (-1: not partitioned), gives the partition."""
+"""Takes a publication and its topic's number of partitions (-1: not partitioned), and gives the partition."""
 
 
 def partition_of_key(key: str, partitions: int) -> int:

@@ -51,7 +51,7 @@ class ViewTable:
     def kept_after(self, joined: Connection) -> datetime | None:
         """The retention keeps entries after this time; None if it keeps all.
 
-        The server's clock counts, as it does when partitions are dropped: the clocks of clients may differ.
+        The server's clock decides, as it does when partitions are dropped: the clocks of clients may differ.
         """
         retention = self._definition.retention
         return None if retention is None else fetch_one(joined, self._queries("clock"))[0] - retention
