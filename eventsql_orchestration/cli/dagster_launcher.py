@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from eventsql_orchestration.cli.dev import NO_LOCATION, location_here, location_of
+from eventsql_orchestration.cli.location import NO_LOCATION, location_here, location_of
 from eventsql_orchestration.client.eventsql import EventSQL
 from eventsql_orchestration.dagster.backfills.local_launcher import LocalRuns
 from eventsql_orchestration.dagster.backfills.remote_launcher import RemoteDagster
