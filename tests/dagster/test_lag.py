@@ -10,7 +10,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import (
     EventSQLResource,
@@ -345,15 +345,24 @@ def test_arrivals_are_reported_from_where_an_earlier_version_left_off(bench: Wor
     assert news.metadata["events per second"].value == 1.0
 
 
-@pytest.mark.parametrize("redact", [False, True])
-def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(bench: Workbench, redact: bool) -> None:
+@pytest.mark.parametrize(
+    ("redact", "retention", "kept"),
+    [
+        (False, None, "everything is kept"),
+        (True, Retention(seconds=7 * 86_400, events=1_000_000), "7 days, 1,000,000 events"),
+    ],
+)
+def test_a_topics_page_has_its_rate_retention_consumers_and_last_events(
+    bench: Workbench, redact: bool, retention: Retention | None, kept: str
+) -> None:
+    bench.platform.registry.set_retention("rides", retention)
     bench.platform.registry.register_consumer(Consumer("rides", "eager__backfill_may_0_4"))
     news = reported_page(bench, TopicSample(events=2, redact=redact))
     ids = [event.id for event in bench.platform.reader.read("rides")]
     page: dict[str, Any] = {name: value.value for name, value in news.metadata.items()}
     assert page["events per second"] == 0.333
     assert (page["events in log, at most"], page["offsets in log"]) == (ids[-1], f"1 to {ids[-1]}")
-    assert page["retention"] == "everything is kept"
+    assert page["retention"] == kept
     assert page["consumers"] == "eager"
     assert [event["offset"] for event in page["last events"]] == ids[-2:]
     shown = [{name: event.get(name) for name in ("value", "value bytes")} for event in page["last events"]]
