@@ -457,7 +457,7 @@ def test_registering_refuses_a_plan_for_a_topic_that_was_created_anew(bench: Wor
     location.ledger.register(bench.platform)
     bench.publish("orders", 10)
     assert everything(backfills).events == plan.events
-    with pytest.raises(RegistryError, match="created anew meanwhile: make the plan again"):
+    with pytest.raises(RegistryError, match="created again meanwhile: make the plan again"):
         backfills.register(plan, "late")
     assert backfills.registered() == []
 

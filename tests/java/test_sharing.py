@@ -323,7 +323,7 @@ def test_a_topic_with_capitals_is_not_made_here(platform: EventSQL) -> None:
     platform.registry.register_topic(Topic("orders"))
     with pytest.raises(InvalidNameError, match="topic 'orders' has its table"):
         platform.registry.register_topic(Topic("Orders"))
-    with pytest.raises(InvalidNameError, match="take lower-case letters, as in 'rides'"):
+    with pytest.raises(InvalidNameError, match="use lower-case letters, as in 'rides'"):
         platform.registry.register_topic(Topic("Rides"))
     assert platform.registry.topics() == [Topic("orders")]
 

@@ -235,7 +235,7 @@ def test_a_running_stream_is_told_that_it_lacks_the_url_of_a_shard(
         add(*urls, prepare=True)
         assert reader.latestOffset(start, ReadAllAvailable()) == start
         add(*urls)
-        with pytest.raises(ShardSetError, match="option dsn: shard shard-3 was added, and no URL leads there"):
+        with pytest.raises(ShardSetError, match="option dsn: shard shard-3 was added, which no URL names"):
             reader.latestOffset(start, ReadAllAvailable())
 
 
