@@ -22,7 +22,7 @@ from eventsql_orchestration.cli.doctor_consumers import (
     leftover_findings,
     unattended_findings,
 )
-from eventsql_orchestration.cli.doctor_database import creator_findings, schema_finding, server_finding
+from eventsql_orchestration.cli.doctor_database import rights_findings, schema_finding, server_finding
 from eventsql_orchestration.cli.findings import Finding, Status, ok, problem, warning
 from eventsql_orchestration.cli.output import Columns, picked, redact, same, show_items, timestamp, write_json
 from eventsql_orchestration.cli.parameters import AsJson, Number, command, option
@@ -161,7 +161,7 @@ def _database(context: CliContext, shard: Shard, stalled_after: float) -> Iterat
     schema = schema_finding(database, embedded=embedded)
     yield schema
     if schema.status is not Status.PROBLEM and database.revision() is not None:
-        yield from creator_findings(database)
+        yield from rights_findings(database)
         yield from _transfer(shard, stalled_after)
         for check in _CHECKS:
             yield from check(shard)

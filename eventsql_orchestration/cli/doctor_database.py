@@ -1,4 +1,4 @@
-"""Findings of `eventsql doctor` about a database itself: its server, its schema, and its creators."""
+"""Findings of `eventsql doctor` about a database itself: its server, its schema, and its rights."""
 
 from __future__ import annotations
 
@@ -49,13 +49,21 @@ def schema_finding(database: Database, *, embedded: bool) -> Finding:
     return problem("schema", f"{database.schema} {found}", "eventsql migrate")
 
 
-def creator_findings(database: Database) -> Iterator[Finding]:
-    """Roles that could make objects which the platform would use."""
+def rights_findings(database: Database) -> Iterator[Finding]:
+    """Roles that could make objects which the platform would use, and functions that every role may execute."""
+    roles = Roles(database)
     schema = sql.Identifier(database.schema).as_string()
-    for role in Roles(database).creators():
+    for role in roles.creators():
         name, revoked = ("every role", "PUBLIC") if role is None else (role, sql.Identifier(role).as_string())
         yield warning(
             "schema",
             f"{name} may create objects in {database.schema}: the platform would use tables made there",
             f"REVOKE CREATE ON SCHEMA {schema} FROM {revoked}",
+        )
+    if functions := roles.open_functions():
+        yield warning(
+            "schema",
+            "every role may execute functions that run with their owner's rights, as after a restore with "
+            f"--no-privileges: {', '.join(functions)}",
+            f"REVOKE EXECUTE ON FUNCTION {', '.join(functions)} FROM PUBLIC",
         )

@@ -91,6 +91,14 @@ class Roles:
         with self._database.connection() as connection:
             return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "creators")]
 
+    def open_functions(self) -> list[str]:
+        """The functions that run with their owner's rights, and that every role may execute, against their definition.
+
+        A database that was restored without its rights has them. Each is named with its schema, quoted for SQL.
+        """
+        with self._database.connection() as connection:
+            return [name for (name,) in role_statements.rows_of(connection, self._database.schema, "open_functions")]
+
     def _wanted(self, connection: Connection, prefix: str, topics: Sequence[str]) -> list[Role]:
         """The roles to make, and the roles that exist. The first is the admin role."""
         check_schema_name(prefix)

@@ -46,6 +46,34 @@ def test_a_reader_sees_events_lag_and_definitions(
         assert result.exit_code == 0, (command, result.output)
 
 
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("GRANT CREATE ON SCHEMA eventsql TO PUBLIC", "every role may create objects in eventsql"),
+        (
+            # As after a restore with --no-privileges: by default, PUBLIC may execute a function.
+            "UPDATE pg_proc SET proacl = NULL WHERE prosecdef AND pronamespace = 'eventsql'::regnamespace",
+            "every role may execute functions that run with their owner's rights",
+        ),
+    ],
+)
+def test_doctor_names_rights_that_every_role_has_and_how_to_revoke_them(
+    owner: EventSQL, direct_dsn: str, fault: str, message: str
+) -> None:
+    def found() -> list[dict[str, str]]:
+        findings = json.loads(_run(direct_dsn, "doctor", "--json").stdout)["findings"]
+        return [each for each in findings if each["check"] == "schema" and each["status"] == "warning"]
+
+    assert found() == []
+    with owner.database.connection() as connection:
+        connection.execute(fault)
+    (warning,) = found()
+    assert warning["message"].startswith(message)
+    with owner.database.connection() as connection:
+        connection.execute(warning["remedy"])
+    assert found() == []
+
+
 COMMANDS: dict[str, list[tuple[str, ...]]] = {
     "publisher": [("publish", "orders")],
     "publisher_orders": [("publish", "orders")],

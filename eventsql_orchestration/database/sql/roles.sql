@@ -120,6 +120,12 @@ WHERE n.nspname = %(schema)s
   AND r.rolsuper IS NOT TRUE
 ORDER BY r.rolname NULLS FIRST;
 
+-- open_functions -- The functions of the platform that run with their owner's rights, and that every role may execute.
+SELECT format('%%I.%%I', n.nspname, p.proname)
+FROM pg_proc p JOIN pg_namespace n ON n.oid = p.pronamespace
+WHERE n.nspname = %(schema)s AND p.prosecdef AND has_function_privilege('public', p.oid, 'EXECUTE')
+ORDER BY p.proname;
+
 -- unusable -- Existing roles among these names that are logins, or can do more than a group should.
 SELECT rolname FROM pg_roles
 WHERE rolname = ANY (%(names)s)
