@@ -77,8 +77,7 @@ def check_topic_name(name: object) -> str:
     """
     if not isinstance(name, str) or not _TOPIC_NAME.fullmatch(name):
         raise InvalidNameError(
-            f"topic name {shown(name)} is not usable: use lower-case letters, digits and underscores, and begin "
-            "with a letter"
+            f"topic name {shown(name)} is not usable: use lower-case letters, digits and underscores, a letter first"
         )
     if len(name) > MAX_TOPIC_NAME_LENGTH:
         raise InvalidNameError(

@@ -37,9 +37,8 @@ OWNER: Final = "start_queue, with events that are not acknowledged"
 away: they would repeat the acknowledged events after the offset."""
 
 LOCK_SECONDS: Final = 3.0
-"""The most seconds of each of three waits. After a move of the consumer, a process waits for its handlers that still
-have earlier events. When it settles an event, it waits for a lost connection that the server has not missed yet. In its
-last call, it waits for a locked partition."""
+"""The most seconds of three waits: after a move of the consumer, for the process's handlers of earlier events; for an
+event whose lost connection the server has not missed yet; in the last call of a process, for a locked partition."""
 
 
 class WorkerLostError(ClaimLostError):
@@ -335,9 +334,8 @@ class Deliveries:
     def fail(self, delivery: Delivery, error: BaseException, *, counts: bool, behind: Collection[Delivery]) -> float:
         """Note that an event's handler failed, and give the events `behind` it back.
 
-        Gives the seconds until the event is due again, 0 for a dead letter. Unless the failure `counts`, the event's
-        number of attempts stays. Raises `ClaimLostError` if another process has the event, and `DatabaseBusyError` if
-        another transaction locks it.
+        Gives the seconds until the event is due again, 0 for a dead letter. Its attempts stay, unless the failure
+        `counts`. Raises `ClaimLostError` if another process has the event, `DatabaseBusyError` if others lock it.
         """
         attempts = delivery.attempts + (1 if counts else 0)
         failure, delay = describe(error), backoff_after(attempts)
