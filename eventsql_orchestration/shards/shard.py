@@ -190,15 +190,13 @@ class Shard:
                         self.transfer.run_once(deadline=deadline)
                     except EventSQLError as error:
                         logger.warning("events stay in the buffer for the next transfer: %s", error)
-                    self.transfer.close()
                 self._background = None
-            else:
-                self.transfer.close()
             self._stop = threading.Event()
         self.notifier.close()
         self.listener.close()
-        # Close the database first: a thread that still publishes must not open the publisher's connection again.
+        # Close the database first: a thread that still publishes or transfers must not open its connection again.
         self.database.close()
+        self.transfer.close()
         self.publisher.close()
         return ended
 
