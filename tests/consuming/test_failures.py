@@ -195,19 +195,15 @@ def test_a_stream_that_a_handler_leaves_open_stops_the_handler_alone(platform: E
         rows = connection.cursor().stream("SELECT FROM generate_series(1, 3)")
         next(rows)
         if fails:
+            # The frames of the error refer to the stream.
             raise ValueError("no such customer")
         kept.append(rows)
 
-    if fails:
-        # The frames of the error refer to the stream.
-        assert consume(platform, handle) == 0
-        assert state_of(platform).failed_event_id == 1
-        make_due(platform)
-    else:
-        with pytest.raises(DatabaseError, match="the handler ended or broke the transaction"):
-            consume(platform, handle)
-        assert state_of(platform).failed_event_id is None
-    assert consume(platform, write) == 10
+    assert consume(platform, handle) == 0
+    assert state_of(platform).failed_event_id == 1
+    make_due(platform)
+    while state_of(platform).last_event_id < 10:
+        assert consume(platform, write)
 
 
 def consume_all(platform: EventSQL, way: str, handler: BatchHandler, *, most: int) -> None:

@@ -51,7 +51,10 @@ def test_a_service_commits_its_row_and_its_event_together_with_each_driver(
     asyncio.run(order())
     platform.transfer.run_once()
     events = platform.reader.read("order_placed")
-    assert [event.value for event in events] == [b'{"order": %d, "item": "tea"}' % number for number in range(5)]
+    # A round of the transfer keeps the order within each partition.
+    assert sorted(event.value or b"" for event in events) == [
+        b'{"order": %d, "item": "tea"}' % number for number in range(5)
+    ]
     topic = platform.registry.topic("order_placed")
     for event in events:
         same = Publication("order_placed", event.value, key=event.key)
