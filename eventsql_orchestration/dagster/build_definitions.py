@@ -257,16 +257,18 @@ def build_register_job(
     step show each change. They also name each registered consumer of these topics that this location does not declare,
     such as a consumer that was removed from the location.
 
-    With `dead_letters`, the job also creates the dead letter topic of each consumer's topic. It calls `prepare(shard)`
-    after it creates the topics and before it creates the consumers, so before anything is consumed. `prepare` must be
-    repeatable. Raises `ValidationError` as `build_definitions` does, and for an asynchronous `prepare`.
+    With `dead_letters`, the job also creates the dead letter topic of each consumer's topic: as it is declared, or
+    without partitions. It calls `prepare(shard)` after it creates the topics and before it creates the consumers, so
+    before anything is consumed. `prepare` must be repeatable. Raises `ValidationError` as `build_definitions` does, and
+    for an asynchronous `prepare`.
     """
     check_distinct(consumers)
     queues_of(workers)
     if prepare is not None:
         check_runs(prepare)
     declared = _declared(consumers, topics, workers)
-    letters = dead_letter_topics(consumers) if dead_letters else []
+    names = {topic.name for topic in declared}
+    letters = [each for each in dead_letter_topics(consumers) if dead_letters and each.name not in names]
 
     @dg.op(name=f"{name}_topics_and_consumers")
     def register(context: dg.OpExecutionContext, eventsql: EventSQLResource) -> None:

@@ -245,6 +245,15 @@ def test_a_consumer_that_was_registered_in_another_form_fails_the_job_and_is_lef
     assert [each.partition for each in bench.platform.registry.consumer("orders", "mailer")] == [-1]
 
 
+def test_a_dead_letter_topic_that_a_location_declares_keeps_its_partitions(bench: Workbench) -> None:
+    letters = Topic(ledger.topic.dead_letter_topic, 4)
+    reader = consumer_asset(topic=letters, consumer="reader", partitioned=True, name="reader")(handle)
+    register = build_definitions([ledger, reader], eventsql=bench.eventsql).resolve_job_def("register")
+    for _ in range(2):
+        assert register.execute_in_process(instance=bench.instance).success
+    assert bench.platform.registry.topic(letters.name).partitions == 4
+
+
 def test_a_location_has_an_alert_sensor_only_with_notify_and_a_lag_check_only_with_a_limit() -> None:
     def notify(alert: CheckAlert) -> None: ...
 
