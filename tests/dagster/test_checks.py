@@ -10,7 +10,7 @@ import dagster as dg
 import pytest
 
 from eventsql_orchestration import Event, EventSQL, Publication, Topic
-from eventsql_orchestration.consuming.dead_letters import LetterFilter
+from eventsql_orchestration.consuming.dead_letters import DeadLetters, LetterFilter
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import (
     CheckAlert,
@@ -127,6 +127,10 @@ def test_with_grace_a_lag_check_turns_red_only_after_a_time_without_a_break(benc
     assert [each.passed for each in watch.at(1_105.0)] == [True], "its grace begins anew"
 
 
+def busy(*_: object, **__: object) -> None:
+    raise DatabaseBusyError("canceling statement due to statement timeout")
+
+
 def test_a_lag_that_takes_too_long_to_count_is_red_and_stops_no_other_check(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,9 +138,6 @@ def test_a_lag_that_takes_too_long_to_count_is_red_and_stops_no_other_check(
     bench.platform.registry.register_topic(Topic("rides_dlt"))
     poison(bench)
     bench.platform.transfer.run_once()
-
-    def busy(*_: object, **__: object) -> None:
-        raise DatabaseBusyError("canceling statement due to statement timeout")
 
     monkeypatch.setattr(LagReader, "read", busy)
     assert [(each.check_name, each.passed) for each in watch.at(1_000.0)] == [("lag", True), ("delivered", False)]
@@ -268,6 +269,29 @@ def test_delivered_is_red_while_an_event_blocks_a_partition(bench: Workbench) ->
     bench.platform.registry.resume("rides", "eager")
     bench.platform.consumers.consume_once("rides", "eager", record)
     assert [each.passed for each in watch.at(1_015.0)] == [True]
+
+
+def test_dead_letters_that_take_too_long_to_find_stop_no_other_check_and_count_as_before(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch = Watch(bench, build_lag_check(eager, max_events=0), build_delivered_check(eager))
+    bench.platform.registry.register_topic(Topic("rides_dlt"))
+
+    def verdicts(now: float) -> dict[str, bool]:
+        return {each.check_name: each.passed for each in watch.at(now)}
+
+    assert verdicts(1_000.0) == {"lag": True, "delivered": True}
+    bench.publish("rides", 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(DeadLetters, "list", busy)
+        assert verdicts(1_015.0) == {"lag": False, "delivered": True}
+    poison(bench)
+    bench.platform.transfer.run_once()
+    assert verdicts(1_030.0) == {"lag": True, "delivered": False}
+    monkeypatch.setattr(DeadLetters, "list", busy)
+    (red,) = watch.at(1_045.0)
+    assert not red.passed
+    assert "had undelivered events" in str(red.description)
 
 
 def test_letters_of_other_consumers_and_of_a_deleted_topic_do_not_count(bench: Workbench) -> None:

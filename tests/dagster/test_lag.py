@@ -38,6 +38,7 @@ from eventsql_orchestration.dagster.monitoring.lag_sensor import (
 from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.storage.reading import LogReader
+from eventsql_orchestration.topics.reader import Reader
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import ledger, record
 
@@ -401,16 +402,33 @@ def test_a_sample_reads_no_more_events_than_it_shows(bench: Workbench, monkeypat
     assert found[-1] == 2, "the publisher did the reads before"
 
 
+def busy(*_: object, **__: object) -> None:
+    raise DatabaseBusyError("canceling statement due to statement timeout")
+
+
 def test_a_topics_page_that_cannot_be_read_does_not_stop_the_report(
     bench: Workbench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def busy(*_: object, **__: object) -> None:
-        raise DatabaseBusyError("canceling statement due to statement timeout")
-
     monkeypatch.setattr(LogReader, "nth_before", busy)
     assert reported_page(bench, TopicSample()).metadata["published events"].value == 20
     monkeypatch.setattr(LogReader, "extent", busy)
     assert "published events" not in reported_page(bench, TopicSample()).metadata
+
+
+def test_arrivals_that_cannot_be_read_stop_no_observation_and_are_reported_by_the_next_tick(
+    bench: Workbench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def look(now: float, cursor: str | None = None) -> dg.SensorResult:
+        return observe_lag(bench.platform, [eager], topics=[eager.topic], cursor=cursor, now=now)
+
+    first = look(1_000.0)
+    bench.publish("rides", 2)
+    with monkeypatch.context() as patched:
+        patched.setattr(Reader, "end", busy)
+        second = look(1_000.0 + TOPIC_INTERVAL, first.cursor)
+    assert (set(observed(second)), arrivals(second)) == ({"eager"}, [])
+    (news,) = arrivals(look(1_015.0 + TOPIC_INTERVAL, second.cursor))
+    assert news.metadata["published events"].value == 2
 
 
 @pytest.mark.parametrize("events", [-1, 101])

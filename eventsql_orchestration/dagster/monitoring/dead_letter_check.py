@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from eventsql_orchestration.dagster.consumers.asset_lag import AssetLag
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, Look, Memory, Verdict, unregistered
 from eventsql_orchestration.dagster.topics import topic_key
-from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseUnavailableError
+from eventsql_orchestration.errors import ConsumerNotFoundError, DatabaseBusyError, DatabaseUnavailableError
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.shards import command, partition_label, place, shards_of
 from eventsql_orchestration.validation import advised
@@ -44,7 +45,7 @@ def build_delivered_check(
 
     It is red while `<topic>_dlt` holds a dead letter of the consumer that was not redriven, and while a failed event
     blocks one of its partitions. The result names the events with their errors, and the commands that show and redrive
-    them. A shard that is down counts with its last known state.
+    them. A database that does not answer in time counts with its last known state.
     """
     description = f"Consumer {consumer.consumer.name} has no open dead letter, and no event blocks it."
     key = dg.AssetCheckKey(consumer.key, DELIVERED_CHECK)
@@ -71,28 +72,27 @@ class _DeliveredRule:
         if not look.state.registered:
             return unregistered(self.consumer)
         shards = shards_of(look.platform)
-        if len(shards) == 1:
-            return self._verdict(self._look(shards[0], look.memory), [], doubtful=False)
-        found, down, doubtful = _Found([], [], {}), [], False
+        found, silent, doubtful = _Found([], [], {}), [], False
         for shard in shards:
             name = shard.label
             before = look.memory.get(name, {})
-            try:
-                here = None if shard.name is None or name in look.state.unreachable else self._look(shard, before)
-            except DatabaseUnavailableError:
-                here = None
+            here = None
+            # A shard that is down may have no name.
+            if len(shards) == 1 or (shard.name is not None and name not in look.state.unreachable):
+                with suppress(DatabaseUnavailableError, DatabaseBusyError):
+                    here = self._look(shard, before)
             if here is None:
                 found.memory[name] = before
-                down.append(name)
+                silent.append(name)
                 doubtful |= bool(before.get(_UNSETTLED))
                 continue
             for letter in here.letters:
-                letter.shard = name
+                letter.shard = shard.name
             found.letters += here.letters
-            found.blocked += [(replace(state, shard=name), reason) for state, reason in here.blocked]
+            found.blocked += [(replace(state, shard=shard.name), reason) for state, reason in here.blocked]
             found.memory[name] = {**here.memory, _UNSETTLED: bool(here)}
         found.letters.sort(key=lambda letter: letter.buffered_at)
-        return self._verdict(found, down, doubtful=doubtful)
+        return self._verdict(found, silent, doubtful=doubtful)
 
     def _look(self, shard: Shard, memory: Memory) -> _Found:
         topic, name = self.consumer.topic.name, self.consumer.consumer.name
@@ -105,16 +105,16 @@ class _DeliveredRule:
         blocked = [(s, reason) for s in states if (reason := shard.dead_letters.blocking(s)) is not None]
         return _Found(letters, blocked, dict(memory))
 
-    def _verdict(self, found: _Found, down: Sequence[str], *, doubtful: bool) -> Verdict:
+    def _verdict(self, found: _Found, silent: Sequence[str], *, doubtful: bool) -> Verdict:
         topic, name = self.consumer.topic.name, self.consumer.consumer.name
         letters, blocked = found.letters[: LETTERS_SHOWN + 1], found.blocked
         metadata: dict[str, Any] = {OPEN_LETTERS: min(len(letters), LETTERS_SHOWN), BLOCKED_PARTITIONS: len(blocked)}
-        unknown = f"{', '.join(down)} cannot be reached"
+        unknown = f"no answer in time from {', '.join(silent)}"
         if doubtful:
-            unknown += ", and had undelivered events when it was last reached"
+            unknown += ", which had undelivered events when it was last reached"
         if not found and not doubtful:
-            description = "every event was delivered" + (f", as far as is known: {unknown}" if down else "")
-            return Verdict(True, description, metadata, " ".join(["delivered", *down]), found.memory)
+            description = "every event was delivered" + (f", as far as is known: {unknown}" if silent else "")
+            return Verdict(True, description, metadata, " ".join(["delivered", *silent]), found.memory)
 
         reasons = [_blocked(state, reason) for state, reason in blocked]
         if blocked:
@@ -122,13 +122,13 @@ class _DeliveredRule:
         if letters:
             reasons.append(_given_up(letters))
             metadata |= _letters_metadata(topic, name, letters[:LETTERS_SHOWN])
-        if down:
+        if silent:
             reasons.append(unknown)
         ids = [letter.id if letter.shard is None else place(letter.shard, letter.id) for letter in letters]
         stops = [
             (s.partition if s.shard is None else place(s.shard, s.partition), s.failed_event_id) for s, _ in blocked
         ]
-        return Verdict(False, "; ".join(reasons), metadata, " ".join([str(ids), str(stops), *down]), found.memory)
+        return Verdict(False, "; ".join(reasons), metadata, " ".join([str(ids), str(stops), *silent]), found.memory)
 
 
 def _open_letters(

@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster.monitoring.topic_page import DEFAULT_SAMPLE,
 from eventsql_orchestration.dagster.register import consumer_missing
 from eventsql_orchestration.dagster.tags import INTERNAL_RUN, TRANSFER_TAG
 from eventsql_orchestration.dagster.topics import topic_observations
-from eventsql_orchestration.errors import EventSQLError, ValidationError
+from eventsql_orchestration.errors import DatabaseBusyError, EventSQLError, ValidationError
 from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.validation import check_several, counted
 
@@ -210,7 +210,13 @@ def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicS
     if not topics or seconds < TOPIC_INTERVAL:
         reports.after[ARRIVALS] = before
         return
-    news = topic_observations(platform, topics, seen=before["seen"])
+    try:
+        news = topic_observations(platform, topics, seen=before["seen"])
+    except DatabaseBusyError as error:
+        # The tick still reports lags and checks, and the next tick reports the arrivals.
+        logger.info("arrivals are not reported: %s", error)
+        reports.after[ARRIVALS] = before
+        return
     reports.after[ARRIVALS] = {"at": reports.now, "seen": news.seen}
     shards = {shard.name: shard for shard in shards_of(platform)} if news.materializations else {}
     for arrival in news.materializations:
@@ -221,7 +227,6 @@ def _report_arrivals(platform: EventSQL, topics: Sequence[Topic], sample: TopicS
                 arrived=found.get(keys.PUBLISHED_EVENTS), seconds=seconds, end=found[keys.PUBLISHED_LAST],
             )  # fmt: skip
         except EventSQLError as error:
-            # The tick still reports lags and checks.
             logger.info("the page of %s is left out: %s", arrival.asset_key.to_user_string(), error)
             page = {}
         reports.events.append(
