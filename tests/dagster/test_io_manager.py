@@ -414,7 +414,9 @@ def test_topics_of_the_manager_are_checked_when_the_location_is_loaded(bench: Wo
 RIDES = Topic("sums", 2)
 
 
-def taker(seen: list[Any], annotation: Any, **options: Any) -> dg.AssetsDefinition:
+def taker(
+    seen: list[Any], annotation: Any, *, partitions_def: dg.PartitionsDefinition[str] | None = None, **options: Any
+) -> dg.AssetsDefinition:
     """An asset that takes topic `sums`, in the form of an annotation."""
     given = {"key": topic_key("sums"), "input_manager_key": "topics", **options}
 
@@ -422,7 +424,7 @@ def taker(seen: list[Any], annotation: Any, **options: Any) -> dg.AssetsDefiniti
         seen.append(rows(taken))
 
     taker.__annotations__ = {"taken": annotation, "return": None}
-    return dg.asset(ins={"taken": dg.AssetIn(**given)})(taker)
+    return dg.asset(ins={"taken": dg.AssetIn(**given)}, partitions_def=partitions_def)(taker)
 
 
 def rows(taken: Any) -> list[tuple[int, bytes]]:
@@ -437,6 +439,11 @@ def rows(taken: Any) -> list[tuple[int, bytes]]:
         return list(zip(taken["offset"], taken["value"], strict=True))
     assert taken.column_names == ["key", "value", "topic", "partition", "offset", "timestamp"]
     return list(zip(taken["offset"].to_pylist(), taken["value"].to_pylist(), strict=True))
+
+
+def values(seen: list[Any]) -> list[list[bytes]]:
+    """The values of each input that was loaded."""
+    return [[value for _, value in each] for each in seen]
 
 
 def pandas_type() -> Any:
@@ -552,17 +559,23 @@ def test_the_requested_partitions_of_a_partitioned_asset_are_loaded(bench: Workb
     source = asset(compute, metadata={}, name=None, key=topic_key("sums"), partitions_def=DAYS)
     for day in DAYS.get_partition_keys():
         materialize(source, partition_key=day)
+    daily = taker(seen, list[Event], partitions_def=DAYS)
+    materialize(source, daily, partition_key="monday", selection=["taker"])
+    materialize(source, taker(seen, list[Event]), selection=["taker"])
+    assert values(seen) == [[b"monday"], [b"monday", b"tuesday"]]
 
-    def monday(taken: Any) -> None:
-        seen.append([value for _, value in rows(taken)])
 
-    monday.__annotations__ = {"taken": list[Event], "return": None}
-    given = dg.AssetIn(key=topic_key("sums"), input_manager_key="topics")
-    daily = dg.asset(ins={"taken": given}, partitions_def=DAYS)(monday)
-    both = dg.asset(ins={"taken": given}, name="both")(monday)
-    materialize(source, daily, partition_key="monday", selection=["monday"])
-    materialize(source, both, selection=["both"])
-    assert seen == [[b"monday"], [b"monday", b"tuesday"]]
+@pytest.mark.parametrize("form", [form for form in FORMS if form.id in ("Spark", "Arrow table")])
+def test_an_input_without_partitions_has_no_events(
+    materialize: Materialize, spark: SparkSession, form: Callable[[], Any]
+) -> None:
+    """The first day has no day before it."""
+    seen: list[Any] = []
+    source = asset([], metadata={}, name=None, key=topic_key("sums"), partitions_def=DAYS)
+    before = dg.StaticPartitionMapping({"monday": "tuesday"})
+    daily = taker(seen, form(), partitions_def=DAYS, partition_mapping=before)
+    assert materialize(source, daily, partition_key="monday", selection=["taker"]).success
+    assert seen == [[]]
 
 
 def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
@@ -577,28 +590,30 @@ def test_events_of_several_partitions_of_one_run_are_loaded_together_or_not(
     tags = {"dagster/asset_partition_range_start": "monday", "dagster/asset_partition_range_end": "tuesday"}
     materialize(source, tags=tags)
 
-    def daily(taken: Any) -> None:
-        seen.append([value for _, value in rows(taken)])
-
-    daily.__annotations__ = {"taken": list[Event], "return": None}
-    given = dg.AssetIn(key=topic_key("sums"), input_manager_key="topics")
-    one = dg.asset(ins={"taken": given}, partitions_def=DAYS)(daily)
-    both = dg.asset(ins={"taken": given}, name="both")(daily)
-    materialize(source, both, selection=["both"])
-    assert seen == [[b"monday", b"tuesday"]]
+    one, both = taker(seen, list[Event], partitions_def=DAYS), taker(seen, list[Event])
+    materialize(source, both, selection=["taker"])
+    assert values(seen) == [[b"monday", b"tuesday"]]
     with pytest.raises(ValidationError, match=r"partitions monday\.\.\.tuesday of topic/sums together"):
-        materialize(source, one, partition_key="monday", selection=["daily"])
+        materialize(source, one, partition_key="monday", selection=["taker"])
     later = dg.StaticPartitionsDefinition(["tuesday", "wednesday"])
     moved = asset(compute, metadata={}, name=None, key=topic_key("sums"), partitions_def=later)
-    latest = dg.asset(ins={"taken": given}, partitions_def=later)(daily)
+    latest = taker(seen, list[Event], partitions_def=later)
     with pytest.raises(ValidationError, match="only tuesday are loaded"):
-        materialize(moved, latest, partition_key="tuesday", selection=["daily"])
+        materialize(moved, latest, partition_key="tuesday", selection=["taker"])
     materialize(source, partition_key="tuesday")
     with pytest.raises(ValidationError, match="only monday are loaded"):
-        materialize(source, both, selection=["both"])
+        materialize(source, both, selection=["taker"])
     materialize(source, partition_key="monday")
-    materialize(source, both, selection=["both"])
-    assert seen[1:] == [[b"monday", b"tuesday"]]
+    materialize(source, both, selection=["taker"])
+    assert values(seen[1:]) == [[b"monday", b"tuesday"]]
+
+
+def test_arrivals_that_were_not_counted_are_not_loaded_as_no_events(bench: Workbench, materialize: Materialize) -> None:
+    arrivals = {"published topic": "sums", "published last offset": 2}
+    bench.instance.report_runless_asset_event(dg.AssetMaterialization(topic_key("sums"), metadata=arrivals))
+    latest = taker([], list[Event], metadata={"reads": "materialization"})
+    with pytest.raises(ValidationError):
+        materialize(topic_asset(RIDES), latest, selection=["taker"])
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,9 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         parts = self._selections(context, topic)
         # A run of several partitions publishes their events together.
         selections = list({each.identity: each for part in parts for each in part}.values())
+        if not selections:
+            # No events make an empty frame.
+            selections = [Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)]
         ranges = [each.metadata() for each in selections]
         if len(parts) == 1:
             context.add_input_metadata(input_metadata(topic, ranges))
@@ -164,7 +167,7 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
         )
 
     def _selections(self, context: dg.InputContext, topic: str) -> list[list[Selection]]:
-        """The selections for each requested partition of the asset."""
+        """The selections for each requested partition of the asset; a partition without events has none."""
         metadata = {name: _plain(value) for name, value in context.definition_metadata.items()}
         reads = metadata.get(READS, self.reads)
         if reads not in typing.get_args(Reads):
@@ -173,14 +176,12 @@ class EventSQLIOManager(dg.ConfigurableIOManager):
             )
         named = {AFTER, UPTO, TOPIC_PARTITION, SHARD} & metadata.keys()
         if not named:
-            # No events make an empty frame.
-            nothing = [Selection(OffsetRange(topic, NOT_PARTITIONED, 0, 0), shard=self.eventsql.shards[0].name)]
             if context.has_asset_key and context.has_asset_partitions:
                 found = {key: _materialized(context, topic, key) for key in context.asset_partition_keys}
                 _check_together(context, found)
-                return [each or nothing for each in found.values()]
+                return list(found.values())
             if reads == "materialization":
-                return [_materialized(context, topic, None) or nothing]
+                return [_materialized(context, topic, None)]
         return [self._named_ranges(context.name, topic, metadata)]
 
     def _named_ranges(self, name: str, topic: str, metadata: Mapping[str, Any]) -> list[Selection]:
@@ -339,14 +340,14 @@ def _materialized(context: dg.InputContext, topic: str, partition: str | None) -
             f"the last materialization of {what} does not name events published to topic {topic!r}: materialize it "
             "again"
         )
-    if not metadata.get(keys.PUBLISHED_EVENTS):
+    if metadata.get(keys.PUBLISHED_EVENTS) == 0:
         return []
     ends = [{"first": metadata.get(keys.PUBLISHED_FIRST), "last": metadata.get(keys.PUBLISHED_LAST)}]
     ranges: list[dict[str, Any]] = metadata.get(keys.PUBLISHED_RANGES) or ends
     if any(not isinstance(each[end], int) for each in ranges for end in ("first", "last")):
         raise ValidationError(
             f"the last materialization of {what} does not name the offsets of its events, because they were not "
-            "transferred in time: name a range, or read the whole topic"
+            "transferred or counted in time: name a range, or read the whole topic"
         )
     named = {
         DAGSTER_ASSET: metadata.get(keys.PUBLISHED_AS),
