@@ -126,8 +126,9 @@ class ForkServer:
             try:
                 self._channel.send(pid=pid)
             finally:
-                # A launcher that is gone does not ask again: the run starts.
-                os.write(starting, b"1")
+                # A launcher that is gone does not ask again: the run starts. A child that was killed does not read.
+                with contextlib.suppress(BrokenPipeError):
+                    os.write(starting, b"1")
                 os.close(starting)
         return None
 

@@ -1,4 +1,4 @@
-"""A fork server that is killed at the window which the environment variable KILLED names."""
+"""A fork server that dies, or whose child dies, at the window which the environment variable KILLED names."""
 
 from __future__ import annotations
 
@@ -13,8 +13,13 @@ send = Channel.send
 
 
 def killing_send(channel: Channel, **message: Any) -> None:
-    """Die around the answer that tells the launcher of the new process."""
+    """Die, or let the new process die, around the answer that tells the launcher of the new process."""
     if "pid" not in message:
+        send(channel, **message)
+        return
+    if os.environ["KILLED"] == "the child":
+        os.kill(message["pid"], signal.SIGKILL)
+        os.waitid(os.P_PID, message["pid"], os.WEXITED | os.WNOWAIT)
         send(channel, **message)
         return
     if os.environ["KILLED"] == "after the answer":

@@ -222,6 +222,18 @@ def test_a_server_that_dies_after_its_answer_leaves_a_run_that_has_not_begun(
     assert not (deployment.root / "first" / run).exists()
 
 
+def test_the_death_of_a_process_that_has_not_begun_is_reported_and_its_server_goes_on(
+    deployment: Deployment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = deployment.create()
+    monkeypatch.setenv("KILLED", "the child")
+    server = _other(deployment, run, killed_server, tmp_path / "python")
+    server.launch(run, resume=False)
+    assert deployment.ended(run) is dg.DagsterRunStatus.FAILURE
+    assert not server.has_ended()
+    _close(server)
+
+
 @pytest.mark.nightly
 def test_a_run_starts_even_if_its_launcher_dies_before_it_has_the_answer(deployment: Deployment) -> None:
     run = deployment.create()
