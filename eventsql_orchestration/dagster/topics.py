@@ -158,7 +158,8 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
     are several shards, each has its own materialization, which names the shard. The events of a shard that is down
     follow when it is back.
     """
-    reported: dict[str, int] = {}
+    # What is known of a shard stays while the shard is down; if several are down, they have no names.
+    reported = dict(seen)
     materializations: list[dg.AssetMaterialization] = []
     missing: list[str] = []
     names = [topic if isinstance(topic, str) else topic.name for topic in topics]
@@ -169,13 +170,13 @@ def topic_observations(platform: EventSQL, topics: Iterable[Topic | str], *, see
             try:
                 end = shard.reader.end(name)
             except TopicNotFoundError:
+                reported.pop(key, None)
                 missing.append(topic_missing(name))
                 continue
             except DatabaseUnavailableError:
                 if len(platform.shards) == 1:
                     raise
-                reported |= {} if before is None else {key: before}
-                continue
+                break
             reported[key] = end
             if before is not None and end not in (0, before):
                 # Start over if the topic was deleted and created again.

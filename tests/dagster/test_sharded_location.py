@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import dagster as dg
@@ -193,6 +193,37 @@ def test_a_dead_letter_is_named_with_its_shard_and_stays_red_while_the_shard_is_
     shards[OTHER].platform.dead_letters.redrive("orders", LetterFilter(ids=(letter.id,)))
     green, _ = judge(platform, cursor, 1_030.0)
     assert (green.passed, green.description) == (True, "every event was delivered")
+
+
+def test_what_is_known_of_shards_stays_while_several_are_down(administrator: Administrator) -> None:
+    """Then their databases cannot be told apart."""
+    with ExitStack() as stack:
+        dsns = [stack.enter_context(administrator.copied()) for _ in range(3)]
+        platform = stack.enter_context(EventSQL(*dsns, transfer=False)).open()
+        alone = stack.enter_context(EventSQL(dsns[0], NOWHERE, f"{NOWHERE}2", migrate=False, transfer=False))
+        ledger.register(platform)
+        last = platform.shards[2]
+
+        def look(over: EventSQL, now: float, cursor: str | None = None) -> tuple[list[bool], list[Any], str | None]:
+            seen = observe_lag(
+                over, [ledger], checks=[build_delivered_check(ledger)], topics=[ORDERS], cursor=cursor, now=now
+            )
+            checked = [event.passed for event in seen.asset_events if isinstance(event, dg.AssetCheckEvaluation)]
+            arrived = [event for event in seen.asset_events if isinstance(event, dg.AssetMaterialization)]
+            return checked, [event.metadata["shard"].value for event in arrived], seen.cursor
+
+        checked, _, cursor = look(platform, 1_000.0)
+        assert checked == [True]
+        last.publisher.publish(Publication("orders", b"x", partition=0))
+        last.transfer.run_once()
+        with last.database.connection() as connection:
+            connection.execute("UPDATE eventsql.consumer SET eql_failed_event_id = 1, eql_attempts = 5")
+        checked, _, cursor = look(platform, 1_015.0, cursor)
+        assert checked == [False]
+        checked, arrived, cursor = look(alone, 1_075.0, cursor)
+        assert (checked, arrived) == ([False], [])
+        _, arrived, _ = look(platform, 1_150.0, cursor)
+        assert arrived == [last.name]
 
 
 # The transfer, and registration

@@ -72,25 +72,25 @@ class _DeliveredRule:
         if not look.state.registered:
             return unregistered(self.consumer)
         shards = shards_of(look.platform)
-        found, silent, doubtful = _Found([], [], {}), [], False
+        found, silent = _Found([], [], {}), []
         for shard in shards:
-            name = shard.label
-            before = look.memory.get(name, {})
             here = None
             # A shard that is down may have no name.
-            if len(shards) == 1 or (shard.name is not None and name not in look.state.unreachable):
+            if len(shards) == 1 or (shard.name is not None and shard.name not in look.state.unreachable):
                 with suppress(DatabaseUnavailableError, DatabaseBusyError):
-                    here = self._look(shard, before)
+                    here = self._look(shard, look.memory.get(shard.label, {}))
             if here is None:
-                found.memory[name] = before
-                silent.append(name)
-                doubtful |= bool(before.get(_UNSETTLED))
+                silent.append(shard.label)
                 continue
             for letter in here.letters:
                 letter.shard = shard.name
             found.letters += here.letters
             found.blocked += [(replace(state, shard=shard.name), reason) for state, reason in here.blocked]
-            found.memory[name] = {**here.memory, _UNSETTLED: bool(here)}
+            found.memory[shard.label] = {**here.memory, _UNSETTLED: bool(here)}
+
+        left = {name: before for name, before in look.memory.items() if silent and name not in found.memory}
+        doubtful = any(isinstance(before, Mapping) and before.get(_UNSETTLED) for before in left.values())
+        found.memory |= left
         found.letters.sort(key=lambda letter: letter.buffered_at)
         return self._verdict(found, silent, doubtful=doubtful)
 
