@@ -18,29 +18,14 @@ from eventsql_orchestration import Consumer, EventSQL, Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.dagster import ConsumerDefinition, build_definitions, topic_key
 from eventsql_orchestration.queue import QueueDepth
+from tests.documents import DAGSTER, REPOSITORY, examples, play
 from tests.shards.conftest import Databases, databases
 from tests.views.conftest import SKETCHES
 
 __all__ = ["databases"]
 
-REPOSITORY = Path(__file__).parents[2]
 README = REPOSITORY / "README.md"
 DOCUMENTS = (README, *sorted((REPOSITORY / "docs").glob("*.md")))
-
-
-def examples(document: Path) -> list[str]:
-    """The blocks of Python of a document."""
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
-
-
-def play(code: str, **urls: str) -> dict[str, Any]:
-    """Run an example whose URLs lead to databases of the test; gives its names."""
-    for shown, url in urls.items():
-        assert code.count(f"@{shown}/app") == 1
-        code = re.sub(rf"postgresql://app:secret@{shown}/app", url, code)
-    names: dict[str, Any] = {"__name__": "example"}
-    exec(compile(code, "example", "exec", dont_inherit=True), names)
-    return names
 
 
 def test_the_example_of_a_service_publishes_and_consumes_each_event_once(dsn: str) -> None:
@@ -119,7 +104,7 @@ def test_the_example_of_a_job_that_follows_a_consumer_requests_it_after_each_run
     dsn: str, platform: EventSQL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", dsn)
-    [example] = [each for each in examples(REPOSITORY / "docs" / "dagster.md") if "make_report" in each]
+    [example] = examples(DAGSTER, "make_report")
     defs: dg.Definitions = play(example)["defs"]
     assert defs.resolve_asset_graph().get(topic_key("order_placed")).parent_keys == {dg.AssetKey("web_shop")}
 

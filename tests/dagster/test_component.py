@@ -69,7 +69,9 @@ def test_the_example_is_a_whole_location_that_consumes(
     ids = bench.publish("orders", 8)
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
     with bench.platform.database.connection() as connection:
-        assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+        rows = connection.execute("SELECT id, value FROM ledger ORDER BY id").fetchall()
+    assert [row[0] for row in rows] == ids
+    assert {row[1] for row in rows} == {b"%d" % number for number in range(8)}
 
     # The events that a backfill replays change nothing, and no event fails.
     backfills = Backfills(bench.platform.shards)
@@ -84,7 +86,7 @@ def test_the_example_is_a_whole_location_that_consumes(
     bench.platform.transfer.run_once()
     assert bench.platform.dead_letters.of_backfills("orders") == {}
     with bench.platform.database.connection() as connection:
-        assert [row[0] for row in connection.execute("SELECT id FROM ledger ORDER BY id")] == ids
+        assert connection.execute("SELECT id, value FROM ledger ORDER BY id").fetchall() == rows
 
     repository = location.get_repository_def()
     assert {sensor.name for sensor in repository.sensor_defs} == {*(f"consume_ledger_{n}" for n in range(4)), "lag"}

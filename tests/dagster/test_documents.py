@@ -1,26 +1,14 @@
 """The code of the documents does what they say."""
 
 import json
-import re
-import runpy
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
 
 import dagster as dg
 import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import CheckAlert, topic_key
-
-DOCUMENTS = Path(__file__).parents[2] / "docs"
-OPERATIONS = DOCUMENTS / "dagster_operations.md"
-DAGSTER = DOCUMENTS / "dagster.md"
-LINEAGE = DOCUMENTS / "lineage.md"
-
-
-def examples(document: Path) -> list[str]:
-    """The blocks of Python of a document."""
-    return re.findall(r"^```python\n(.*?)^```", document.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+from tests.documents import DAGSTER, DOCS, examples, play
 
 
 @dg.op
@@ -39,16 +27,29 @@ def pages() -> list[str]:
 
 
 @pytest.fixture
-def alerts(pages: list[str]) -> dict[str, Any]:
+def alerts(pages: list[str]) -> dict[str, object]:
     """The example of alerts, whose pager is a list."""
-    (example,) = examples(OPERATIONS)
-    names: dict[str, Any] = {"page": pages.append}
-    exec(compile(example, str(OPERATIONS), "exec"), names)
-    return names
+    (example,) = examples(DOCS / "dagster_operations.md")
+    return play(example, {"page": pages.append})
+
+
+@pytest.fixture
+def registered(
+    dsn: str, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+) -> Callable[[str], dg.Definitions]:
+    """Plays an example that is a whole location, and executes its job `register`."""
+    monkeypatch.setenv("EVENTSQL_DSN", dsn)
+
+    def played(example: str) -> dg.Definitions:
+        location: dg.Definitions = play(example)["defs"]
+        assert location.resolve_job_def("register").execute_in_process(instance=instance).success
+        return location
+
+    return played
 
 
 def test_the_example_of_failed_runs_pages_the_run_its_job_and_the_reason(
-    alerts: dict[str, Any], pages: list[str], instance: dg.DagsterInstance
+    alerts: dict[str, object], pages: list[str], instance: dg.DagsterInstance
 ) -> None:
     result = failing.execute_in_process(instance=instance, raise_on_error=False)
     sensor = alerts["failed_runs"]
@@ -65,21 +66,18 @@ def test_the_example_of_failed_runs_pages_the_run_its_job_and_the_reason(
     assert "fail" in page
 
 
-def test_the_example_of_alerts_pages_what_a_check_says(alerts: dict[str, Any], pages: list[str]) -> None:
+def test_the_example_of_alerts_pages_what_a_check_says(alerts: dict[str, object], pages: list[str]) -> None:
     red = dg.AssetCheckSeverity.ERROR
-    alert = CheckAlert(dg.AssetKey("ledger"), "lag", False, red, "40 events behind", {}, 0.0)
-    alerts["notify"](alert)
+    notify = alerts["notify"]
+    assert callable(notify)
+    notify(CheckAlert(dg.AssetKey("ledger"), "lag", False, red, "40 events behind", {}, 0.0))
     assert pages == ["check lag of ledger is red (ERROR): 40 events behind"]
 
 
 def test_the_example_of_assets_that_return_events_is_a_whole_location_that_publishes(
-    platform: EventSQL, dsn: str, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+    platform: EventSQL, registered: Callable[[str], dg.Definitions], instance: dg.DagsterInstance
 ) -> None:
-    monkeypatch.setenv("EVENTSQL_DSN", dsn)
-    names: dict[str, Any] = {}
-    exec(compile(examples(LINEAGE)[0], str(LINEAGE), "exec"), names)
-    location: dg.Definitions = names["defs"]
-    assert location.resolve_job_def("register").execute_in_process(instance=instance).success
+    location = registered(examples(DOCS / "lineage.md")[0])
     platform.publisher.publish_all(
         Publication("rides", json.dumps({"order_id": key, "price_cents": 1_000}).encode(), key=key) for key in "ab"
     )
@@ -91,49 +89,29 @@ def test_the_example_of_assets_that_return_events_is_a_whole_location_that_publi
     assert fares == [(key, {"order_id": key, "fare_cents": 800}) for key in "ab"]
 
 
-def test_the_first_consumer_of_the_documentation_consumes(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
-    example, *_ = examples(DAGSTER)
-    names: dict[str, Any] = {}
-    exec(compile(example, str(DAGSTER), "exec"), names)
-    defs = names["defs"]
-    assert defs.resolve_job_def("register").execute_in_process().success
+def test_the_first_consumer_of_the_documentation_consumes(
+    platform: EventSQL, registered: Callable[[str], dg.Definitions], instance: dg.DagsterInstance
+) -> None:
+    location = registered(examples(DAGSTER)[0])
     platform.publisher.publish(Publication("order_placed", b"tea"))
     platform.transfer.run_once()
-    assert defs.resolve_job_def("consume_ledger").execute_in_process().success
+    assert location.resolve_job_def("consume_ledger").execute_in_process(instance=instance).success
     with platform.database.connection() as connection:
         assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]
 
 
 def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_once(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
+    platform: EventSQL, registered: Callable[[str], dg.Definitions], instance: dg.DagsterInstance
 ) -> None:
-    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
-    (example,) = (each for each in examples(DAGSTER) if "receipts" in each)
-    names: dict[str, Any] = {}
-    exec(compile(example, str(DAGSTER), "exec"), names)
-    defs: dg.Definitions = names["defs"]
-    assert defs.resolve_job_def("register").execute_in_process(instance=instance).success
+    (example,) = examples(DAGSTER, "receipts")
+    location = registered(example)
     platform.publisher.publish(Publication("order_placed", b"tea", key="7"))
     platform.transfer.run_once()
-    run = defs.resolve_job_def("consume_cashier").execute_in_process(instance=instance)
+    run = location.resolve_job_def("consume_cashier").execute_in_process(instance=instance)
     assert run.success
     platform.transfer.run_once()
     (receipt,) = platform.reader.read("receipts")
     assert (receipt.key, receipt.value, receipt.metadata["dagster_run_id"]) == ("7", b"tea", run.run_id)
     with platform.database.connection() as connection:
         assert connection.execute("SELECT count(*) FROM paid").fetchone() == (1,)
-    assert defs.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}
-
-
-def test_the_location_among_the_examples_consumes_each_order(
-    platform: EventSQL, monkeypatch: pytest.MonkeyPatch, instance: dg.DagsterInstance
-) -> None:
-    monkeypatch.setenv("EVENTSQL_DSN", platform.database.dsn)
-    defs: dg.Definitions = runpy.run_path(str(DOCUMENTS / "examples" / "ledger.py"))["defs"]
-    assert defs.resolve_job_def("register").execute_in_process(instance=instance).success
-    platform.publisher.publish(Publication("orders", b"tea"))
-    platform.transfer.run_once()
-    assert defs.resolve_job_def("consume_ledger").execute_in_process(instance=instance).success
-    with platform.database.connection() as connection:
-        assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]
+    assert location.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}

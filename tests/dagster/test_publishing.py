@@ -30,12 +30,10 @@ from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.tracing import Tracing
 from tests.dagster.conftest import Workbench
-from tests.dagster.test_documents import DOCUMENTS, examples
+from tests.documents import DOCS, examples, play
 
 RIDES = Topic("rides", 2)
 COUNTS = Topic("counts", 2)
-
-SPARK = DOCUMENTS / "spark.md"
 
 Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
@@ -241,10 +239,8 @@ def test_the_spark_asset_of_the_documentation_reads_and_publishes(
 ) -> None:
     monkeypatch.setenv("EVENTSQL_DSN", bench.platform.database.dsn)
     spark.spark_session  # noqa: B018 - the example takes the session of this process
-    [example] = [each for each in examples(SPARK) if "@range_asset" in each]
-    names: dict[str, Any] = {}
-    exec(compile(example, str(SPARK), "exec"), names)
-    location: dg.Definitions = names["defs"]
+    [example] = examples(DOCS / "spark.md", "@range_asset")
+    location: dg.Definitions = play(example)["defs"]
 
     # No consumer reads the topic `items_sold`: `register` creates it, because an asset publishes to it.
     assert location.resolve_job_def("register").execute_in_process(instance=bench.instance).success

@@ -30,7 +30,7 @@ from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.store import Change, Projection, Projections, RecordedChange
 from eventsql_orchestration.views import Rollup
 from tests.dagster.conftest import executed_check
-from tests.dagster.test_documents import DAGSTER, examples
+from tests.documents import DAGSTER, examples, play
 from tests.fixtures import Sessions
 from tests.views.test_rebuilding import Counts, World
 
@@ -144,10 +144,9 @@ def test_assets_stand_downstream_of_the_store_and_of_their_topics() -> None:
 
 
 def test_the_example_of_the_document_is_a_location() -> None:
-    (example,) = [each for each in examples(DAGSTER) if "store_asset()" in each]
-    names: dict[str, Any] = {**vars(eventsql_orchestration.dagster), "dg": dg, "Payments": Statuses, "MOVES": MOVES}
-    exec(compile(example.replace("\ndg.Definitions", "\nfound = dg.Definitions"), str(DAGSTER), "exec"), names)
-    found: dg.Definitions = names["found"]
+    (example,) = examples(DAGSTER, "store_asset()")
+    given = {**vars(eventsql_orchestration.dagster), "dg": dg, "Payments": Statuses, "MOVES": MOVES}
+    found: dg.Definitions = play(example.replace("\ndg.Definitions", "\nfound = dg.Definitions"), given)["found"]
     assert len(found.resolve_asset_graph().get_all_asset_keys()) == 5
     dg.Definitions.validate_loadable(found)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -33,6 +31,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Workbench
 from tests.dagster.location import record
+from tests.documents import DAGSTER, examples, play
 
 ORDERS = Topic("orders", 2)
 LIMITS = RunLimits(max_wait=0.0, drain_seconds=0.0)
@@ -126,15 +125,8 @@ def test_a_translator_changes_consumers_and_topics_after_all_other_options() -> 
 
 
 def test_the_translator_of_the_documentation_works() -> None:
-    document = (Path(__file__).parents[2] / "docs" / "dagster.md").read_text(encoding="utf-8")
-    (example,) = [each for each in re.findall(r"```python\n(.*?)```", document, re.DOTALL) if "class Shop" in each]
-    names: dict[str, Any] = {
-        "dg": dg,
-        "EventSQLTranslator": EventSQLTranslator,
-        "EventSQLAssetProps": EventSQLAssetProps,
-    }
-    exec(example, names)
-    assert ledger(translator=names["Shop"]()).key == dg.AssetKey(["shop", "ledger"])
+    (example,) = examples(DAGSTER, "class Shop")
+    assert ledger(translator=play(example)["Shop"]()).key == dg.AssetKey(["shop", "ledger"])
 
 
 class Renames(EventSQLTranslator):

@@ -38,7 +38,7 @@ from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDe
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
 from tests.dagster.conftest import Workbench
-from tests.dagster.test_documents import DAGSTER, examples
+from tests.documents import DAGSTER, examples, play
 from tests.effects import FullDiskError
 from tests.fixtures import Until
 
@@ -454,10 +454,8 @@ def no_threads_left() -> Iterator[None]:
 
 
 def test_the_example_of_the_document_is_a_location_that_handles_messages(platform: EventSQL, dsn: str) -> None:
-    (example,) = [each for each in examples(DAGSTER) if "make_thumbnails" in each]
-    names: dict[str, Any] = {}
-    exec(compile(example, str(DAGSTER), "exec"), names)
-    location = names["defs"]
+    (example,) = examples(DAGSTER, "make_thumbnails")
+    location = play(example)["defs"]
     resources = {"eventsql": EventSQLResource(dsn=dsn)}
     assert location.resolve_job_def("register").execute_in_process(resources=resources).success
     Queue(platform, "thumbnails").send_all([b"cat.png", b"dog.png"])
