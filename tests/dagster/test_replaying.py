@@ -428,7 +428,7 @@ def cut_connection(calls: Iterator[int]) -> Any:
     return consume
 
 
-# Deleted runs, renamed sensors, lost ticks
+# Deleted runs, renamed sensors, unseen deaths
 
 
 def test_a_queued_run_that_was_deleted_from_history_leaves_its_range_to_the_next(bench: Workbench) -> None:
@@ -471,45 +471,12 @@ def test_a_sensor_that_was_renamed_waits_for_the_run_that_the_old_one_requested(
     assert bench.effects() == [*ids, *more]
 
 
-def test_a_tick_that_is_never_stored_loses_no_event(bench: Workbench) -> None:
-    """A queue integration that acknowledges in the tick would lose the acknowledged events here."""
-    definition = define()
-    ids = bench.publish("rides", 5)
-    bench.request(definition)  # and the daemon dies
-    assert bench.offset(definition) == 0
-    bench.end_lease(definition)
-    assert bench.run(definition, bench.request(definition)).success
-    assert bench.effects() == ids
-
-
-def test_run_keys_differ_by_partition_and_by_try_where_offsets_do_not(bench: Workbench) -> None:
-    """If the key had only the offset, Dagster would ignore the second partition's run, and every second try."""
-    partitioned = consumer_asset(
-        topic=Topic("twins", 2),
-        consumer="p",
-        partitioned=True,
-        name="p",
-        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
-    )(record)
-    partitioned.register(bench.platform)
-    bench.publish("twins", 1, partition=0)
-    bench.publish("twins", 1, partition=1)
-    keys = []
-    for _ in range(2):
-        for sensor in partitioned.sensors:
-            (requested,) = bench.tick(sensor)
-            assert requested.tags[".dagster/eventsql_after"] == "0"
-            keys.append(requested.run_key)
-        bench.end_lease(partitioned)
-    assert len(set(keys)) == 4
-
-
 def test_a_run_that_dies_unseen_is_reported_as_failed_once_its_partition_is_claimed_anew(bench: Workbench) -> None:
     """Dagster's default launcher does not see it, and the queue would count it for ever."""
     definition = define()
     bench.publish("rides", 5)
     run_id, claim = bench.adopted(definition, bench.request(definition))
-    assert isinstance(bench.tick(definition.sensors[0]), str)
+    assert bench.tick(definition.sensors[0]).startswith(f"run {run_id} leases the partition for")
     assert bench.stored(run_id).status is dg.DagsterRunStatus.STARTED, "its lease goes on"
 
     bench.end_lease(definition)
