@@ -220,25 +220,6 @@ def test_a_claim_lost_in_mid_batch_leaves_no_effect_of_that_batch_and_fails_the_
     assert bench.effects() == []
 
 
-def test_another_owner_fails_the_run_between_batches(bench: Workbench) -> None:
-    calls = itertools.count()
-
-    def steal(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
-        if next(calls) == 1:
-            # As if the lease had ended and another run had adopted the claim: the epoch moves on.
-            connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_name = 'c'")
-
-    definition = define(steal, batch=10, max_events=30)
-    ids = bench.publish("rides", 30)
-    result = bench.run(definition, bench.request(definition))
-    assert not result.success
-    assert "lost" in failure_of(result)
-    # This run committed the batch in which the epoch moved, and nothing after it.
-    assert bench.effects() == ids[:20]
-    assert bench.offset(definition) == ids[19]
-
-
 def test_the_lease_is_renewed_while_a_batch_takes_long(bench: Workbench) -> None:
     left: list[float] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
@@ -393,39 +393,6 @@ def test_a_range_asset_commits_by_itself_and_is_not_replayed(bench: Workbench) -
     assert bench.run(definition, requested).success
     assert not again(bench, definition, requested, replay=True).success
     assert sums(bench) == [b"4"]
-
-
-# Dagster's own retries
-
-
-def test_a_step_that_dagster_retries_goes_on_with_its_claim(bench: Workbench) -> None:
-    calls = itertools.count()
-
-    definition = define(cut_connection(calls), batch=2)
-    ids = bench.publish("rides", 6)
-    requested = bench.request(definition)
-    retrying = dg.define_asset_job(
-        "retrying", selection=[definition.key], op_retry_policy=dg.RetryPolicy(max_retries=3),
-        executor_def=dg.in_process_executor,
-    )  # fmt: skip
-    job = dg.Definitions(
-        assets=[definition.asset], jobs=[retrying], resources={"eventsql": bench.eventsql}
-    ).resolve_job_def("retrying")
-    result = job.execute_in_process(
-        instance=bench.instance, run_config=requested.run_config, tags=dict(requested.tags), raise_on_error=False
-    )
-    assert result.success
-    assert bench.effects() == ids
-    assert bench.offset(definition) == ids[-1]
-
-
-def cut_connection(calls: Iterator[int]) -> Any:
-    def consume(events: Sequence[Event], connection: Connection) -> None:
-        record(events, connection)
-        if next(calls) == 1:
-            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
-
-    return consume
 
 
 # Deleted runs, renamed sensors, unseen deaths

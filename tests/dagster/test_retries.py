@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import dagster as dg
@@ -10,7 +11,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
-from eventsql_orchestration.dagster import AssetOptions, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from tests.dagster.conftest import Workbench
@@ -20,13 +21,15 @@ from tests.dagster.test_ranges import define as define_range
 
 RETRIES = dg.RetryPolicy(max_retries=2)
 
-steady = consumer_asset(
-    topic=Topic("rides", 2),
-    consumer="steady",
-    name="steady",
-    limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
-    options=AssetOptions(retry_policy=RETRIES),
-)(record)
+
+def steadily(function: Callable[..., Any] = record, *, batch: int = 1_000) -> ConsumerDefinition:
+    return consumer_asset(
+        topic=Topic("rides", 2), consumer="steady", name="steady", batch=batch,
+        limits=RunLimits(max_wait=0.0, drain_seconds=0.0), options=AssetOptions(retry_policy=RETRIES),
+    )(function)  # fmt: skip
+
+
+steady = steadily()
 
 
 def prepare(platform: EventSQL) -> None:
@@ -42,23 +45,17 @@ def restarts(result: dg.ExecuteInProcessResult) -> int:
     return sum(event.event_type == dg.DagsterEventType.STEP_RESTARTED for event in result.all_events)
 
 
-def test_a_run_that_fails_after_a_part_of_its_range_goes_on_where_it_was(
-    bench: Workbench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The database goes away after the first batches are committed."""
-    process, cut = Claims.process, iter([True])
+def test_a_run_that_fails_after_a_part_of_its_range_goes_on_where_it_was(bench: Workbench) -> None:
+    """Its connection breaks in the second batch."""
+    calls = itertools.count()
 
-    def cut_off(self: Claims, claim: Claim, *args: Any, **options: Any) -> Any:
-        if next(cut, False):
-            with self._database.transaction() as connection:
-                record(self.read(claim)[:2], connection)
-                self.commit(connection, claim, upto=self.read(claim)[1].id)
-            raise DatabaseUnavailableError
-        return process(self, claim, *args, **options)
+    def cut_off(events: Any, connection: Any) -> None:
+        record(events, connection)
+        if next(calls) == 1:
+            connection.execute("SELECT pg_terminate_backend(pg_backend_pid())")
 
-    monkeypatch.setattr(Claims, "process", cut_off)
-    ids = bench.publish("rides", 5)
-    result = bench.run(steady, bench.request(steady))
+    ids = bench.publish("rides", 6)
+    result = bench.run(steadily(cut_off, batch=2), bench.request(steady))
     assert result.success
     assert restarts(result) == 1
     assert bench.effects() == ids
@@ -69,13 +66,7 @@ def test_an_event_that_fails_has_its_own_attempts_whatever_the_policy(bench: Wor
     def stumble(events: Any, connection: Any) -> None:
         raise ValueError("no")
 
-    broken = consumer_asset(
-        topic=steady.topic,
-        consumer="steady",
-        name="steady",
-        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
-        options=AssetOptions(retry_policy=RETRIES),
-    )(stumble)
+    broken = steadily(stumble)
     bench.publish("rides", 1)
     result = bench.run(broken, bench.request(broken))
     assert not result.success
@@ -158,20 +149,14 @@ def test_a_claim_that_is_lost_in_the_middle_fails_the_run_and_no_policy_tries_it
         record(events, connection)
         connection.execute("UPDATE eventsql.consumer SET eql_epoch = eql_epoch + 1 WHERE eql_name = 'steady'")
 
-    stolen = consumer_asset(
-        topic=steady.topic,
-        consumer="steady",
-        name="steady",
-        batch=2,
-        limits=RunLimits(max_wait=0.0),
-        options=AssetOptions(retry_policy=RETRIES),
-    )(steal)
+    stolen = steadily(steal, batch=2)
     ids = bench.publish("rides", 4)
     result = bench.run(stolen, bench.request(stolen))
     assert not result.success
     assert restarts(result) == 0
     assert bench.stored(result.run_id).tags["dagster/max_retries"] == "0"
     assert bench.effects() == ids[:2], "what was committed before stays"
+    assert bench.offset(steady) == ids[1]
 
 
 @pytest.fixture
