@@ -335,56 +335,39 @@ def scaffold(project: Path, name: str) -> Path:
 
 
 @pytest.mark.nightly
-def test_dg_scaffolds_a_consumer(project: Path) -> None:
-    folder = scaffold(project, "billing")
-    written = yaml.safe_load((folder / "defs.yaml").read_text())
-    assert written["type"] == COMPONENT
-    assert written["attributes"]["topic"] == "rides"
-    assert (folder / "consume.py").exists()
-
-
-@pytest.mark.nightly
-def test_dg_lists_the_definitions_of_scaffolded_consumers(project: Path) -> None:
-    scaffold(project, "billing")
-    # A second consumer, in a folder whose name Dagster does not accept.
-    second = yaml.safe_load((scaffold(project, "my-mailer") / "defs.yaml").read_text())["attributes"]
-    assert (second["name"], second["platform"]) == ("my_mailer", False)
+def test_dg_scaffolds_consumers_and_lists_their_definitions(project: Path) -> None:
+    # Dagster does not accept the name of the second folder.
+    first, second = (
+        yaml.safe_load((scaffold(project, name) / "defs.yaml").read_text()) for name in ("billing", "my-mailer")
+    )
+    assert (first["type"], first["attributes"]["topic"]) == (COMPONENT, "rides")
+    assert (second["attributes"]["name"], second["attributes"]["platform"]) == ("my_mailer", False)
     listed = json.loads(dg_command(project, "list", "defs", "--json"))
     consuming = sorted(f"consume_{name}_{number}" for name in ("billing", "my_mailer") for number in range(3))
     assert sorted(each["name"] for each in listed["sensors"]) == [*consuming, "lag"]
     assert [each["name"] for each in listed["jobs"] if "register" in each["name"]] == ["register"]
 
 
-def build(**attributes: object) -> dg.Definitions:
-    """The definitions of a component whose defs.yaml has these attributes."""
-    with create_defs_folder_sandbox() as sandbox:
-        folder = sandbox.scaffold_component(
-            component_cls=EventSQLConsumerComponent,
-            scaffold_params={"topic": "rides"},
-            defs_yaml_contents={
-                "type": "eventsql_orchestration.dagster.EventSQLConsumerComponent",
-                "attributes": {"name": "billing", "topic": "rides", "consumer": "billing", **attributes},
-            },
-        )
-        with sandbox.load_component_and_build_defs(defs_path=folder) as (_, definitions):
-            return definitions
-
-
-def build_all(*components: dict[str, object]) -> dg.Definitions:
-    """The definitions of a project with these components."""
+def build_all(*components: dict[str, Any]) -> dg.Definitions:
+    """The definitions of a project with components whose defs.yaml have these attributes."""
     with create_defs_folder_sandbox() as sandbox:
         for attributes in components:
             sandbox.scaffold_component(
                 component_cls=EventSQLConsumerComponent,
-                defs_path=str(attributes["name"]),
+                defs_path=attributes["name"],
                 scaffold_params={"topic": "rides"},
                 defs_yaml_contents={
-                    "type": "eventsql_orchestration.dagster.EventSQLConsumerComponent",
+                    "type": COMPONENT,
                     "attributes": {"topic": "rides", "consumer": attributes["name"], **attributes},
                 },
             )
         with sandbox.build_all_defs() as definitions:
             return definitions
+
+
+def build(**attributes: Any) -> dg.Definitions:
+    """The definitions of a component."""
+    return build_all({"name": "billing", "consumer": "billing", **attributes})
 
 
 def deprecated(test: Callable[..., None]) -> Callable[..., None]:
@@ -395,15 +378,10 @@ def deprecated(test: Callable[..., None]) -> Callable[..., None]:
 
 
 @deprecated
-def test_a_defs_yaml_is_a_consumer() -> None:
-    assert build().resolve_job_def("consume_billing").name == "consume_billing"
-
-
-@deprecated
 def test_a_defs_yaml_has_the_options_of_an_asset() -> None:
     definitions = build(
         options={
-            "key_prefix": "finance",
+            "key_prefix": ["finance", "daily"],
             "group_name": "money",
             "code_version": "7",
             "metadata": {"table": "bills"},
@@ -416,7 +394,7 @@ def test_a_defs_yaml_has_the_options_of_an_asset() -> None:
         },
         sensor="consumer",
     )
-    key = dg.AssetKey(["finance", "billing"])
+    key = dg.AssetKey(["finance", "daily", "billing"])
     asset = definitions.get_assets_def(key)
     spec = asset.get_asset_spec(key)
     assert (spec.group_name, spec.code_version, spec.metadata["table"]) == ("money", "7", "bills")

@@ -30,7 +30,6 @@ from eventsql_orchestration.dagster import (
     build_transfer_schedule,
     consumer_asset,
     range_asset,
-    share_runs,
     table_asset,
     topic_asset,
     topic_key,
@@ -242,11 +241,6 @@ def test_a_preparation_that_would_never_run_is_refused() -> None:
         build_definitions([], prepare=create_table)
 
 
-def test_consumers_that_share_their_runs_have_one_sensor_and_one_job() -> None:
-    both = share_runs("both", [consumer("a"), consumer("b", "d")])
-    assert [sensor.name for sensor in build_definitions(both).sensors or ()] == ["both", "lag"]
-
-
 def without_events(rows: Any, connection: Connection) -> None: ...
 
 
@@ -332,15 +326,6 @@ def test_a_retry_policy_that_outlasts_the_lease_is_refused(policy: dg.RetryPolic
         consumer("a", options=options)
     with nullcontext() if fits else pytest.raises(ValidationError):
         worker_asset(queue="mails", options=options)
-
-
-def test_a_topic_is_an_external_asset() -> None:
-    spec = topic_asset(TOPIC, description="What riders do.", owners=["rides@example.com"], deps=["app"])
-    assert spec.key == dg.AssetKey(["topic", "rides"])
-    assert spec.kinds == {"topic", "postgresql"}
-    assert spec.group_name == "topics"
-    assert spec.metadata["partitions"] == 3
-    assert not dg.Definitions(assets=[spec]).resolve_asset_graph().get(spec.key).is_executable
 
 
 def test_a_captured_table_is_an_external_asset_upstream_of_its_topic() -> None:

@@ -289,6 +289,8 @@ def test_a_topic_asset_has_owners_columns_and_freshness() -> None:
         freshness=timedelta(hours=1),
         deps=["web"],
     )
+    assert (spec.key, spec.group_name) == (dg.AssetKey(["topic", "rides"]), "topics")
+    assert spec.metadata["partitions"] == RIDES.partitions
     assert spec.owners == ["team:rides", "a@b.com"]
     assert spec.kinds == {"topic", "postgresql", "json"}
     schema = spec.metadata["dagster/column_schema"]
@@ -312,17 +314,6 @@ def test_columns_and_freshness_may_be_given_in_dagsters_own_types() -> None:
     assert "dagster/column_schema" not in plain.metadata
 
 
-def test_the_graph_goes_from_services_over_topics_to_the_topics_that_consumers_publish_to() -> None:
-    definition = sizes()
-    graph = dg.Definitions(
-        assets=[dg.AssetSpec("web"), topic_asset(RIDES, deps=["web"]), definition.asset],
-        resources={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")},
-    ).resolve_asset_graph()
-    assert graph.get(topic_key("rides")).parent_keys == {dg.AssetKey("web")}
-    assert graph.get(definition.key).parent_keys == {topic_key("rides")}
-    assert graph.get(topic_key("sums")).parent_keys == {definition.key}
-
-
 # Events of external topics
 
 
@@ -342,16 +333,6 @@ def test_new_events_of_a_topic_are_reported_once_with_their_offsets(bench: Workb
         "trace published": f"eventsql trace rides {ids[-1]}",
     }
     assert topic_observations(bench.platform, [RIDES, "sums"], seen=news.seen).materializations == ()
-
-
-def test_the_first_look_at_a_topic_reports_nothing(bench: Workbench) -> None:
-    ids = bench.publish("rides", 3)
-    news = topic_observations(bench.platform, [RIDES], seen={})
-    assert (news.seen, news.materializations) == ({"rides": ids[-1]}, ())
-    (later,) = bench.publish("rides", 1)
-    (told,) = topic_observations(bench.platform, [RIDES], seen=news.seen).materializations
-    assert told.metadata["published events"].value == 1
-    assert told.metadata["published last offset"].value == later
 
 
 def test_a_missing_topic_does_not_hide_the_others(bench: Workbench) -> None:

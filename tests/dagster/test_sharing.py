@@ -17,6 +17,7 @@ from eventsql_orchestration.dagster import (
     RangeLimits,
     RunLimits,
     build_backfill,
+    build_definitions,
     consumer_asset,
     publish_events,
     range_asset,
@@ -87,9 +88,8 @@ def materialized(result: dg.ExecuteInProcessResult) -> dict[str, int]:
 
 def test_consumers_that_share_runs_have_one_job_and_one_sensor() -> None:
     definitions = define()
-    (sensor,) = {sensor.name for definition in definitions for sensor in definition.sensors}
-    (job,) = {definition.job.name for definition in definitions}
-    assert sensor == job == "consume_together"
+    assert {definition.job.name for definition in definitions} == {"consume_together"}
+    assert [sensor.name for sensor in build_definitions(definitions).sensors or ()] == ["consume_together", "lag"]
     assert (definitions[0].job.tags or {})["team"] == "rides"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import dagster as dg
@@ -64,25 +63,6 @@ def sums(translator: EventSQLTranslator | None) -> ConsumerDefinition:
     def sum_orders(claim: Claim) -> None: ...
 
     return sum_orders
-
-
-def test_the_options_of_a_consumer_are_on_its_asset() -> None:
-    condition = dg.AutomationCondition.eager()
-    definition = ledger(
-        key_prefix=["finance", "daily"],
-        group_name="money",
-        code_version="7",
-        metadata={"table": "ledger"},
-        automation_condition=condition,
-        freshness=timedelta(hours=1),
-        columns={"id": "bigint"},
-    )
-    spec = definition.asset.get_asset_spec(definition.key)
-    assert spec.key == definition.key == dg.AssetKey(["finance", "daily", "ledger"])
-    assert (spec.group_name, spec.code_version, spec.automation_condition) == ("money", "7", condition)
-    assert spec.freshness_policy == dg.FreshnessPolicy.time_window(fail_window=timedelta(hours=1))
-    assert spec.metadata["table"] == "ledger"
-    assert spec.metadata["dagster/column_schema"] == dg.TableSchema([dg.TableColumn("id", "bigint")])
 
 
 def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
