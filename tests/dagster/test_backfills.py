@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,10 +44,9 @@ from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earl
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
 from tests.dagster.conftest import Workbench
+from tests.dagster.processes import run_process
 from tests.forms import change_time, change_value, drop_events
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def prepare(platform: EventSQL) -> None:
@@ -329,8 +325,6 @@ def test_an_id_is_taken_once_and_another_consumer_may_have_the_same(bench: Workb
 
 
 def test_a_consumer_of_a_similar_name_is_no_backfill(bench: Workbench, backfills: Backfills) -> None:
-    from eventsql_orchestration import Consumer
-
     bench.platform.registry.register_consumer(Consumer("orders", f"mine{MARK}of_may"))
     assert backfills.registered() == []
 
@@ -753,46 +747,30 @@ def test_the_plan_job_makes_windows_that_the_ui_can_materialize(bench: Workbench
 # A killed process
 
 
+Process = Callable[..., AbstractContextManager[subprocess.Popen[bytes]]]
+
+
 @pytest.fixture
-def process(bench: Workbench, tmp_path: Path) -> Iterator[Any]:
-    started = []
+def process(bench: Workbench, shared_instance: dg.DagsterInstance) -> Process:
+    """The run of a partition key in a process of its own."""
 
-    def start(key: str, *, delay: float) -> subprocess.Popen[bytes]:
-        # fmt: off
-        command = [
-            sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.backfill_location",
-            "-j", "backfill_ledger", "--tags", f'{{"dagster/partition": "{key}"}}',
-        ]
-        # fmt: on
-        environment = {
-            **os.environ,
-            "DAGSTER_HOME": str(tmp_path),
-            "EVENTSQL_DSN": bench.eventsql.dsn,
-            "EVENTSQL_TEST_DELAY": str(delay),
-        }
-        (tmp_path / "dagster.yaml").write_text("telemetry:\n  enabled: false\n")
-        with dg.DagsterInstance.from_config(str(tmp_path)) as instance:
-            instance.add_dynamic_partitions("ledger_backfill", [key])
-        with (tmp_path / "run.log").open("wb") as log:
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
-        started.append(process)
-        return process
+    def start(key: str, *, delay: float) -> AbstractContextManager[subprocess.Popen[bytes]]:
+        shared_instance.add_dynamic_partitions("ledger_backfill", [key])
+        return run_process(
+            shared_instance.root_directory, bench.eventsql.dsn, "backfill_location", "backfill_ledger",
+            tags={"dagster/partition": key}, delay=delay,
+        )  # fmt: skip
 
-    yield start
-    for each in started:
-        each.kill()
-        each.wait(60)
+    return start
 
 
 def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
-    bench: Workbench, backfills: Backfills, process: Any
+    bench: Workbench, backfills: Backfills, process: Process
 ) -> None:
     ids = bench.publish("orders", 60, partition=0)
     key = begin(backfills)
-    killed = process(key, delay=2.0)
-    wait_until(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
-    killed.send_signal(signal.SIGKILL)
-    killed.wait(60)
+    with process(key, delay=2.0):
+        wait_until(lambda: len(bench.effects()) >= 2 * location.BATCH, "two batches")
     reached = len(bench.effects())
     assert reached < len(ids)
     assert replay(bench, location.ledger_backfill, key).success
@@ -801,21 +779,25 @@ def test_the_next_run_replays_the_rest_of_a_killed_run_and_nothing_twice(
 
 
 @pytest.mark.nightly
-def test_an_interrupted_run_gives_its_window_back_at_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
+def test_an_interrupted_run_gives_its_window_back_at_once(
+    bench: Workbench, backfills: Backfills, process: Process
+) -> None:
     bench.publish("orders", 60, partition=0)
     key = begin(backfills)
-    interrupted = process(key, delay=2.0)
-    wait_until(lambda: len(bench.effects()) >= location.BATCH, "a batch")
-    interrupted.send_signal(signal.SIGINT)
-    interrupted.wait(60)
+    with process(key, delay=2.0) as interrupted:
+        wait_until(lambda: len(bench.effects()) >= location.BATCH, "a batch")
+        interrupted.send_signal(signal.SIGINT)
+        interrupted.wait(60)
     (part,) = backfills.get("orders", "one").parts
     assert (part.owner, part.done) == (None, False)
 
 
-def test_two_runs_of_one_window_at_once_replay_it_once(bench: Workbench, backfills: Backfills, process: Any) -> None:
+def test_two_runs_of_one_window_at_once_replay_it_once(
+    bench: Workbench, backfills: Backfills, process: Process
+) -> None:
     ids = bench.publish("orders", 60, partition=0)
     key = begin(backfills)
-    both = [process(key, delay=0.2) for _ in range(2)]
-    codes = [each.wait(120) for each in both]
+    with process(key, delay=0.2) as one, process(key, delay=0.2) as other:
+        codes = [each.wait(120) for each in (one, other)]
     assert 0 in codes
     assert bench.effects() == ids

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import dagster as dg
@@ -16,16 +14,12 @@ from eventsql_orchestration.dagster.consumers.reexecution import AUTO_RETRY_TAG
 from eventsql_orchestration.dagster.launcher.worker import Worker
 from tests.dagster import stopping, stopping_consumer
 from tests.dagster.conftest import Workbench
+from tests.dagster.processes import Machine
 from tests.dagster.stopping import held, stopped
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
-
 SLOW = 600.0
 """Seconds that a busy machine may take for a step of many processes."""
-
-PATIENT = {"DAGSTER_GRPC_TIMEOUT_SECONDS": "600", "DAGSTER_SENSOR_GRPC_TIMEOUT_SECONDS": "600"}
-"""Code servers of a busy machine answer slowly."""
 
 IN_TICKS = [
     stopping.AFTER_THE_PROBE,
@@ -34,42 +28,6 @@ IN_TICKS = [
     stopping.AFTER_THE_RUN_IS_CREATED,
 ]
 IN_RUNS = [stopping.AFTER_LAUNCH, stopping.IN_PROCESSING, stopping.AFTER_EFFECTS, stopping.AFTER_THE_OFFSET]
-
-
-class Machine:
-    """A daemon with its code servers and runs, which can all die at once."""
-
-    def __init__(
-        self, home: Path, *, location: str = "tests.dagster.stopping_location", name: str = "daemon",
-        **environment: str,
-    ) -> None:  # fmt: skip
-        self._log = home / f"{name}.log"
-        with self._log.open("ab") as output:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.dagster.stopping", "run", "-m", location],
-                cwd=ROOT,
-                env={**os.environ, **PATIENT, **environment, "DAGSTER_HOME": str(home)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def __enter__(self) -> Machine:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self.die()
-        if kind is not None:
-            sys.stderr.write(self._log.read_text())
-
-    def has(self, pid: int) -> bool:
-        return os.getpgid(pid) == self._process.pid
-
-    def die(self) -> None:
-        """Kill every process at once, as a power failure does."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(60)
 
 
 @pytest.fixture

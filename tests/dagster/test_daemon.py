@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import dagster as dg
@@ -24,9 +22,8 @@ from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
 from tests.dagster.conftest import Workbench
+from tests.dagster.processes import ROOT, Machine
 from tests.waiting import wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_an_instance_keeps_its_storage_beside_the_events(home: Path, platform: EventSQL) -> None:
@@ -66,50 +63,19 @@ def test_an_instance_on_a_missing_database_is_refused(tmp_path: Path, monkeypatc
         write_instance(tmp_path, "sqlite:///x")
 
 
-@pytest.fixture
-def environment(home: Path, shards: dict[str, Workbench]) -> dict[str, str]:
-    """What Dagster's processes need to know; consumer `slow` takes half a second over each batch."""
-    dsns = shards["shard-1"].eventsql.dsn
-    return {**os.environ, "DAGSTER_HOME": str(home), "EVENTSQL_DSN": dsns, "EVENTSQL_TEST_DELAY": "0.5"}
-
-
-@pytest.fixture
-def daemon(home: Path, environment: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """A daemon on the tests' location."""
-    log = home / "daemon.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(Path(sys.executable).with_name("dagster-daemon")), "run", "-m", "tests.dagster.location"],
-            cwd=ROOT,
-            env=environment,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    try:
-        yield process
-    except BaseException:
-        sys.stderr.write(log.read_text())
-        raise
-    finally:
-        # A daemon that is told to end would wait for the ticks under way.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait(60)
-
-
 @pytest.mark.nightly
 def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that_each_event_takes_effect_once(
-    shards: dict[str, Workbench],
-    platform: EventSQL,
-    home: Path,
-    daemon: subprocess.Popen[bytes],
-    environment: dict[str, str],
+    shards: dict[str, Workbench], platform: EventSQL, home: Path
 ) -> None:
     one, other = shards.values()
     location.slow.register(one.eventsql.platform)
     ids = [bench.publish("orders", events) for bench, events in ((one, 100), (other, 20))]
-    with dg.DagsterInstance.from_config(str(home)) as instance:
+    # Consumer `slow` takes half a second over each batch.
+    environment = {"EVENTSQL_DSN": one.eventsql.dsn, "EVENTSQL_TEST_DELAY": "0.5"}
+    with (
+        Machine(home, location="location", stops=False, **environment) as machine,
+        dg.DagsterInstance.from_config(str(home)) as instance,
+    ):
 
         def consuming(shard: str) -> list[dg.DagsterRun]:
             tags = {"eventsql/consumer": "slow", "eventsql/shard": shard}
@@ -126,20 +92,20 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
         runs = consuming("shard-1")
         assert len(consuming("shard-2")) == 1
 
-    assert [one.effects(), other.effects()] == ids
-    assert len(runs) == 2
-    (killed,) = [run for run in runs if run.run_id == worker.run]
-    assert killed.status is dg.DagsterRunStatus.FAILURE, "it was reported as dead"
-    assert {run.tags["dagster/run_key"] for run in runs} == {
-        f"eventsql-claim-{run.tags['.dagster/eventsql_claim']}-{run.tags['.dagster/eventsql_claimed_at']}-shard-1"
-        for run in runs
-    }
-    assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
+        assert [one.effects(), other.effects()] == ids
+        assert len(runs) == 2
+        (killed,) = [run for run in runs if run.run_id == worker.run]
+        assert killed.status is dg.DagsterRunStatus.FAILURE, "it was reported as dead"
+        assert {run.tags["dagster/run_key"] for run in runs} == {
+            f"eventsql-claim-{run.tags['.dagster/eventsql_claim']}-{run.tags['.dagster/eventsql_claimed_at']}-shard-1"
+            for run in runs
+        }
+        assert all(run.tags["eventsql/topic"] == "orders" for run in runs)
 
-    now = time.time()
-    command = [sys.executable, "-m", "dagster", "job", "launch", "-m", "tests.dagster.location", "-j", "housekeeping"]
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    with dg.DagsterInstance.from_config(str(home)) as instance:
+        now = time.time()
+        location_job = ["-m", "tests.dagster.location", "-j", "housekeeping"]
+        launch = [sys.executable, "-m", "dagster", "job", "launch", *location_job]
+        subprocess.run(launch, cwd=ROOT, env=machine.environment, check=True, capture_output=True)
         ended = dg.RunsFilter(job_name="housekeeping", statuses=[dg.DagsterRunStatus.SUCCESS])
         wait_until(lambda: instance.get_runs(ended), "housekeeping by the daemon")
     assert ticks(platform, "consume_slow", before=now) == []

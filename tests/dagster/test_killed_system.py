@@ -38,7 +38,7 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.topics.positions import AtOffset, Earliest
 from tests.dagster import killed_location as location
-from tests.dagster.test_crash_windows import PATIENT, ROOT
+from tests.dagster.processes import PATIENT, ROOT
 from tests.waiting import wait_until
 
 SECONDS: Final = 600.0

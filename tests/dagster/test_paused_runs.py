@@ -30,8 +30,8 @@ from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster import windows
 from tests.dagster.conftest import Workbench
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
+from tests.dagster.processes import Machine
 from tests.dagster.stopping import held, stopped
-from tests.dagster.test_crash_windows import Machine
 from tests.waiting import wait_until
 
 SLOW = 900.0
@@ -219,7 +219,7 @@ def test_a_run_that_is_paused_in_any_window_and_retried_loses_nothing_and_double
     monkeypatch.setenv(windows.CHOSEN, " ".join([*chosen, *([windows.SHARING] if windows.SHARED in chosen else [])]))
     register(paused, chosen)
     ids = {"orders": bench.publish("orders", 4 * windows.BATCH), "steady": bench.publish("steady", windows.BATCH)}
-    with Machine(home, location="tests.dagster.pausing_location"):
+    with Machine(home, location="pausing_location"):
         if windows.REPLAYED in chosen:
             begin_backfill(bench)
         for window in chosen:

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import itertools
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import dagster as dg
@@ -22,11 +18,10 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.publishing.transfer import Transfer
 from tests.dagster.conftest import Workbench
+from tests.dagster.processes import run_process
 from tests.dagster.test_shards import NOWHERE, ONE
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
-
-ROOT = Path(__file__).parents[2]
 
 
 def prepare(platform: EventSQL) -> None:
@@ -257,17 +252,11 @@ def test_a_run_moves_events_for_its_time_and_says_how_many(
 def test_a_run_that_is_terminated_ends_at_once(
     platform: EventSQL, shared_instance: dg.DagsterInstance, dsn: str
 ) -> None:
-    command = [sys.executable, "-m", "dagster", "job", "execute", "-m", "tests.dagster.location", "-j", "transfer"]
-    environment = {**os.environ, "DAGSTER_HOME": shared_instance.root_directory, "EVENTSQL_DSN": dsn}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
+    with run_process(shared_instance.root_directory, dsn, "location", "transfer") as process:
         platform.publisher.publish(Publication("rides", b""))
         wait_until(lambda: platform.reader.count("rides") == 1, "the event")
         process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE)
-    finally:
-        process.kill()
-        process.wait(60)
     (run_,) = shared_instance.get_runs()
     assert run_.status in (dg.DagsterRunStatus.CANCELED, dg.DagsterRunStatus.FAILURE)
 
