@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import dagster as dg
 import pytest
@@ -22,6 +22,8 @@ from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE
 from eventsql_orchestration.dagster.tags import CLAIM_TAG
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.conftest import TEMPLATE, Administrator
+
+Metadata: TypeAlias = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 EFFECTS = """
 CREATE TABLE effect (
@@ -243,7 +245,7 @@ def bench(platform: EventSQL, eventsql: EventSQLResource, instance: dg.DagsterIn
 
 
 @pytest.fixture
-def metadata() -> Callable[..., dict[str, Any]]:
+def metadata() -> Metadata:
     """The metadata of the only materialization of an asset in a run."""
 
     def read(result: dg.ExecuteInProcessResult, key: dg.AssetKey) -> dict[str, Any]:

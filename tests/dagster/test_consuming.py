@@ -17,13 +17,11 @@ from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.storage.metrics import Place
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.dagster.location import ledger, record
 from tests.waiting import wait_until
 
 TOPIC = Topic("rides")
-
-Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 
 def define(function: Callable[..., Any] = record, *, batch: int = 1_000, **limits: Any) -> ConsumerDefinition:

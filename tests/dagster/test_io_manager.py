@@ -31,7 +31,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.publication import Published
 from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.dagster.location import record
 
 DAYS = dg.StaticPartitionsDefinition(["monday", "tuesday"])
@@ -139,7 +139,7 @@ def spark_frame(_: object) -> DataFrame:
     ],
 )  # fmt: skip
 def test_the_value_of_an_asset_is_published(
-    bench: Workbench, materialize: Materialize, metadata: Callable[..., dict[str, Any]], value: object, spark: object
+    bench: Workbench, materialize: Materialize, metadata: Metadata, value: object, spark: object
 ) -> None:
     result = materialize(asset(value))
     assert events(bench) == [("a", b"1"), ("b", b"2")]
@@ -313,9 +313,7 @@ def test_two_processes_that_publish_at_once_publish_once(
     assert stored(bench) == 1, "the staged events of the second process are gone"
 
 
-def test_an_empty_value_is_a_publication(
-    bench: Workbench, materialize: Materialize, metadata: Callable[..., dict[str, Any]]
-) -> None:
+def test_an_empty_value_is_a_publication(bench: Workbench, materialize: Materialize, metadata: Metadata) -> None:
     result = materialize(asset([]))
     assert metadata(result, dg.AssetKey("sums"))["published events"] == 0
     assert stored(bench) == 0

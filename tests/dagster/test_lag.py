@@ -124,6 +124,7 @@ def test_the_sensor_reports_observations_to_dagster(bench: Workbench) -> None:
     (observation,) = tick.asset_events
     assert observation.asset_key == eager.key
     assert observation.metadata["Lag events"].value == 2
+    assert observation.tags == {HOUSEKEEPING_TAG: "internal"}
     assert sensor.minimum_interval_seconds == 15
 
 
@@ -306,12 +307,6 @@ def test_a_transfer_that_is_switched_off_is_named_as_the_cause(bench: Workbench)
         why = str(observation.metadata["cause"].value)
         assert why.startswith("transfer: ")
         assert ("schedule mover is switched off" in why) is (status is dg.DefaultScheduleStatus.STOPPED)
-
-
-def test_reports_of_the_sensor_carry_a_tag(bench: Workbench) -> None:
-    (event, *_) = observe(bench).asset_events
-    assert isinstance(event, dg.AssetObservation)
-    assert event.tags == {HOUSEKEEPING_TAG: "internal"}
 
 
 def arrivals(result: dg.SensorResult) -> list[Any]:

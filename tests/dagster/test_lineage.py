@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -30,10 +29,9 @@ from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.orchestration.trace.runs import RunInput
 from eventsql_orchestration.orchestration.trace.tracer import COPIES, Tracer
 from eventsql_orchestration.publishing.transfer import Transfer
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 
 RIDES = Topic("rides")
-Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 
 def prepare(platform: EventSQL) -> None:
@@ -59,7 +57,7 @@ def sizes(**limits: Any) -> ConsumerDefinition:
 # Events and their runs
 
 
-def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench) -> None:
+def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench, metadata: Metadata) -> None:
     definition = sizes(max_events=10, drain_seconds=60.0, drain_idle=0.0)
     definition.register(bench.platform)
     ids = bench.publish("rides", 25)
@@ -68,6 +66,7 @@ def test_an_event_leads_to_the_one_range_that_it_was_made_from(bench: Workbench)
     tracer = Tracer(bench.platform, {"Dagster": StoredRuns(bench.instance)})
     published = bench.platform.reader.read("sums")
     assert [event.value for event in published] == [b"10", b"10", b"5"]
+    assert metadata(result, topic_key("sums"))["published events"] == 3
     ranges = []
     for event in published:
         origin = tracer.trace("sums", event.id)

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import dagster as dg
@@ -29,13 +29,11 @@ from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.tracing import Tracing
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.documents import DOCS, examples, play
 
 RIDES = Topic("rides", 2)
 COUNTS = Topic("counts", 2)
-
-Metadata = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")

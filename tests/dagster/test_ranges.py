@@ -23,7 +23,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.model import Retention
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 
 TOPIC = Topic("rides", 2)
 SUMS = Topic("sums")
@@ -70,9 +70,7 @@ def sums(bench: Workbench) -> list[bytes]:
     return [event.value for event in bench.platform.reader.read("sums")]
 
 
-def test_a_range_is_consumed_and_published_once(
-    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
-) -> None:
+def test_a_range_is_consumed_and_published_once(bench: Workbench, metadata: Metadata) -> None:
     definition = define(total)
     ids = bench.publish("rides", 40)
     requested = bench.request(definition)
@@ -92,16 +90,6 @@ def test_a_range_is_consumed_and_published_once(
 
     assert bench.run(definition, requested).success
     assert sums(bench) == [b"40"]
-
-
-def test_a_range_asset_drains_too(
-    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
-) -> None:
-    definition = define(total, max_events=10, drain_seconds=60.0, drain_idle=0.0)
-    bench.publish("rides", 25)
-    result = bench.run(definition, bench.request(definition))
-    assert sums(bench) == [b"10", b"10", b"5"]
-    assert metadata(result, topic_key("sums"))["published events"] == 3
 
 
 def test_a_function_that_does_not_commit_fails_its_run_and_the_range_stays(bench: Workbench) -> None:
@@ -164,9 +152,7 @@ def test_a_function_that_raises_after_its_commit_fails_its_run_with_its_own_erro
     assert bench.offset(definition) == ids[-1]
 
 
-def test_a_committed_range_is_reported_whatever_its_function_returns(
-    bench: Workbench, metadata: Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
-) -> None:
+def test_a_committed_range_is_reported_whatever_its_function_returns(bench: Workbench, metadata: Metadata) -> None:
     def counting(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> int:
         total(context, claim, eventsql)
         return 3
@@ -186,13 +172,6 @@ def test_a_database_that_is_away_is_no_failure_of_the_range(bench: Workbench) ->
     bench.publish("rides", 3)
     assert not bench.run(broken, bench.request(broken)).success
     assert bench.run(mended, bench.request(mended)).success
-
-
-def test_a_partitioned_range_asset_has_a_claim_for_each_partition(bench: Workbench) -> None:
-    definition = range_asset(topic=TOPIC, consumer="p", name="p", partitioned=True, limits=RangeLimits(max_wait=0.0))(
-        total
-    )
-    assert [sensor.name for sensor in definition.sensors] == ["consume_p_0", "consume_p_1"]
 
 
 def test_a_published_topic_is_registered_as_a_consumers_topic_is(bench: Workbench) -> None:

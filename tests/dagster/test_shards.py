@@ -38,7 +38,7 @@ from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.orchestration.provenance import SHARD, Writer
 from eventsql_orchestration.orchestration.shards import shards_of as databases_of
 from tests.conftest import Prepared
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.dagster.location import record
 
 ORDERS = Topic("orders", 2)
@@ -187,7 +187,7 @@ def test_a_tick_has_a_short_connect_timeout_for_one_of_several_shards_unless_its
 
 
 def test_a_tick_claims_on_each_shard_and_each_run_consumes_on_its_own(
-    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Callable[..., dict[str, Any]]
+    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Metadata
 ) -> None:
     ids = {name: bench.publish("orders", 3 + n, partition=1) for n, (name, bench) in enumerate(shards.items())}
     one, other = tick(shards[ONE], ledger.sensors[1])
@@ -322,7 +322,7 @@ def test_a_claim_without_the_name_of_its_shard_is_looked_for_on_no_shard(
 
 
 def test_a_run_launched_by_hand_consumes_the_waiting_events_of_every_shard_or_of_the_named_shard(
-    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Callable[..., dict[str, Any]]
+    eventsql: EventSQLResource, shards: dict[str, Workbench], metadata: Metadata
 ) -> None:
     ids = {name: bench.publish("orders", 2) for name, bench in shards.items()}
     config = {"ops": {"ledger": {"config": {"shard": OTHER}}}}

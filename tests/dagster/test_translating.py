@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import dagster as dg
@@ -28,7 +28,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.dagster.location import record
 from tests.documents import DAGSTER, examples, play
 
@@ -66,7 +66,7 @@ def sums(translator: EventSQLTranslator | None) -> ConsumerDefinition:
 
 
 def test_a_consumer_under_a_prefix_consumes_and_shows_the_number_of_its_events(
-    bench: Workbench, metadata: Callable[..., dict[str, Any]]
+    bench: Workbench, metadata: Metadata
 ) -> None:
     definition = ledger(key_prefix="finance")
     definition.register(bench.platform)

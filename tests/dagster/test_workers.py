@@ -37,7 +37,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Metadata, Workbench
 from tests.documents import DAGSTER, examples, play
 from tests.effects import FullDiskError
 from tests.fixtures import Until
@@ -96,7 +96,7 @@ def work(bench: Workbench) -> Work:
     return work
 
 
-def test_a_tick_requests_a_run_that_handles_all_messages(work: Work, metadata: Callable[..., dict[str, Any]]) -> None:
+def test_a_tick_requests_a_run_that_handles_all_messages(work: Work, metadata: Metadata) -> None:
     assert work.tick() == "no messages wait"
     ids = work.send(12)
     (request,) = work.tick()
@@ -464,9 +464,7 @@ def test_the_example_of_the_document_is_a_location_that_handles_messages(platfor
         assert connection.execute("SELECT count(*) FROM thumbnail").fetchone() == (2,)
 
 
-def test_answers_are_published_with_the_acknowledgement_or_not_at_all(
-    work: Work, metadata: Callable[..., dict[str, Any]]
-) -> None:
+def test_answers_are_published_with_the_acknowledgement_or_not_at_all(work: Work, metadata: Metadata) -> None:
     ids = work.send(4)
     answers = Topic("answers")
     failing = [True]
