@@ -83,6 +83,20 @@ def eventsql(dsn: str) -> Iterator[EventSQLResource]:
     resource.platform.close()
 
 
+def use(resource: EventSQLResource, function: Callable[[EventSQLResource], object] = lambda _: None) -> None:
+    """Execute a run whose only op calls a function with a resource."""
+
+    @dg.op
+    def call(eventsql: EventSQLResource) -> None:
+        function(eventsql)
+
+    @dg.job(resource_defs={"eventsql": resource})
+    def job() -> None:
+        call()
+
+    assert job.execute_in_process().success
+
+
 def request_of(answer: Any) -> dg.RunRequest:
     """The only run request of a tick."""
     assert isinstance(answer, list), answer

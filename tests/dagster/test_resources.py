@@ -25,6 +25,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
+from tests.dagster.conftest import use
 
 
 def connections(platform: EventSQL) -> int:
@@ -40,30 +41,18 @@ def connections(platform: EventSQL) -> int:
 def test_the_platform_of_a_run_is_one_object_and_is_closed_when_the_run_ends(platform: EventSQL, dsn: str) -> None:
     seen: list[EventSQL] = []
 
-    @dg.op
-    def use(eventsql: EventSQLResource) -> None:
+    def look(eventsql: EventSQLResource) -> None:
         seen.extend([eventsql.platform, eventsql.platform])
         seen[0].registry.topics()
         assert connections(platform) == 1
 
-    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn=dsn)})
-    def job() -> None:
-        use()
-
-    assert job.execute_in_process().success
+    use(EventSQLResource(dsn=dsn), look)
     assert seen[0] is seen[1]
     assert connections(platform) == 0
 
 
 def test_a_run_that_does_not_use_the_platform_does_not_connect() -> None:
-    @dg.op
-    def idle(eventsql: EventSQLResource) -> None: ...
-
-    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")})
-    def job() -> None:
-        idle()
-
-    assert job.execute_in_process().success
+    use(EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere"))
 
 
 def test_the_url_may_come_from_the_environment(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,16 +60,7 @@ def test_the_url_may_come_from_the_environment(dsn: str, monkeypatch: pytest.Mon
     monkeypatch.setenv("EVENTSQL_TEST_DSN", dsn)
     monkeypatch.setenv("EVENTSQL_TEST_SCHEMA", "eventsql")
     topics: list[list[Topic]] = []
-
-    @dg.op
-    def use(eventsql: EventSQLResource) -> None:
-        topics.append(eventsql.platform.registry.topics())
-
-    @dg.job(resource_defs={"eventsql": resource})
-    def job() -> None:
-        use()
-
-    assert job.execute_in_process().success
+    use(resource, lambda eventsql: topics.append(eventsql.platform.registry.topics()))
     assert topics == [[]]
 
 
@@ -99,19 +79,11 @@ def test_loading_a_location_refuses_an_invalid_url_and_the_error_has_no_password
 def test_a_url_of_the_environment_is_refused_when_a_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     # The URL is not checked when the location is loaded: that process may not have the variables that its runs have.
     resource = EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))
-
-    @dg.op
-    def use(eventsql: EventSQLResource) -> None: ...
-
-    @dg.job(resource_defs={"eventsql": resource})
-    def job() -> None:
-        use()
-
     with pytest.raises(dg.DagsterInvalidConfigError, match="EVENTSQL_TEST_DSN"):
-        job.execute_in_process()
+        use(resource)
     monkeypatch.setenv("EVENTSQL_TEST_DSN", "mysql://user:secret@host/x")
     with pytest.raises(dg.DagsterError) as caught:
-        job.execute_in_process()
+        use(resource)
     cause = caught.value.__cause__
     assert isinstance(cause, ConfigurationError)
     assert str(cause).startswith("dsn of EventSQLResource: the database must be PostgreSQL")

@@ -38,7 +38,7 @@ from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.orchestration.provenance import SHARD, Writer
 from eventsql_orchestration.orchestration.shards import shards_of as databases_of
 from tests.conftest import Prepared
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, use
 from tests.dagster.location import record
 
 ORDERS = Topic("orders", 2)
@@ -158,19 +158,14 @@ def test_the_urls_may_come_from_the_environment_and_statements_of_ticks_are_boun
     monkeypatch.setenv("EVENTSQL_TEST_DSN", eventsql.dsn)
     named: list[str | None] = []
 
-    @dg.op
-    def use(eventsql: EventSQLResource) -> None:
+    def sleep(eventsql: EventSQLResource) -> None:
         with eventsql.bounded(0.2) as platform:
             for shard in platform.open().shards:
                 named.append(shard.name)
                 with pytest.raises(DatabaseError), shard.database.errors(), shard.database.connection() as connection:
                     connection.execute("SELECT pg_sleep(20)")
 
-    @dg.job(resource_defs={"eventsql": EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN"))})
-    def job() -> None:
-        use()
-
-    assert job.execute_in_process().success
+    use(EventSQLResource(dsn=dg.EnvVar("EVENTSQL_TEST_DSN")), sleep)
     assert named == [ONE, OTHER]
 
 
