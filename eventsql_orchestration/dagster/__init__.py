@@ -37,16 +37,15 @@ from eventsql_orchestration.dagster.monitoring.alerts import CheckAlert, build_a
 from eventsql_orchestration.dagster.monitoring.checks import ConsumerCheck, ReportedCheck, build_lag_check
 from eventsql_orchestration.dagster.monitoring.dead_letter_check import build_delivered_check
 from eventsql_orchestration.dagster.monitoring.lag_sensor import build_lag_sensor
-from eventsql_orchestration.dagster.monitoring.projection_check import build_projection_check
 from eventsql_orchestration.dagster.monitoring.queues import (
     QueueCheck,
     QueueLimits,
     build_queue_checks,
     build_queue_sensor,
 )
+from eventsql_orchestration.dagster.monitoring.read_model_checks import build_projection_check, build_view_check
 from eventsql_orchestration.dagster.monitoring.subscriptions import build_subscription_sensor
 from eventsql_orchestration.dagster.monitoring.topic_page import TopicSample
-from eventsql_orchestration.dagster.monitoring.view_check import build_view_check
 from eventsql_orchestration.dagster.queues.assets import (
     WorkConfig,
     WorkerDefinition,

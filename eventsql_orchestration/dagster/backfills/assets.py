@@ -10,8 +10,7 @@ from typing import Any, Final
 import dagster as dg
 
 from eventsql_orchestration.dagster.consumers.definition import ConsumerDefinition
-from eventsql_orchestration.dagster.consumers.failures import without_retries
-from eventsql_orchestration.dagster.consumers.reporting import results
+from eventsql_orchestration.dagster.consumers.reporting import results, without_retries
 from eventsql_orchestration.dagster.metadata_keys import CONSUMED_TOPIC
 from eventsql_orchestration.dagster.register import failing_if_unregistered
 from eventsql_orchestration.dagster.resources import RESOURCE_KEY, EventSQLResource

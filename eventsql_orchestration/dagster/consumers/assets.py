@@ -19,7 +19,6 @@ from eventsql_orchestration.dagster.consumers.definition import (
     ConsumerDefinition,
     MakeConsume,
 )
-from eventsql_orchestration.dagster.consumers.failures import without_retries
 from eventsql_orchestration.dagster.consumers.handover import comes_soon
 from eventsql_orchestration.dagster.consumers.options import (
     DEFAULT_TICKS,
@@ -28,7 +27,7 @@ from eventsql_orchestration.dagster.consumers.options import (
     RunLimits,
     TickOptions,
 )
-from eventsql_orchestration.dagster.consumers.reporting import report, results
+from eventsql_orchestration.dagster.consumers.reporting import report, results, without_retries
 from eventsql_orchestration.dagster.consumers.run import drain
 from eventsql_orchestration.dagster.consumers.run_draining import RunDraining
 from eventsql_orchestration.dagster.consumers.sensors import build_sensor

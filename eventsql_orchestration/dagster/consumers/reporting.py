@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import dagster as dg
@@ -17,6 +18,7 @@ from eventsql_orchestration.dagster.lineage.published import add_up, leave_out
 from eventsql_orchestration.dagster.metadata_keys import ROW_COUNT
 from eventsql_orchestration.model import how_often
 from eventsql_orchestration.orchestration.drain import Drained
+from eventsql_orchestration.orchestration.errors import FinalRunError
 from eventsql_orchestration.orchestration.shards import partition_label
 from eventsql_orchestration.validation import advised, counted
 
@@ -138,3 +140,14 @@ def results(
     yield key, metadata
     for topic, name in topics.items():
         yield topic, add_up(drained.said, name)
+
+
+@contextmanager
+def without_retries() -> Iterator[None]:
+    """Raise a `FinalRunError` of the block as `dagster.Failure`, which Dagster does not retry: it would only repeat."""
+    try:
+        yield
+    except FinalRunError as error:
+        cause = error.__cause__
+        facts = {**error.facts, **(cause.metadata if isinstance(cause, dg.Failure) else {})}
+        raise dg.Failure(error.message, metadata=facts, allow_retries=False) from cause
