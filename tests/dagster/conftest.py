@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication
+from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, WorkerDefinition, write_instance
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
@@ -24,6 +24,9 @@ from eventsql_orchestration.orchestration.owners import owner_of_run
 from tests.conftest import TEMPLATE, Administrator
 
 Metadata: TypeAlias = Callable[[dg.ExecuteInProcessResult, dg.AssetKey], dict[str, Any]]
+
+NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
+ONE, OTHER = "shard-1", "shard-2"
 
 EFFECTS = """
 CREATE TABLE effect (
@@ -81,6 +84,19 @@ def eventsql(dsn: str) -> Iterator[EventSQLResource]:
     yield resource
     # The test itself closes what it uses outside of a run.
     resource.platform.close()
+
+
+def registering(*given: Topic | ConsumerDefinition) -> Callable[[EventSQL], None]:
+    """A function for the mark `prepared`: it registers topics and consumers, in this order."""
+
+    def register(platform: EventSQL) -> None:
+        for each in given:
+            if isinstance(each, Topic):
+                platform.registry.register_topic(each)
+            else:
+                each.register(platform)
+
+    return register
 
 
 def use(resource: EventSQLResource, function: Callable[[EventSQLResource], object] = lambda _: None) -> None:
@@ -298,3 +314,11 @@ def shards(
             for shard in platform.shards
         }
         yield {name: Workbench(each, eventsql, instance) for name, each in alone.items()}
+
+
+@pytest.fixture
+def with_one_down(shards: dict[str, Workbench]) -> Iterator[EventSQLResource]:
+    """Both shards while the server of the second one is down."""
+    resource = EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
+    yield resource
+    resource.platform.close()

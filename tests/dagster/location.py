@@ -22,6 +22,8 @@ from eventsql_orchestration.database import Connection
 
 ORDERS = Topic("orders", 2)
 SLOW_BATCH = 10
+AT_ONCE = RunLimits(max_wait=0.0, drain_seconds=0.0)
+"""The limits of a consumer whose ticks wait for no further event, and whose runs do not either."""
 
 
 def record(events: Sequence[Event], connection: Connection) -> None:
@@ -53,6 +55,7 @@ def slow(events: Sequence[Event], connection: Connection) -> None:
     time.sleep(float(os.environ.get("EVENTSQL_TEST_DELAY", "0")))
 
 
+eager = consumer_asset(topic=Topic("rides"), consumer="eager", name="eager", limits=AT_ONCE)(record)
 transfer = build_transfer_schedule(limit_seconds=120.0)
 housekeeping = build_housekeeping_schedule(
     HistoryRetention(internal_hours=0.0), default_status=dg.DefaultScheduleStatus.STOPPED

@@ -43,18 +43,12 @@ from eventsql_orchestration.orchestration.backfills.windows import (
 from eventsql_orchestration.topics.positions import AtOffset, AtTime, Back, Earliest, Latest
 from eventsql_orchestration.topics.side_consumers import MARK
 from tests.dagster import backfill_location as location
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, registering
 from tests.dagster.processes import run_process
 from tests.forms import change_time, change_value, drop_events
 from tests.waiting import wait_until
 
-
-def prepare(platform: EventSQL) -> None:
-    for consumer in location.CONSUMERS:
-        consumer.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(*location.CONSUMERS))
 
 
 @pytest.fixture

@@ -9,13 +9,12 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.consuming.dead_letters import DeadLetters, LetterFilter
 from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import (
     CheckAlert,
     ConsumerCheck,
-    RunLimits,
     build_alert_sensor,
     build_delivered_check,
     build_lag_check,
@@ -26,8 +25,8 @@ from eventsql_orchestration.dagster.monitoring.checks import GREEN_INTERVAL, IDL
 from eventsql_orchestration.dagster.monitoring.lag_sensor import materialized_at, observe_lag
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
-from tests.dagster.conftest import Workbench, executed_check
-from tests.dagster.location import record
+from tests.dagster.conftest import Workbench, executed_check, registering
+from tests.dagster.location import AT_ONCE, record
 
 RIDES = Topic("rides", 2)
 
@@ -40,16 +39,9 @@ def refuse(events: Sequence[Event], connection: Connection) -> None:
     record(events, connection)
 
 
-eager = consumer_asset(
-    topic=RIDES, consumer="eager", name="eager", max_attempts=1, limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
-)(refuse)
+eager = consumer_asset(topic=RIDES, consumer="eager", name="eager", max_attempts=1, limits=AT_ONCE)(refuse)
 
-
-def prepare(platform: EventSQL) -> None:
-    eager.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(eager))
 
 
 class Watch:

@@ -15,10 +15,10 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.consuming.claims import Claims
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, TickOptions, consumer_asset
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from tests.dagster.conftest import Workbench
-from tests.dagster.location import record
+from tests.dagster.conftest import Workbench, registering
+from tests.dagster.location import AT_ONCE, record
 
 PARTITIONS = 300
 TOPIC = Topic("orders", PARTITIONS)
@@ -27,18 +27,13 @@ TOPIC = Topic("orders", PARTITIONS)
 def defined(**ticks: Any) -> ConsumerDefinition:
     return consumer_asset(
         topic=TOPIC, consumer="wide", partitioned=True, sensor="consumer", name="wide",
-        limits=RunLimits(max_wait=0.0, drain_seconds=0.0), ticks=TickOptions(**ticks),
+        limits=AT_ONCE, ticks=TickOptions(**ticks),
     )(record)  # fmt: skip
 
 
 wide = defined()
 
-
-def prepare(platform: EventSQL) -> None:
-    wide.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(wide))
 
 
 def publish(bench: Workbench, *partitions: int) -> None:
@@ -211,9 +206,7 @@ def test_overlapping_evaluations_claim_each_partition_once(bench: Workbench) -> 
 
 
 def test_a_consumer_of_a_whole_topic_may_have_one_sensor_for_all_partitions_too(bench: Workbench) -> None:
-    whole = consumer_asset(
-        topic=TOPIC, consumer="whole", sensor="consumer", name="whole", limits=RunLimits(max_wait=0.0)
-    )(record)
+    whole = consumer_asset(topic=TOPIC, consumer="whole", sensor="consumer", name="whole", limits=AT_ONCE)(record)
     whole.register(bench.platform)
     publish(bench, 5)
     assert partitions_of(evaluate(bench, whole)) == [-1]
@@ -221,12 +214,7 @@ def test_a_consumer_of_a_whole_topic_may_have_one_sensor_for_all_partitions_too(
 
 def test_a_tick_goes_on_with_the_new_partitions_of_a_repartitioned_topic(bench: Workbench, platform: EventSQL) -> None:
     changing = consumer_asset(
-        topic=Topic("changing", 1),
-        consumer="c",
-        partitioned=True,
-        sensor="consumer",
-        name="changing",
-        limits=RunLimits(max_wait=0.0, drain_seconds=0.0),
+        topic=Topic("changing", 1), consumer="c", partitioned=True, sensor="consumer", name="changing", limits=AT_ONCE
     )(record)
     changing.register(platform)
     ids = bench.publish("changing", 2, partition=0)

@@ -17,7 +17,7 @@ from eventsql_orchestration.consuming.lag import LagReader
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.storage.metrics import Place
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import ledger, record
 from tests.waiting import wait_until
 
@@ -31,12 +31,7 @@ def define(function: Callable[..., Any] = record, *, batch: int = 1_000, **limit
     )(function)  # fmt: skip
 
 
-def prepare(platform: EventSQL) -> None:
-    define().register(platform)
-    ledger.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(define(), ledger))
 
 
 def failure_of(result: dg.ExecuteInProcessResult) -> dict[str, Any]:

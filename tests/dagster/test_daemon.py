@@ -21,7 +21,7 @@ from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import NOWHERE, Workbench
 from tests.dagster.processes import ROOT, Machine
 from tests.waiting import wait_until
 
@@ -58,7 +58,7 @@ def test_the_storage_has_its_own_schema_whatever_options_the_url_has() -> None:
 def test_an_instance_on_a_missing_database_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STORAGE_VARIABLE, "of another instance")
     with pytest.raises(DatabaseUnavailableError):
-        write_instance(tmp_path, "postgresql://nobody@127.0.0.1:1/nowhere")
+        write_instance(tmp_path, NOWHERE)
     with pytest.raises(ConfigurationError):
         write_instance(tmp_path, "sqlite:///x")
 

@@ -38,6 +38,7 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import InvalidNameError, ValidationError
 from eventsql_orchestration.orchestration import limits
+from tests.dagster.conftest import NOWHERE
 
 TOPIC = Topic("rides", 3)
 
@@ -80,7 +81,7 @@ def test_nothing_connects_when_a_location_is_defined_or_loaded() -> None:
         jobs=[definition.job],
         sensors=[*definition.sensors, build_lag_sensor([definition])],
         schedules=[build_transfer_schedule(), build_housekeeping_schedule()],
-        resources={"eventsql": EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere")},
+        resources={"eventsql": EventSQLResource(dsn=NOWHERE)},
     )
     repository = location.get_repository_def()
     assert {sensor.name for sensor in repository.sensor_defs} == {

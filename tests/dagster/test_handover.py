@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.topics.positions import Earliest
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import record
 from tests.waiting import wait_until
 
@@ -43,13 +43,7 @@ long = consumer_asset(
     topic=Topic("long"), consumer="long", name="long", limits=RunLimits(max_wait=0.0, drain_seconds=600.0)
 )(record)
 
-
-def prepare(platform: EventSQL) -> None:
-    for definition in (draining, long):
-        definition.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(draining, long))
 
 
 class Traffic:

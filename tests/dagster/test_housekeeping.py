@@ -16,7 +16,6 @@ from eventsql_orchestration import EventSQL, Publication, Topic
 from eventsql_orchestration.dagster import (
     EventSQLResource,
     HistoryRetention,
-    RunLimits,
     build_backfill,
     build_delivered_check,
     build_housekeeping_schedule,
@@ -46,14 +45,10 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.storage import segments
 from tests.dagster.conftest import Workbench
-from tests.dagster.location import record
+from tests.dagster.location import eager, record
 
 ASSET = dg.AssetKey("ledger")
 DAY = 86_400
-
-eager = consumer_asset(
-    topic=Topic("rides"), consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
-)(record)
 
 
 @dg.op

@@ -14,7 +14,7 @@ from dagster_pyspark import LazyPySparkResource
 from pydantic import ValidationError as PydanticValidationError
 from pyspark.sql import DataFrame, SparkSession
 
-from eventsql_orchestration import Event, EventSQL, Publication, Topic
+from eventsql_orchestration import Event, Publication, Topic
 from eventsql_orchestration.dagster import EventSQLIOManager, EventSQLResource, consumer_asset, topic_asset, topic_key
 from eventsql_orchestration.dagster.io.publish import publish
 from eventsql_orchestration.dagster.lineage.origin import Origin
@@ -31,7 +31,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.publication import Published
 from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import record
 
 DAYS = dg.StaticPartitionsDefinition(["monday", "tuesday"])
@@ -49,11 +49,7 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
         resource.spark_session.stop()
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("sums", 2))
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(Topic("sums", 2)))
 
 
 def asset(value: object, **options: Any) -> dg.AssetsDefinition:

@@ -10,11 +10,10 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Consumer, Event, EventSQL, Publication, Retention, Topic
+from eventsql_orchestration import Consumer, Event, Publication, Retention, Topic
 from eventsql_orchestration.consuming.lag import ConsumerLag, LagCause
 from eventsql_orchestration.dagster import (
     EventSQLResource,
-    RunLimits,
     TopicSample,
     build_lag_check,
     build_lag_sensor,
@@ -39,20 +38,10 @@ from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.reader import Reader
-from tests.dagster.conftest import Workbench
-from tests.dagster.location import ledger, record
+from tests.dagster.conftest import Workbench, registering
+from tests.dagster.location import eager, ledger, record
 
-eager = consumer_asset(
-    topic=Topic("rides"), consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
-)(record)
-
-
-def prepare(platform: EventSQL) -> None:
-    ledger.register(platform)
-    eager.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(ledger, eager))
 
 
 @pytest.mark.parametrize(

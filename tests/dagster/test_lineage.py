@@ -8,14 +8,13 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
     RangeLimits,
-    RunLimits,
     consumer_asset,
     publish_events,
     range_asset,
@@ -29,17 +28,12 @@ from eventsql_orchestration.errors import ClaimLostError, DatabaseError
 from eventsql_orchestration.orchestration.trace.runs import RunInput
 from eventsql_orchestration.orchestration.trace.tracer import COPIES, Tracer
 from eventsql_orchestration.publishing.transfer import Transfer
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, registering
+from tests.dagster.location import AT_ONCE
 
 RIDES = Topic("rides")
 
-
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(RIDES)
-    platform.registry.register_topic(Topic("sums"))
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(RIDES, Topic("sums")))
 
 
 def size(context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource) -> dict[str, Any]:
@@ -108,7 +102,7 @@ def test_an_event_published_beside_effects_leads_to_the_claim(bench: Workbench) 
         echoes = [Publication("echoes", event.value, metadata=origin) for event in events]
         eventsql.platform.publisher.publish_all(echoes, connection=connection)
 
-    definition = consumer_asset(topic=RIDES, consumer="echo", limits=RunLimits(max_wait=0.0, drain_seconds=0.0))(echo)
+    definition = consumer_asset(topic=RIDES, consumer="echo", limits=AT_ONCE)(echo)
     definition.register(bench.platform)
     ids = bench.publish("rides", 3)
     assert bench.run(definition).success

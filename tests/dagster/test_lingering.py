@@ -12,7 +12,7 @@ import pytest
 from eventsql_orchestration import EventSQL, Topic
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, TickOptions, consumer_asset
 from eventsql_orchestration.dagster.consumers import long_poll
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import record
 from tests.waiting import wait_until
 
@@ -32,13 +32,7 @@ def defined(name: str, *, linger: float = LONG, sensor: Any = "partition") -> Co
 parted = defined("parted")
 whole = defined("whole", sensor="consumer")
 
-
-def prepare(platform: EventSQL) -> None:
-    for definition in (parted, whole):
-        definition.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(parted, whole))
 
 
 @pytest.fixture

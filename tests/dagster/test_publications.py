@@ -11,15 +11,11 @@ from eventsql_orchestration.dagster.housekeeping.prune import delete_publication
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import airflow_run
+from tests.dagster.conftest import registering
 
 LATER = timedelta(days=30)
 
-
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("fares"))
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(Topic("fares")))
 
 
 def publish(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> str:

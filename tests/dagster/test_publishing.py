@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import format_span_id, format_trace_id
 from pyspark.sql import SparkSession
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     ConsumerDefinition,
@@ -29,7 +29,7 @@ from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.spark import spark_config
 from eventsql_orchestration.spark.java import ensure_java
 from eventsql_orchestration.tracing import Tracing
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.documents import DOCS, examples, play
 
 RIDES = Topic("rides", 2)
@@ -51,14 +51,6 @@ def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LazyPySparkResou
         resource.spark_session.stop()
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(COUNTS)
-    counts.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
-
-
 def count(
     context: dg.AssetExecutionContext, claim: Claim, eventsql: EventSQLResource, spark: LazyPySparkResource
 ) -> dict[str, Any]:
@@ -76,6 +68,8 @@ counts: ConsumerDefinition = range_asset(
     name="counts",
     limits=RangeLimits(max_wait=0.0, drain_seconds=0.0),
 )(count)
+
+pytestmark = pytest.mark.prepared.with_args(registering(COUNTS, counts))
 
 
 @pytest.mark.nightly

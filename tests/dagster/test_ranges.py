@@ -10,7 +10,7 @@ import dagster as dg
 import psycopg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -23,7 +23,7 @@ from eventsql_orchestration.dagster import (
 )
 from eventsql_orchestration.errors import DatabaseUnavailableError
 from eventsql_orchestration.model import Retention
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, registering
 
 TOPIC = Topic("rides", 2)
 SUMS = Topic("sums")
@@ -57,12 +57,7 @@ def stumble(claim: Claim) -> None:
     raise RuntimeError("out of memory")
 
 
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(SUMS)
-    define(total).register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(SUMS, define(total)))
 
 
 def sums(bench: Workbench) -> list[bytes]:

@@ -10,12 +10,12 @@ import dagster as dg
 import psycopg
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Topic
+from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, registering
 from tests.dagster.location import record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
@@ -33,11 +33,7 @@ def define(
     )(function)  # fmt: skip
 
 
-def prepare(platform: EventSQL) -> None:
-    define().register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(define()))
 
 
 def again(

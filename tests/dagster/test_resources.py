@@ -25,7 +25,7 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from tests.dagster.conftest import use
+from tests.dagster.conftest import NOWHERE, use
 
 
 def connections(platform: EventSQL) -> int:
@@ -52,7 +52,7 @@ def test_the_platform_of_a_run_is_one_object_and_is_closed_when_the_run_ends(pla
 
 
 def test_a_run_that_does_not_use_the_platform_does_not_connect() -> None:
-    use(EventSQLResource(dsn="postgresql://nobody@127.0.0.1:1/nowhere"))
+    use(EventSQLResource(dsn=NOWHERE))
 
 
 def test_the_url_may_come_from_the_environment(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,20 +9,13 @@ import pytest
 from dagster._core.definitions.job_base import InMemoryJob
 from dagster._core.execution.api import execute_run
 
-from eventsql_orchestration import EventSQL, Topic
-from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration import EventSQL
+from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.database import Database
 from tests.dagster.conftest import Workbench
-from tests.dagster.location import record
+from tests.dagster.location import AT_ONCE, eager, record
 
-TOPIC = Topic("rides")
-
-eager = consumer_asset(topic=TOPIC, consumer="eager", name="eager", limits=RunLimits(max_wait=0.0, drain_seconds=0.0))(
-    record
-)
-whole = consumer_asset(
-    topic=TOPIC, consumer="eager", name="whole", sensor="consumer", limits=RunLimits(max_wait=0.0, drain_seconds=0.0)
-)(record)
+whole = consumer_asset(topic=eager.topic, consumer="eager", name="whole", sensor="consumer", limits=AT_ONCE)(record)
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Topic
+from eventsql_orchestration import Topic
 from eventsql_orchestration.consuming.claims import Claim, Claims
-from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
+from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.dagster.local.instance import instance_config
 from eventsql_orchestration.errors import DatabaseUnavailableError
-from tests.dagster.conftest import Workbench
-from tests.dagster.location import record
+from tests.dagster.conftest import Workbench, registering
+from tests.dagster.location import AT_ONCE, record
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
 
@@ -25,20 +25,13 @@ RETRIES = dg.RetryPolicy(max_retries=2)
 def steadily(function: Callable[..., Any] = record, *, batch: int = 1_000) -> ConsumerDefinition:
     return consumer_asset(
         topic=Topic("rides", 2), consumer="steady", name="steady", batch=batch,
-        limits=RunLimits(max_wait=0.0, drain_seconds=0.0), options=AssetOptions(retry_policy=RETRIES),
+        limits=AT_ONCE, options=AssetOptions(retry_policy=RETRIES),
     )(function)  # fmt: skip
 
 
 steady = steadily()
 
-
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(SUMS)
-    define_range(total).register(platform)
-    steady.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(SUMS, define_range(total), steady))
 
 
 def restarts(result: dg.ExecuteInProcessResult) -> int:

@@ -17,7 +17,7 @@ from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource,
 from eventsql_orchestration.dagster.consumers.partition_tick import PartitionWatch
 from eventsql_orchestration.dagster.tags import FINISHED
 from eventsql_orchestration.errors import RedefinitionError
-from tests.dagster.conftest import Workbench, request_of
+from tests.dagster.conftest import Workbench, registering, request_of
 from tests.dagster.location import ledger, record
 
 TOPIC = Topic("rides")
@@ -37,13 +37,7 @@ def defined(function: Any = record, **ticks: Any) -> ConsumerDefinition:
 
 eager = defined()
 
-
-def prepare(platform: EventSQL) -> None:
-    for definition in (lazy, eager, ledger):
-        definition.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(lazy, eager, ledger))
 
 
 def test_a_tick_claims_a_range_and_requests_one_run_for_it(bench: Workbench) -> None:

@@ -11,10 +11,10 @@ import dagster as dg
 import pytest
 from click.testing import CliRunner, Result
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import Publication, Topic
 from eventsql_orchestration.cli import main
 from eventsql_orchestration.consuming.claims import Claim
-from eventsql_orchestration.dagster import RunLimits, build_backfill, consumer_asset
+from eventsql_orchestration.dagster import build_backfill
 from eventsql_orchestration.dagster.backfills.job import DagsterJob
 from eventsql_orchestration.errors import PartitionLeasedError, RegistryError, ShardSetError, ValidationError
 from eventsql_orchestration.orchestration.backfills.driver import BackfillDriver, DriverProgress
@@ -25,26 +25,16 @@ from eventsql_orchestration.orchestration.shards import shards_of
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.topics.positions import AtOffset, Earliest
 from tests.conftest import Prepared
-from tests.dagster.conftest import Workbench
-from tests.dagster.location import record
+from tests.dagster.conftest import ONE, OTHER, Workbench
+from tests.dagster.test_shards import ledger
 
-ORDERS = Topic("orders", 2)
-ONE, OTHER = "shard-1", "shard-2"
-
-ledger = consumer_asset(
-    topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=RunLimits(max_wait=0.0)
-)(record)
 ledger_backfill = build_backfill(ledger)
 JOB = DagsterJob("backfill_ledger", ("ledger",), "ledger_backfill", "orders/ledger")
 
 
-def prepare(platform: EventSQL) -> None:
-    ledger.register(platform)
-
-
 @pytest.fixture
 def shard_templates(prepared: Prepared) -> tuple[str, ...]:
-    return prepared(prepare, databases=2)
+    return prepared(ledger.register, databases=2)
 
 
 @pytest.fixture

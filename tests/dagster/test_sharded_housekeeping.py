@@ -23,9 +23,9 @@ from eventsql_orchestration.dagster.shards import ShardsLeftOutError, on_each
 from eventsql_orchestration.errors import DatabaseError, ShardUnavailableError
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.storage import segments
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import NOWHERE, ONE, OTHER, Workbench
 from tests.dagster.location import record
-from tests.dagster.test_shards import NOWHERE, ONE, OTHER, tick
+from tests.dagster.test_shards import tick
 
 ORDERS = Topic("orders", 2, retention=Retention(events=2))
 BY_SHARD = {"drop_old_segments", "drop_old_views", "delete_old_claims", "delete_old_publications", "delete_old_windows"}
@@ -55,18 +55,13 @@ def keep_house(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> dg.E
     return location.resolve_job_def("housekeeping").execute_in_process(instance=instance, raise_on_error=False)
 
 
-def without_the_other(shards: dict[str, Workbench]) -> EventSQLResource:
-    """Both shards while the server of the second one is down."""
-    return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
-
-
 def steps(result: dg.ExecuteInProcessResult, kind: dg.DagsterEventType) -> set[str | None]:
     return {event.step_key for event in result.all_events if event.event_type == kind}
 
 
 @pytest.mark.nightly
 def test_housekeeping_clears_the_other_shards_while_one_is_down(
-    eventsql: EventSQLResource, shards: dict[str, Workbench]
+    eventsql: EventSQLResource, with_one_down: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     instance = shards[ONE].instance
     for _ in range(3):
@@ -82,7 +77,7 @@ def test_housekeeping_clears_the_other_shards_while_one_is_down(
         }
 
     assert left() == {ONE: (3, True), OTHER: (3, True)}
-    down = keep_house(instance, without_the_other(shards))
+    down = keep_house(instance, with_one_down)
     assert left() == {ONE: (0, False), OTHER: (3, True)}
     assert steps(down, dg.DagsterEventType.STEP_FAILURE) == BY_SHARD
     assert steps(down, dg.DagsterEventType.STEP_SUCCESS) == {"delete_old_history"}
@@ -95,7 +90,7 @@ def test_housekeeping_clears_the_other_shards_while_one_is_down(
 
 
 def test_windows_stay_while_their_backfill_may_be_registered_on_a_shard_that_is_down(
-    eventsql: EventSQLResource, shards: dict[str, Workbench]
+    eventsql: EventSQLResource, with_one_down: EventSQLResource, shards: dict[str, Workbench]
 ) -> None:
     instance, name = shards[ONE].instance, str(replayed.partitions.name)
     here, everywhere = "aaaaaa:0-9:0@shard-1", ["bbbbbb:0-9:0@shard-1", "bbbbbb:0-9:0@shard-2"]
@@ -107,10 +102,8 @@ def test_windows_stay_while_their_backfill_may_be_registered_on_a_shard_that_is_
             now=datetime.now(UTC),
         )  # fmt: skip
 
-    down = without_the_other(shards)
-    assert delete(down) == {name: 1}
+    assert delete(with_one_down) == {name: 1}
     assert list(instance.get_dynamic_partitions(name)) == everywhere
-    down.platform.close()
     assert delete(eventsql) == {name: 2}
 
 

@@ -39,23 +39,19 @@ from eventsql_orchestration.orchestration.provenance import SHARD
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.conftest import Administrator, Prepared
-from tests.dagster.conftest import EFFECTS, Workbench
+from tests.dagster.conftest import EFFECTS, NOWHERE, ONE, OTHER, Workbench
 from tests.dagster.location import record
-from tests.dagster.test_shards import NOWHERE, ONE, ORDERS, OTHER, ledger
+from tests.dagster.test_shards import ORDERS, ledger
 
 LETTERS = Topic(ORDERS.dead_letter_topic)
 KEYS = {shard_of_key(key, [ONE, OTHER]): key for key in "abcdefgh"}
-
-
-def prepare(platform: EventSQL) -> None:
-    ledger.register(platform)
 
 
 @pytest.fixture
 def shard_templates(
     request: pytest.FixtureRequest, prepared: Prepared, shard_templates: tuple[str, ...]
 ) -> tuple[str, ...]:
-    return prepared(prepare, databases=2) if "platform" in request.fixturenames else shard_templates
+    return prepared(ledger.register, databases=2) if "platform" in request.fixturenames else shard_templates
 
 
 @pytest.fixture

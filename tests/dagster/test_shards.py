@@ -18,7 +18,6 @@ from eventsql_orchestration.dagster import (
     AssetOptions,
     ConsumerDefinition,
     EventSQLResource,
-    RunLimits,
     TickOptions,
     consumer_asset,
     range_asset,
@@ -38,39 +37,28 @@ from eventsql_orchestration.metrics import PlatformCollector
 from eventsql_orchestration.orchestration.provenance import SHARD, Writer
 from eventsql_orchestration.orchestration.shards import shards_of as databases_of
 from tests.conftest import Prepared
-from tests.dagster.conftest import Metadata, Workbench, use
-from tests.dagster.location import record
+from tests.dagster.conftest import NOWHERE, ONE, OTHER, Metadata, Workbench, registering, use
+from tests.dagster.location import AT_ONCE, record
 
 ORDERS = Topic("orders", 2)
-NOWHERE = "postgresql://nobody@127.0.0.1:1/nowhere"
-ONE, OTHER = "shard-1", "shard-2"
-LIMITS = RunLimits(max_wait=0.0, drain_seconds=0.0)
 
-ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=LIMITS)(record)
-wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=LIMITS)(
+ledger = consumer_asset(topic=ORDERS, consumer="ledger", partitioned=True, name="ledger", limits=AT_ONCE)(record)
+wide = consumer_asset(topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=AT_ONCE)(
     record
 )
 
 
-def prepare(platform: EventSQL) -> None:
-    for definition in (ledger, wide):
-        definition.register(platform)
+register = registering(ledger, wide)
 
 
 @pytest.fixture
 def shard_templates(prepared: Prepared) -> tuple[str, ...]:
-    return prepared(prepare, databases=2)
+    return prepared(register, databases=2)
 
 
 @pytest.fixture
 def eventsql(shards: dict[str, Workbench]) -> EventSQLResource:
     return shards[ONE].eventsql
-
-
-@pytest.fixture
-def with_one_down(eventsql: EventSQLResource, shards: dict[str, Workbench]) -> EventSQLResource:
-    """The same while the second shard is down."""
-    return EventSQLResource(dsn=f"{shards[ONE].platform.database.dsn} {NOWHERE}")
 
 
 def tick(bench: Workbench, sensor: dg.SensorDefinition, **options: Any) -> list[dg.RunRequest]:
@@ -101,7 +89,6 @@ def test_a_shard_that_cannot_be_identified_while_others_are_down_is_not_taken_fo
     assert with_one_down.shard(OTHER).name == OTHER, "the only one that is missing"
     with pytest.raises(DatabaseUnavailableError):
         with_one_down.shard(OTHER).registry.topics()
-    with_one_down.platform.close()
 
 
 def look(platform: EventSQL) -> object:
@@ -276,7 +263,7 @@ def test_the_one_sensor_of_a_consumer_looks_at_all_partitions_of_all_shards(
 
     # No partition starves if a tick does not reach all of them.
     few = consumer_asset(
-        topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=LIMITS,
+        topic=ORDERS, consumer="wide", partitioned=True, sensor="consumer", name="wide", limits=AT_ONCE,
         ticks=TickOptions(max_requests=3),
     )(record)  # fmt: skip
     served: list[tuple[str, int]] = []
@@ -338,7 +325,7 @@ def test_consumers_that_share_runs_have_one_at_a_time_on_each_shard(
     both = share_runs(
         "consume_together",
         [
-            consumer_asset(topic=ORDERS, consumer=name, name=name, partitioned=True, limits=LIMITS)(record)
+            consumer_asset(topic=ORDERS, consumer=name, name=name, partitioned=True, limits=AT_ONCE)(record)
             for name in ("first", "second")
         ],
     )
@@ -378,7 +365,7 @@ def test_a_range_asset_is_given_a_claim_that_names_its_shard_and_commits_it_ther
             record(shard.reader.read("orders", after=claim.position, upto=claim.range.upto), connection)
             shard.claims.commit(connection, claim)
 
-    whole = range_asset(topic=ORDERS, consumer="whole", name="whole", limits=LIMITS, options=AssetOptions(kinds=()))(
+    whole = range_asset(topic=ORDERS, consumer="whole", name="whole", limits=AT_ONCE, options=AssetOptions(kinds=()))(
         commit
     )
     whole.register(eventsql.platform)

@@ -8,7 +8,7 @@ from typing import Any
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import Event, EventSQL, Topic
+from eventsql_orchestration import Event, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import (
     AssetOptions,
@@ -27,7 +27,7 @@ from eventsql_orchestration.dagster.tags import SHARED_TAG
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
-from tests.dagster.conftest import Workbench, request_of
+from tests.dagster.conftest import Workbench, registering, request_of
 from tests.dagster.location import record
 
 RIDES, TRIPS = Topic("rides"), Topic("trips", 2)
@@ -56,12 +56,7 @@ def define(
     )
 
 
-def prepare(platform: EventSQL) -> None:
-    for definition in define():
-        definition.register(platform)
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(*define()))
 
 
 def execute(

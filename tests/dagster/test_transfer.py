@@ -17,18 +17,12 @@ from eventsql_orchestration.dagster import EventSQLResource, build_transfer_sche
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.publishing.transfer import Transfer
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import NOWHERE, ONE, Workbench, registering
 from tests.dagster.processes import run_process
-from tests.dagster.test_shards import NOWHERE, ONE
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
 
-
-def prepare(platform: EventSQL) -> None:
-    platform.registry.register_topic(Topic("rides")).register_topic(Topic("orders"))
-
-
-pytestmark = pytest.mark.prepared.with_args(prepare)
+pytestmark = pytest.mark.prepared.with_args(registering(Topic("rides"), Topic("orders")))
 
 
 @pytest.fixture(autouse=True)

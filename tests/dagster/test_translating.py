@@ -17,7 +17,6 @@ from eventsql_orchestration.dagster import (
     EventSQLIOManager,
     EventSQLResource,
     EventSQLTranslator,
-    RunLimits,
     build_backfill,
     build_definitions,
     consumer_asset,
@@ -29,11 +28,10 @@ from eventsql_orchestration.dagster import (
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import ValidationError
 from tests.dagster.conftest import Metadata, Workbench
-from tests.dagster.location import record
+from tests.dagster.location import AT_ONCE, record
 from tests.documents import DAGSTER, examples, play
 
 ORDERS = Topic("orders", 2)
-LIMITS = RunLimits(max_wait=0.0, drain_seconds=0.0)
 RESOURCE = EventSQLResource(dsn="postgresql://nowhere")
 
 
@@ -49,7 +47,7 @@ class Shop(EventSQLTranslator):
 
 def ledger(name: str = "ledger", **options: Any) -> ConsumerDefinition:
     decorate = consumer_asset(
-        topic=ORDERS, consumer=name, name=name, limits=LIMITS, options=AssetOptions(**options), sensor="consumer"
+        topic=ORDERS, consumer=name, name=name, limits=AT_ONCE, options=AssetOptions(**options), sensor="consumer"
     )
 
     def consume(events: Sequence[Event], connection: Connection) -> None:
