@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import dagster as dg
 import pytest
 
-from eventsql_orchestration import EventSQL, Publication, Topic
+from eventsql_orchestration import EventSQL, Publication, Shard, Topic
 from eventsql_orchestration.consuming.claims import Claim
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, WorkerDefinition, write_instance
 from eventsql_orchestration.dagster.consumers.tick import Budget, Tick
@@ -97,6 +97,13 @@ def registering(*given: Topic | ConsumerDefinition) -> Callable[[EventSQL], None
                 each.register(platform)
 
     return register
+
+
+def sql(platform: EventSQL | Shard, statement: str, *values: object) -> list[tuple[Any, ...]]:
+    """Execute a statement by itself. Returns its rows."""
+    with platform.database.connection() as connection:
+        found = connection.execute(statement, values or None)
+        return [] if found.description is None else found.fetchall()
 
 
 def use(resource: EventSQLResource, function: Callable[[EventSQLResource], object] = lambda _: None) -> None:
@@ -217,8 +224,7 @@ class Workbench:
 
     def effects(self) -> list[int]:
         """The ids of events in the order in which they took effect."""
-        with self.platform.database.connection() as connection:
-            return [row[0] for row in connection.execute("SELECT id FROM effect ORDER BY position")]
+        return [event for (event,) in sql(self.platform, "SELECT id FROM effect ORDER BY position")]
 
     def offset(self, definition: ConsumerDefinition, partition: int = -1) -> int:
         states = self.platform.registry.consumer(definition.topic.name, definition.consumer.name)
@@ -226,12 +232,12 @@ class Workbench:
 
     def end_lease(self, definition: ConsumerDefinition) -> None:
         """Let the lease of every partition be over, as if its time had passed."""
-        with self.platform.database.connection() as connection:
-            connection.execute(
-                "UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 second' "
-                "WHERE eql_topic = %s AND eql_name = %s",
-                (definition.topic.name, definition.consumer.name),
-            )
+        sql(
+            self.platform,
+            "UPDATE eventsql.consumer SET eql_lease_expires_at = now() - interval '1 second' "
+            "WHERE eql_topic = %s AND eql_name = %s",
+            definition.topic.name, definition.consumer.name,
+        )  # fmt: skip
 
     def end_pause(self, definition: ConsumerDefinition) -> None:
         """Let the event that failed be due."""
@@ -242,35 +248,31 @@ class Workbench:
         self._retry_in(definition, hours=1)
 
     def _retry_in(self, definition: ConsumerDefinition, *, hours: int) -> None:
-        with self.platform.database.connection() as connection:
-            connection.execute(
-                "UPDATE eventsql.consumer SET eql_retry_at = now() + make_interval(hours => %s) "
-                "WHERE eql_topic = %s AND eql_name = %s",
-                (hours, definition.topic.name, definition.consumer.name),
-            )
+        sql(
+            self.platform,
+            "UPDATE eventsql.consumer SET eql_retry_at = now() + make_interval(hours => %s) "
+            "WHERE eql_topic = %s AND eql_name = %s",
+            hours, definition.topic.name, definition.consumer.name,
+        )  # fmt: skip
 
     def lease_is_over(self, definition: ConsumerDefinition) -> bool:
         """Whether no partition has a lease."""
-        with self.platform.database.connection() as connection:
-            row = connection.execute(
-                "SELECT bool_and(eql_lease_expires_at IS NULL OR eql_lease_expires_at < clock_timestamp()) "
-                "FROM eventsql.consumer WHERE eql_topic = %s AND eql_name = %s",
-                (definition.topic.name, definition.consumer.name),
-            ).fetchone()
-            return row is not None and bool(row[0])
+        ((is_over,),) = sql(
+            self.platform,
+            "SELECT bool_and(eql_lease_expires_at IS NULL OR eql_lease_expires_at < clock_timestamp()) "
+            "FROM eventsql.consumer WHERE eql_topic = %s AND eql_name = %s",
+            definition.topic.name, definition.consumer.name,
+        )  # fmt: skip
+        return bool(is_over)
 
     def claims(self) -> list[tuple[int, int, str]]:
         """Every claim ever made: after, upto, state."""
-        with self.platform.database.connection() as connection:
-            return list(
-                connection.execute("SELECT eql_after, eql_upto, eql_state FROM eventsql.consumer_claim ORDER BY eql_id")
-            )
+        return sql(self.platform, "SELECT eql_after, eql_upto, eql_state FROM eventsql.consumer_claim ORDER BY eql_id")
 
 
 @pytest.fixture
 def bench(platform: EventSQL, eventsql: EventSQLResource, instance: dg.DagsterInstance) -> Workbench:
-    with platform.database.connection() as connection:
-        connection.execute(EFFECTS)
+    sql(platform, EFFECTS)
     return Workbench(platform, eventsql, instance)
 
 
@@ -305,8 +307,7 @@ def shards(
         dsns = [stack.enter_context(administrator.copied(template=template)) for template in shard_templates]
         platform = stack.enter_context(EventSQL(*dsns, transfer=False)).open()
         for shard in platform.shards:
-            with shard.database.connection() as connection:
-                connection.execute(EFFECTS)
+            sql(shard, EFFECTS)
         eventsql = EventSQLResource(dsn=" ".join(dsns))
         stack.callback(eventsql.platform.close)
         alone = {

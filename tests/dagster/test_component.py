@@ -43,7 +43,7 @@ from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.queue import Message
 from eventsql_orchestration.topics.positions import Earliest
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, sql
 from tests.dagster.location import ledger, slow
 
 EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "ledger.py"
@@ -62,14 +62,12 @@ def test_the_example_is_a_whole_location_that_consumes(
     for _ in range(2):
         assert location.resolve_job_def("register").execute_in_process(instance=bench.instance).success
     assert {topic.name for topic in bench.platform.registry.topics()} == {"orders", "orders_dlt"}
-    with bench.platform.database.connection() as connection:
-        # No consumer creates it: four partitions that do so at once would be in each other's way.
-        assert connection.execute("SELECT count(*) FROM ledger").fetchone() == (0,)
+    # No consumer creates it: four partitions that do so at once would be in each other's way.
+    assert sql(bench.platform, "SELECT FROM ledger") == []
 
     ids = bench.publish("orders", 8)
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=bench.instance).success
-    with bench.platform.database.connection() as connection:
-        rows = connection.execute("SELECT id, value FROM ledger ORDER BY id").fetchall()
+    rows = sql(bench.platform, "SELECT id, value FROM ledger ORDER BY id")
     assert [row[0] for row in rows] == ids
     assert {row[1] for row in rows} == {b"%d" % number for number in range(8)}
 
@@ -85,8 +83,7 @@ def test_the_example_is_a_whole_location_that_consumes(
         assert job.execute_in_process(instance=bench.instance, partition_key=key).success
     bench.platform.transfer.run_once()
     assert bench.platform.dead_letters.of_backfills("orders") == {}
-    with bench.platform.database.connection() as connection:
-        assert connection.execute("SELECT id, value FROM ledger ORDER BY id").fetchall() == rows
+    assert sql(bench.platform, "SELECT id, value FROM ledger ORDER BY id") == rows
 
     repository = location.get_repository_def()
     assert {sensor.name for sensor in repository.sensor_defs} == {*(f"consume_ledger_{n}" for n in range(4)), "lag"}

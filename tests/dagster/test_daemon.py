@@ -21,17 +21,15 @@ from eventsql_orchestration.dagster.tags import BACKFILL_OF_TAG
 from eventsql_orchestration.database.urls import parse_dsn
 from eventsql_orchestration.errors import ConfigurationError, DatabaseUnavailableError
 from tests.dagster import location
-from tests.dagster.conftest import NOWHERE, Workbench
+from tests.dagster.conftest import NOWHERE, Workbench, sql
 from tests.dagster.processes import ROOT, Machine
 from tests.waiting import wait_until
 
 
 def test_an_instance_keeps_its_storage_beside_the_events(home: Path, platform: EventSQL) -> None:
     assert home.name == "dagster"
-    with platform.database.connection() as connection:
-        found = connection.execute("SELECT tablename FROM pg_tables WHERE schemaname = %s", (STORAGE_SCHEMA,))
-        tables = {row[0] for row in found}
-    assert {"runs", "event_logs", "job_ticks"} <= tables
+    tables = sql(platform, "SELECT tablename FROM pg_tables WHERE schemaname = %s", STORAGE_SCHEMA)
+    assert {("runs",), ("event_logs",), ("job_ticks",)} <= set(tables)
 
 
 def test_an_instance_can_be_written_again_and_holds_no_password(home: Path, tmp_path: Path, dsn: str) -> None:
@@ -114,9 +112,9 @@ def test_a_killed_run_holds_up_no_other_shard_and_is_followed_by_another_so_that
 
 def ticks(platform: EventSQL, sensor: str, *, before: float) -> list[tuple[object, str]]:
     """Times and statuses of a sensor's ticks from before a time. Ticks that failed are kept longer."""
-    with platform.database.connection() as connection:
-        return connection.execute(
-            f"SELECT timestamp, status FROM {STORAGE_SCHEMA}.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
-            "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s) AND status <> 'FAILURE' ORDER BY id",
-            (sensor, before),
-        ).fetchall()
+    return sql(
+        platform,
+        f"SELECT timestamp, status FROM {STORAGE_SCHEMA}.job_ticks WHERE tick_body::json ->> 'job_name' = %s "
+        "AND timestamp AT TIME ZONE 'UTC' < to_timestamp(%s) AND status <> 'FAILURE' ORDER BY id",
+        sensor, before,
+    )  # fmt: skip

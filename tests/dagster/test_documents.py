@@ -8,6 +8,7 @@ import pytest
 
 from eventsql_orchestration import EventSQL, Publication
 from eventsql_orchestration.dagster import CheckAlert, topic_key
+from tests.dagster.conftest import sql
 from tests.documents import DAGSTER, DOCS, examples, play
 
 
@@ -96,8 +97,7 @@ def test_the_first_consumer_of_the_documentation_consumes(
     platform.publisher.publish(Publication("order_placed", b"tea"))
     platform.transfer.run_once()
     assert location.resolve_job_def("consume_ledger").execute_in_process(instance=instance).success
-    with platform.database.connection() as connection:
-        assert connection.execute("SELECT value FROM ledger").fetchall() == [(b"tea",)]
+    assert sql(platform, "SELECT value FROM ledger") == [(b"tea",)]
 
 
 def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_once(
@@ -112,6 +112,5 @@ def test_the_consumer_of_the_documentation_that_publishes_answers_each_order_onc
     platform.transfer.run_once()
     (receipt,) = platform.reader.read("receipts")
     assert (receipt.key, receipt.value, receipt.metadata["dagster_run_id"]) == ("7", b"tea", run.run_id)
-    with platform.database.connection() as connection:
-        assert connection.execute("SELECT count(*) FROM paid").fetchone() == (1,)
+    assert sql(platform, "SELECT count(*) FROM paid") == [(1,)]
     assert location.resolve_asset_graph().get(topic_key("receipts")).parent_keys == {dg.AssetKey("cashier")}

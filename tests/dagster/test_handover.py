@@ -22,7 +22,7 @@ from eventsql_orchestration.dagster.tags import SUCCEEDS_TAG
 from eventsql_orchestration.orchestration.batch import BatchConsumer
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.topics.positions import Earliest
-from tests.dagster.conftest import Workbench, registering
+from tests.dagster.conftest import Workbench, registering, sql
 from tests.dagster.location import record
 from tests.waiting import wait_until
 
@@ -119,13 +119,8 @@ def test_a_successor_begins_before_the_run_that_drains_has_ended(
 
 
 def _claims(platform: EventSQL) -> list[tuple[str, float]]:
-    with platform.database.connection() as connection:
-        return [
-            (owner, float(at))
-            for owner, at in connection.execute(
-                "SELECT eql_owner, extract(epoch FROM eql_created_at) FROM eventsql.consumer_claim ORDER BY eql_id"
-            )
-        ]
+    found = "SELECT eql_owner, extract(epoch FROM eql_created_at) FROM eventsql.consumer_claim ORDER BY eql_id"
+    return [(owner, float(at)) for owner, at in sql(platform, found)]
 
 
 @pytest.mark.parametrize("adopted", [True, False], ids=["adopted", "not adopted in time"])
@@ -155,8 +150,7 @@ def test_after_a_seek_back_a_tick_that_takes_the_partition_from_a_run_that_drain
     shard = bench.platform.shards[0]
     ids = bench.publish("long", 6)
     assert bench.run(long).success
-    with bench.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
+    sql(bench.platform, "UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
     bench.platform.seeker.execute("long", "long", Earliest())
 
     run_id = bench.requested(long, dg.RunRequest(), dg.DagsterRunStatus.STARTED)
@@ -197,8 +191,7 @@ def test_a_tick_takes_nothing_from_a_run_that_drains_unless_the_run_died_between
     assert bench.tick(long.sensors[0]).startswith(f"run {run_id} drains the partition, for ")
     assert len(bench.claims()) == 1
 
-    with bench.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
+    sql(bench.platform, "UPDATE eventsql.consumer_claim SET eql_finished_at = now() - interval '1 minute'")
     request = bench.request(long)
     assert ".dagster/eventsql_claim" in request.tags
 

@@ -44,7 +44,7 @@ from eventsql_orchestration.errors import ClaimLostError, ValidationError
 from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.backfills.registry import Backfills
 from eventsql_orchestration.storage import segments
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, sql
 from tests.dagster.location import eager, record
 
 ASSET = dg.AssetKey("ledger")
@@ -142,17 +142,16 @@ def test_claims_that_ended_long_ago_are_deleted_and_live_ones_stay(bench: Workbe
         assert bench.run(eager, request).success
     bench.publish("rides", 1)
     bench.tick(eager.sensors[0])
-    with bench.platform.database.connection() as connection:
-        connection.execute(
-            "UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days', "
-            "eql_finished_at = eql_finished_at - interval '31 days' WHERE eql_id <> 2"
-        )
+    sql(
+        bench.platform,
+        "UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days', "
+        "eql_finished_at = eql_finished_at - interval '31 days' WHERE eql_id <> 2",
+    )
     before = datetime.now(UTC) - timedelta(days=30)
     assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 1, (
         "ids grow with time: claims after a young claim are young"
     )
-    with bench.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days'")
+    sql(bench.platform, "UPDATE eventsql.consumer_claim SET eql_created_at = now() - interval '31 days'")
     assert delete_claims(bench.platform.shards[0], before=before, batch=2) == 2
     assert [state for _, _, state in bench.claims()] == ["committed", "claimed"], (
         "one claim ended just now, and one has not ended"
@@ -215,12 +214,7 @@ def report(instance: dg.DagsterInstance, *, passed: bool = True, own: bool = Tru
 
 def counts(platform: EventSQL) -> dict[str, int]:
     """The rows of the tables of Dagster's history."""
-    found = {}
-    with platform.database.connection() as connection:
-        for table in TABLES:
-            row = connection.execute(f"SELECT count(*) FROM {STORAGE_SCHEMA}.{table}").fetchone()
-            found[table] = int(row[0]) if row else 0
-    return found
+    return {table: sql(platform, f"SELECT count(*) FROM {STORAGE_SCHEMA}.{table}")[0][0] for table in TABLES}
 
 
 def reported(platform: EventSQL) -> tuple[int, int]:
@@ -290,10 +284,7 @@ def test_ticks_that_failed_are_kept_longer(stored: dg.DagsterInstance, platform:
     state = SimpleNamespace(instigator_origin_id="origin", selector_id="selector")
 
     def left() -> dict[str, int]:
-        with platform.database.connection() as connection:
-            return dict(
-                connection.execute(f"SELECT status, count(*) FROM {STORAGE_SCHEMA}.job_ticks GROUP BY 1").fetchall()
-            )
+        return dict(sql(platform, f"SELECT status, count(*) FROM {STORAGE_SCHEMA}.job_ticks GROUP BY 1"))
 
     purge_ticks(stored, [state], before=now, failures_before=now - timedelta(days=4))
     # There was one a day.
@@ -360,9 +351,8 @@ def test_the_history_of_a_simulated_week_is_bounded(stored: dg.DagsterInstance, 
     events_of_a_run = before["event_logs"] - (7 * DAY // 15 + hours + 2)
     assert events_of_a_run > 0
     assert after["event_logs"] < before["event_logs"] * 0.6
-    with platform.database.connection() as connection:
-        for table in TABLES:
-            connection.execute(f"VACUUM FULL {STORAGE_SCHEMA}.{table}")
+    for table in TABLES:
+        sql(platform, f"VACUUM FULL {STORAGE_SCHEMA}.{table}")
     left = _bytes(platform)
     print(json.dumps({"before": before, "bytes": size, "after": after, "bytes left": left}))  # noqa: T201 - figures of docs/dagster_operations.md
     assert sum(left.values()) < sum(size.values()) / 2
@@ -425,11 +415,10 @@ def _repeat_tick(platform: EventSQL, *, count: int, end: datetime, status: str =
 
 def _bytes(platform: EventSQL) -> dict[str, int]:
     """The size of Dagster's tables of history, with their indexes."""
-    with platform.database.connection() as connection:
-        return dict(
-            connection.execute(
-                "SELECT relname, pg_total_relation_size(c.oid) FROM pg_class c JOIN pg_namespace n ON n.oid = "
-                "relnamespace WHERE nspname = %s AND relname = ANY (%s)",
-                (STORAGE_SCHEMA, list(TABLES)),
-            ).fetchall()
-        )
+    found = sql(
+        platform,
+        "SELECT relname, pg_total_relation_size(c.oid) FROM pg_class c JOIN pg_namespace n ON n.oid = relnamespace "
+        "WHERE nspname = %s AND relname = ANY (%s)",
+        STORAGE_SCHEMA, list(TABLES),
+    )  # fmt: skip
+    return dict(found)

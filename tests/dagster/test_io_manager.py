@@ -31,7 +31,7 @@ from eventsql_orchestration.model import Retention
 from eventsql_orchestration.orchestration.publication import Published
 from eventsql_orchestration.spark import eventsql_error, spark_config, staging
 from eventsql_orchestration.spark.java import ensure_java
-from tests.dagster.conftest import Metadata, Workbench, registering
+from tests.dagster.conftest import Metadata, Workbench, registering, sql
 from tests.dagster.location import record
 
 DAYS = dg.StaticPartitionsDefinition(["monday", "tuesday"])
@@ -87,10 +87,7 @@ def events(bench: Workbench) -> list[tuple[str | None, bytes]]:
 def stored(bench: Workbench) -> int:
     """Events of topic `sums`, transferred or not, and staged events of any topic."""
     bench.platform.transfer.run_once()
-    with bench.platform.database.connection() as connection:
-        staged = connection.execute("SELECT count(*) FROM eventsql.spark_staged_event").fetchone()
-    assert staged is not None
-    return bench.platform.reader.count("sums") + int(staged[0])
+    return bench.platform.reader.count("sums") + len(sql(bench.platform, "SELECT FROM eventsql.spark_staged_event"))
 
 
 Materialize = Callable[..., dg.ExecuteInProcessResult]

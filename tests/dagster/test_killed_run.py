@@ -11,7 +11,7 @@ import pytest
 
 from eventsql_orchestration.queue import Queue
 from tests.dagster import location, working_location
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, sql
 from tests.dagster.processes import run_process
 from tests.waiting import wait_until
 
@@ -46,11 +46,8 @@ def kill_in_third_batch(bench: Workbench, request: dg.RunRequest, module: str, j
 
 def writes(bench: Workbench) -> bool:
     """Whether another session has written effects that it has not committed."""
-    with bench.platform.database.connection() as connection:
-        row = connection.execute(
-            "SELECT count(*) FROM pg_locks WHERE relation = 'effect'::regclass AND mode = 'RowExclusiveLock'"
-        ).fetchone()
-    return row is not None and row[0] > 0
+    locks = "SELECT FROM pg_locks WHERE relation = 'effect'::regclass AND mode = 'RowExclusiveLock'"
+    return bool(sql(bench.platform, locks))
 
 
 def finish(bench: Workbench, reached: int) -> None:
@@ -69,8 +66,7 @@ def test_a_killed_run_that_dagster_reports_gives_its_claim_back_at_once(bench: W
     (run,) = bench.instance.get_runs()
     bench.instance.report_run_failed(run)
 
-    with bench.platform.database.connection() as connection:
-        connection.execute("UPDATE eventsql.consumer SET eql_lease_expires_at = now() + interval '1 hour'")
+    sql(bench.platform, "UPDATE eventsql.consumer SET eql_lease_expires_at = now() + interval '1 hour'")
     finish(bench, reached)
     assert bench.effects() == ids
 
@@ -85,11 +81,11 @@ def test_a_run_that_was_only_stopped_for_a_while_commits_nothing_after_its_claim
         stopped.send_signal(signal.SIGSTOP)
         # The connection of a stopped process keeps its row lock, like a connection that is lost in the network. After a
         # while, the database ends it.
-        with bench.platform.database.connection() as connection:
-            connection.execute(
-                "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = current_database() "
-                "AND pid <> pg_backend_pid() AND backend_type = 'client backend'"
-            )
+        sql(
+            bench.platform,
+            "SELECT pg_terminate_backend(pid, 60000) FROM pg_stat_activity WHERE datname = current_database() "
+            "AND pid <> pg_backend_pid() AND backend_type = 'client backend'",
+        )
         reached = bench.effects()[-1]
         wait_until(lambda: bench.lease_is_over(location.slow), "the lease of 2 s")
         finish(bench, reached)

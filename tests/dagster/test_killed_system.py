@@ -38,6 +38,7 @@ from eventsql_orchestration.orchestration.errors import LocalDagsterError
 from eventsql_orchestration.orchestration.local_processes import free_port
 from eventsql_orchestration.topics.positions import AtOffset, Earliest
 from tests.dagster import killed_location as location
+from tests.dagster.conftest import sql
 from tests.dagster.processes import PATIENT, ROOT
 from tests.waiting import wait_until
 
@@ -282,10 +283,7 @@ def _window_of(key: str) -> tuple[Window, int]:
 
 
 def effects(platform: EventSQL, consumer: str) -> list[tuple[int, int]]:
-    with platform.database.connection() as connection:
-        return connection.execute(
-            "SELECT id, partition FROM effect_of WHERE consumer = %s ORDER BY position", (consumer,)
-        ).fetchall()
+    return sql(platform, "SELECT id, partition FROM effect_of WHERE consumer = %s ORDER BY position", consumer)
 
 
 def under_way(instance: dg.DagsterInstance) -> Iterator[str]:
@@ -303,8 +301,7 @@ def under_way(instance: dg.DagsterInstance) -> Iterator[str]:
 def test_backfills_and_live_runs_lose_nothing_and_double_nothing_whatever_is_killed(
     processes: Processes, platform: EventSQL, stored: dg.DagsterInstance, seed: int
 ) -> None:
-    with platform.database.connection() as connection:
-        connection.execute(location.EFFECTS)
+    sql(platform, location.EFFECTS)
     platform.registry.register_topic(location.ORDERS).register_topic(location.SUMS)
     # Fewer events than are published meanwhile, so that retention drops the first 300 in the end.
     platform.registry.set_retention("orders", Retention(events=40))

@@ -38,7 +38,7 @@ from eventsql_orchestration.dagster.tags import HOUSEKEEPING_TAG
 from eventsql_orchestration.errors import DatabaseBusyError, ValidationError
 from eventsql_orchestration.storage.reading import LogReader
 from eventsql_orchestration.topics.reader import Reader
-from tests.dagster.conftest import Workbench, registering
+from tests.dagster.conftest import Workbench, registering, sql
 from tests.dagster.location import eager, ledger, record
 
 pytestmark = pytest.mark.prepared.with_args(registering(ledger, eager))
@@ -207,11 +207,8 @@ def test_events_that_are_not_transferred_are_a_cause_of_their_own_and_stalled_af
     assert cause(observe(bench), "eager") == (
         "transfer: 1 event in the buffer, not transferred yet; `eventsql transfer` moves events"
     )
-    with bench.platform.database.connection() as connection:
-        connection.execute(
-            "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - make_interval(secs => %s)",
-            (TRANSFER_STALLED + 1,),
-        )
+    later = "UPDATE eventsql.event_buffer SET eql_created_at = eql_created_at - make_interval(secs => %s)"
+    sql(bench.platform, later, TRANSFER_STALLED + 1)
     assert cause(observe(bench), "eager").startswith("transfer stalled: 1 event in the buffer")
 
 
@@ -229,12 +226,12 @@ def test_a_blocked_a_paused_and_a_leased_partition_say_so(bench: Workbench) -> N
     assert leased["cause"] == "leased: by run 0123-abc"
     assert leased["consumed by"] == "0123-abc"
 
-    with bench.platform.database.connection() as connection:
-        connection.execute(
-            "UPDATE eventsql.consumer SET eql_failed_event_id = %s, eql_attempts = 5, eql_failure = 'KeyError: x' "
-            "WHERE eql_name = 'eager'",
-            (first,),
-        )
+    sql(
+        bench.platform,
+        "UPDATE eventsql.consumer SET eql_failed_event_id = %s, eql_attempts = 5, eql_failure = 'KeyError: x' "
+        "WHERE eql_name = 'eager'",
+        first,
+    )
     assert cause(observe(bench), "eager") == f"blocked: event {first} failed 5 of 5 times: KeyError: x"
 
 

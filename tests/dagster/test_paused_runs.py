@@ -28,7 +28,7 @@ from eventsql_orchestration.orchestration.backfills.windows import ReplayRange
 from eventsql_orchestration.orchestration.owners import owner_of_run
 from eventsql_orchestration.topics.positions import Earliest
 from tests.dagster import windows
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, sql
 from tests.dagster.pausing_consumers import CONSUMERS, ORDERS, STEADY, replayed, replayed_backfill
 from tests.dagster.processes import Machine
 from tests.dagster.stopping import held, stopped
@@ -104,9 +104,8 @@ class Paused:
     def has_claim(self, window: str) -> bool:
         """Whether the run that was paused still has a claim. A tick takes it back some time after the verdict."""
         owner = owner_of_run(self.stopped[window])
-        with self.bench.platform.database.connection() as connection:
-            claimed = "SELECT FROM eventsql.consumer_claim WHERE eql_owner = %s AND eql_state = 'claimed'"
-            return connection.execute(claimed, [owner]).rowcount > 0
+        claimed = "SELECT FROM eventsql.consumer_claim WHERE eql_owner = %s AND eql_state = 'claimed'"
+        return bool(sql(self.bench.platform, claimed, owner))
 
     def runs(self, window: str) -> Sequence[dg.DagsterRun]:
         """All runs of a window's consumer, the latest first."""
@@ -130,8 +129,7 @@ def _has_ended(pid: int) -> bool:
 @pytest.fixture
 def paused(bench: Workbench, home: Path) -> Iterator[Paused]:
     bench.platform.registry.register_topic(ORDERS).register_topic(STEADY)
-    with bench.platform.database.connection() as connection:
-        connection.execute(windows.EFFECTS)
+    sql(bench.platform, windows.EFFECTS)
     with dg.DagsterInstance.from_config(str(home)) as instance:
         bench.instance = instance
         found = Paused(bench)

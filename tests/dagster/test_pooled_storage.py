@@ -27,6 +27,7 @@ from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import write_instance
 from eventsql_orchestration.dagster.local.instance import STORAGE_VARIABLE, storage_url
 from eventsql_orchestration.dagster.pooled_storage import PooledPostgresStorage
+from tests.dagster.conftest import sql
 from tests.waiting import PATIENCE, wait_until
 
 
@@ -68,15 +69,14 @@ def saying() -> None:
     said()
 
 
+OF_DAGSTER = (
+    "FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'event_logs|runs' AND pid <> pg_backend_pid()"
+)
+
+
 def sessions(platform: EventSQL) -> int:
     """The connections of psycopg 2, which only Dagster's storage uses."""
-    with platform.database.connection() as connection:
-        found = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND query ~ 'event_logs|runs'"
-            " AND pid <> pg_backend_pid()"
-        ).fetchone()
-    assert found is not None
-    return int(found[0])
+    return len(sql(platform, f"SELECT {OF_DAGSTER}"))
 
 
 def test_a_run_uses_one_or_two_connections(instance: dg.DagsterInstance, connects: list[object]) -> None:
@@ -122,11 +122,7 @@ def test_an_access_after_the_end_of_all_connections_succeeds(
     instance: dg.DagsterInstance, platform: EventSQL, connects: list[object]
 ) -> None:
     assert saying.execute_in_process(instance=instance).success
-    with platform.database.connection() as connection:
-        connection.execute(
-            "SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity"
-            " WHERE datname = current_database() AND query ~ 'event_logs|runs' AND pid <> pg_backend_pid()"
-        )
+    sql(platform, f"SELECT pg_terminate_backend(pid, 5000) {OF_DAGSTER}")
     del connects[:]
     assert instance.get_runs_count() == 1
     assert connects

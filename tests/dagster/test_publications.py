@@ -11,7 +11,7 @@ from eventsql_orchestration.dagster.housekeeping.prune import delete_publication
 from eventsql_orchestration.errors import DatabaseUnavailableError, EventSQLError
 from eventsql_orchestration.orchestration import publication
 from eventsql_orchestration.orchestration.owners import airflow_run
-from tests.dagster.conftest import registering
+from tests.dagster.conftest import registering, sql
 
 LATER = timedelta(days=30)
 
@@ -29,20 +29,13 @@ def publish(instance: dg.DagsterInstance, eventsql: EventSQLResource) -> str:
 
 
 def record(platform: EventSQL, *publications: tuple[str, int, datetime]) -> None:
-    with platform.database.connection() as connection:
-        for writer, batch, at in publications:
-            connection.execute(
-                "INSERT INTO eventsql.spark_publication (eql_writer, eql_batch, eql_events, eql_created_at) "
-                "VALUES (%s, %s, 1, %s)",
-                (writer, batch, at),
-            )
+    columns = "eql_writer, eql_batch, eql_created_at, eql_events"
+    for row in publications:
+        sql(platform, f"INSERT INTO eventsql.spark_publication ({columns}) VALUES (%s, %s, %s, 1)", *row)
 
 
 def left(platform: EventSQL) -> list[tuple[str, int]]:
-    with platform.database.connection() as connection:
-        return connection.execute(
-            "SELECT eql_writer, eql_batch FROM eventsql.spark_publication ORDER BY eql_writer, eql_batch"
-        ).fetchall()
+    return sql(platform, "SELECT eql_writer, eql_batch FROM eventsql.spark_publication ORDER BY eql_writer, eql_batch")
 
 
 @pytest.mark.parametrize("seconds", [publication.FIND_SECONDS, 0.0], ids=["a moment", "for long"])

@@ -19,6 +19,7 @@ from eventsql_orchestration.dagster.lineage.published import add_up
 from eventsql_orchestration.errors import ClaimLostError
 from eventsql_orchestration.sharding import shard_of_key
 from tests.conftest import Administrator
+from tests.dagster.conftest import sql
 
 NAMES = ["shard-1", "shard-2"]
 ROWS = [{"key": f"key {number}", "value": b"%d" % number} for number in range(40)]
@@ -72,11 +73,11 @@ def claim_on(eventsql: EventSQLResource, name: str) -> Claim:
     """A claim on a shard, as a run hands it to an asset."""
     eventsql.platform.registry.register_topic(Topic("rides")).register_consumer(Consumer("rides", "fares"))
     shard = eventsql.shard(name)
-    with shard.database.connection() as connection:
-        connection.execute(
-            "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
-            "VALUES ('rides', -1, 'v', '{}')"
-        )
+    sql(
+        shard,
+        "INSERT INTO eventsql.event_buffer (eql_topic, eql_partition, eql_value, eql_metadata) "
+        "VALUES ('rides', -1, 'v', '{}')",
+    )
     shard.transfer.run_once()
     claim = shard.claims.claim("rides", "fares", owner="test")
     assert isinstance(claim, Claim)

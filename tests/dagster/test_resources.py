@@ -25,17 +25,13 @@ from eventsql_orchestration.errors import (
     TopicNotFoundError,
     ValidationError,
 )
-from tests.dagster.conftest import NOWHERE, use
+from tests.dagster.conftest import NOWHERE, sql, use
 
 
 def connections(platform: EventSQL) -> int:
     """The number of sessions of the database, without this one."""
-    with platform.database.connection() as connection:
-        row = connection.execute(
-            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
-        ).fetchone()
-        assert row is not None
-        return int(row[0])
+    others = "SELECT FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    return len(sql(platform, others))
 
 
 def test_the_platform_of_a_run_is_one_object_and_is_closed_when_the_run_ends(platform: EventSQL, dsn: str) -> None:

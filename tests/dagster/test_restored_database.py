@@ -12,7 +12,7 @@ from dagster._core.execution.api import execute_run
 from eventsql_orchestration import EventSQL
 from eventsql_orchestration.dagster import ConsumerDefinition, EventSQLResource, consumer_asset
 from eventsql_orchestration.database import Database
-from tests.dagster.conftest import Workbench
+from tests.dagster.conftest import Workbench, sql
 from tests.dagster.location import AT_ONCE, eager, record
 
 whole = consumer_asset(topic=eager.topic, consumer="eager", name="whole", sensor="consumer", limits=AT_ONCE)(record)
@@ -32,8 +32,7 @@ def before(bench: Workbench) -> dg.RunRequest:
 def anew(before: dg.RunRequest, bench: Workbench, dsn: str) -> Iterator[Workbench]:
     """The same Dagster over a schema that was dropped and created again."""
     bench.eventsql.platform.close()
-    with bench.platform.database.connection() as connection:
-        connection.execute("DROP SCHEMA eventsql CASCADE")
+    sql(bench.platform, "DROP SCHEMA eventsql CASCADE")
     with Database(dsn) as database:
         database.migrate()
         with database.connection() as connection:

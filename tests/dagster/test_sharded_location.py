@@ -39,7 +39,7 @@ from eventsql_orchestration.orchestration.provenance import SHARD
 from eventsql_orchestration.sharding import shard_of_key
 from eventsql_orchestration.shards.add_shard import ShardAddition
 from tests.conftest import Administrator, Prepared
-from tests.dagster.conftest import EFFECTS, NOWHERE, ONE, OTHER, Workbench
+from tests.dagster.conftest import EFFECTS, NOWHERE, ONE, OTHER, Workbench, sql
 from tests.dagster.location import record
 from tests.dagster.test_shards import ORDERS, ledger
 
@@ -212,8 +212,7 @@ def test_what_is_known_of_shards_stays_while_several_are_down(administrator: Adm
         assert checked == [True]
         last.publisher.publish(Publication("orders", b"x", partition=0))
         last.transfer.run_once()
-        with last.database.connection() as connection:
-            connection.execute("UPDATE eventsql.consumer SET eql_failed_event_id = 1, eql_attempts = 5")
+        sql(last, "UPDATE eventsql.consumer SET eql_failed_event_id = 1, eql_attempts = 5")
         checked, _, cursor = look(platform, 1_015.0, cursor)
         assert checked == [False]
         checked, arrived, cursor = look(alone, 1_075.0, cursor)
@@ -255,8 +254,7 @@ def test_the_transfer_moves_events_on_each_shard_and_does_not_wait_for_one_that_
 
     # A run fails with the fault of a shard after it has moved the events of the other shards.
     publish()
-    with shards[OTHER].platform.database.connection() as connection:
-        connection.execute("ALTER TABLE eventsql.event_buffer_lock RENAME TO gone")
+    sql(shards[OTHER].platform, "ALTER TABLE eventsql.event_buffer_lock RENAME TO gone")
     broken = transfer(shards, shards[ONE].eventsql.dsn)
     assert "event_buffer_lock" in str(broken.failure_data_for_node("move_events"))
     assert waiting()[ONE] == 0
@@ -285,8 +283,7 @@ def test_a_shard_that_is_added_is_consumed_once_the_others_are_consumed_up_to_th
     with administrator.copied() as dsn, EventSQL(dsn, transfer=False) as alone:
         ShardAddition(platform.shards, alone.shards[0]).execute()
         over = EventSQLResource(dsn=f"{bench.eventsql.dsn} {dsn}")
-        with alone.database.connection() as connection:
-            connection.execute(EFFECTS)
+        sql(alone, EFFECTS)
         third = Workbench(alone, over, bench.instance)
         ids[added] = third.publish("orders", 2, partition=0)
 

@@ -17,7 +17,7 @@ from eventsql_orchestration.dagster import EventSQLResource, build_transfer_sche
 from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseError, DatabaseUnavailableError
 from eventsql_orchestration.publishing.transfer import Transfer
-from tests.dagster.conftest import NOWHERE, ONE, Workbench, registering
+from tests.dagster.conftest import NOWHERE, ONE, Workbench, registering, sql
 from tests.dagster.processes import run_process
 from tests.forms import stored
 from tests.waiting import PATIENCE, wait_until
@@ -170,8 +170,7 @@ def broken(platform: EventSQL, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "ALL_SHARDS_SECONDS", 60.0)
     publish(platform, "rides", 1)
     publish(platform, "orders", 1)
-    with platform.database.connection() as connection:
-        connection.execute(f"ALTER TABLE eventsql.{stored('rides')} ADD CONSTRAINT none CHECK (false) NOT VALID")
+    sql(platform, f"ALTER TABLE eventsql.{stored('rides')} ADD CONSTRAINT none CHECK (false) NOT VALID")
 
 
 @pytest.mark.usefixtures("broken")

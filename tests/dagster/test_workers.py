@@ -37,7 +37,7 @@ from eventsql_orchestration.database import Connection
 from eventsql_orchestration.errors import DatabaseUnavailableError, PermissionDeniedError, ValidationError
 from eventsql_orchestration.orchestration.trace.tracer import Tracer
 from eventsql_orchestration.queue import Message, NewMessage, Queue, QueueOptions
-from tests.dagster.conftest import Metadata, Workbench
+from tests.dagster.conftest import Metadata, Workbench, sql
 from tests.documents import DAGSTER, examples, play
 from tests.effects import FullDiskError
 from tests.fixtures import Until
@@ -79,14 +79,13 @@ class Work:
 
     def end_pauses(self) -> None:
         """Let the messages that failed be due."""
-        with self.bench.platform.database.connection() as connection:
-            connection.execute("UPDATE eventsql.queue_message SET eql_visible_at = now()")
+        sql(self.bench.platform, "UPDATE eventsql.queue_message SET eql_visible_at = now()")
 
     def receives(self) -> list[tuple[int, int]]:
         """For each remaining message, how often it was received, and how often it was not handled."""
-        with self.bench.platform.database.connection() as connection:
-            found = connection.execute("SELECT eql_receives, eql_unhandled FROM eventsql.queue_message ORDER BY eql_id")
-            return list(found)
+        return sql(
+            self.bench.platform, "SELECT eql_receives, eql_unhandled FROM eventsql.queue_message ORDER BY eql_id"
+        )
 
 
 @pytest.fixture
@@ -241,10 +240,8 @@ def test_a_handler_whose_transaction_idles_for_too_long_holds_up_no_other_messag
         write(messages, connection)
         if ids[1] in {message.id for message in messages}:
             connection.execute("SET LOCAL idle_in_transaction_session_timeout = '50ms'")
-            session = connection.info.backend_pid
-            with work.bench.platform.database.connection() as other:
-                alive = "SELECT FROM pg_stat_activity WHERE pid = %s"
-                until(lambda: not other.execute(alive, [session]).rowcount)
+            alive, session = "SELECT FROM pg_stat_activity WHERE pid = %s", connection.info.backend_pid
+            until(lambda: not sql(work.bench.platform, alive, session))
 
     assert not work.run(worker(idle)).success
     assert sorted(work.bench.effects()) == [ids[0], ids[2]]
@@ -278,17 +275,16 @@ def test_heartbeats_keep_the_messages_of_a_slow_batch(work: Work, until: Until) 
 
     def slow(messages: Sequence[Message], connection: Connection) -> None:
         write(messages, connection)
-        with work.bench.platform.database.connection() as other:
 
-            def extended() -> bool:
-                row = other.execute(
-                    "SELECT min(eql_visible_at) > min(eql_created_at) + interval '6.5 seconds' "
-                    "FROM eventsql.queue_message"
-                ).fetchone()
-                assert not work.queue.receive()
-                return row == (True,)
+        def extended() -> bool:
+            later = (
+                "SELECT min(eql_visible_at) > min(eql_created_at) + interval '6.5 seconds' FROM eventsql.queue_message"
+            )
+            found = sql(work.bench.platform, later)
+            assert not work.queue.receive()
+            return found == [(True,)]
 
-            until(extended)
+        until(extended)
 
     assert work.run(worker(slow)).success
     assert sorted(work.bench.effects()) == ids
@@ -460,8 +456,7 @@ def test_the_example_of_the_document_is_a_location_that_handles_messages(platfor
     assert location.resolve_job_def("register").execute_in_process(resources=resources).success
     Queue(platform, "thumbnails").send_all([b"cat.png", b"dog.png"])
     assert location.resolve_job_def("work_make_thumbnails").execute_in_process(resources=resources).success
-    with platform.database.connection() as connection:
-        assert connection.execute("SELECT count(*) FROM thumbnail").fetchone() == (2,)
+    assert sql(platform, "SELECT count(*) FROM thumbnail") == [(2,)]
 
 
 def test_answers_are_published_with_the_acknowledgement_or_not_at_all(work: Work, metadata: Metadata) -> None:
