@@ -15,7 +15,7 @@ from eventsql_orchestration.consumer import EVERY_EVENT, EventFilter
 from eventsql_orchestration.dagster import AssetOptions, ConsumerDefinition, EventSQLResource, RunLimits, consumer_asset
 from eventsql_orchestration.dagster.consumers.reexecution import ancestors, is_automatic_retry, repeats_success
 from eventsql_orchestration.database import Connection
-from tests.dagster.conftest import Workbench, registering
+from tests.dagster.conftest import Metadata, Workbench, registering
 from tests.dagster.location import record, slow
 from tests.dagster.test_ranges import SUMS, sums, total
 from tests.dagster.test_ranges import define as define_range
@@ -50,11 +50,6 @@ def again(
     return bench.run(definition, dg.RunRequest(run_config=replaying, tags=tags))
 
 
-def materialized(result: dg.ExecuteInProcessResult) -> dict[str, Any]:
-    (found,) = result.asset_materializations_for_node(result.job_def.name.removeprefix("consume_"))
-    return {name: value.value for name, value in found.metadata.items()}
-
-
 # Real re-execution needs a job that another process could load.
 
 
@@ -76,11 +71,15 @@ def reexecuting(
     return bench
 
 
-def execute(bench: Workbench, **options: Any) -> tuple[str, bool]:
-    with dg.execute_job(
-        dg.reconstructable(slow_job), instance=bench.instance, raise_on_error=False, **options
-    ) as result:
-        return result.run_id, result.success
+def execute(bench: Workbench, **options: Any) -> str:
+    """A run that succeeds; gives its id."""
+    with dg.execute_job(dg.reconstructable(slow_job), instance=bench.instance, **options) as result:
+        assert result.success
+        return result.run_id
+
+
+def reexecute(bench: Workbench, parent: str, **options: Any) -> str:
+    return execute(bench, reexecution_options=dg.ReexecutionOptions(parent_run_id=parent), **options)
 
 
 def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves_the_offset(
@@ -88,12 +87,10 @@ def test_a_run_that_succeeded_and_is_executed_again_replays_its_range_and_leaves
 ) -> None:
     ids = reexecuting.publish("orders", 25)
     requested = reexecuting.request(slow)
-    first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
-    assert succeeded
+    first = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     later = reexecuting.publish("orders", 5)
 
-    second, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
-    assert succeeded
+    second = reexecute(reexecuting, first)
     assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
     assert reexecuting.offset(slow) == ids[-1]
     assert reexecuting.stored(second).tags["eventsql/replay"] == "true"
@@ -111,13 +108,11 @@ def test_a_run_that_took_over_from_another_and_is_executed_again_replays_its_fir
 ) -> None:
     ids = reexecuting.publish("orders", 25)
     config = {"ops": {"slow": {"config": {"partition": -1, "succeeds": "one-that-ended"}}}}
-    first, succeeded = execute(reexecuting, run_config=config)
-    assert succeeded
+    first = execute(reexecuting, run_config=config)
     assert reexecuting.effects() == ids
     reexecuting.publish("orders", 5)
 
-    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
-    assert succeeded
+    reexecute(reexecuting, first)
     assert reexecuting.effects() == [*ids, *ids], "its own range, not what came later"
     assert reexecuting.offset(slow) == ids[-1]
 
@@ -126,11 +121,10 @@ def test_a_run_that_failed_after_its_commit_and_is_executed_again_repeats_nothin
     """Dagster's run retries, and a person, only know that the run failed."""
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
-    first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    first = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     reexecuting.instance.report_run_failed(reexecuting.stored(first))
 
-    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
-    assert succeeded
+    reexecute(reexecuting, first)
     assert reexecuting.effects() == ids
 
 
@@ -139,8 +133,7 @@ def test_a_run_that_failed_before_its_commit_and_is_executed_again_consumes_its_
     requested = reexecuting.request(slow)
     dead, _ = reexecuting.adopted(slow, requested, dg.DagsterRunStatus.FAILURE)
 
-    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=dead))
-    assert succeeded
+    reexecute(reexecuting, dead)
     assert reexecuting.effects() == ids
     assert reexecuting.offset(slow) == ids[-1]
 
@@ -153,38 +146,30 @@ def test_an_automatic_retry_of_a_run_that_succeeded_after_all_replays_nothing(re
     """Its process stood still, and was reported as dead and retried. Then it succeeded before the retry began."""
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
-    first, succeeded = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
-    assert succeeded
+    first = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
 
-    retry, succeeded = execute(
-        reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first), tags=AUTOMATIC
-    )
-    assert succeeded
+    retry = reexecute(reexecuting, first, tags=AUTOMATIC)
     assert reexecuting.effects() == ids
 
     # A person who executes the retry again wants its range once more.
-    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=retry))
-    assert succeeded
+    reexecute(reexecuting, retry)
     assert reexecuting.effects() == [*ids, *ids]
 
 
 def test_an_automatic_retry_of_a_run_that_took_over_replays_nothing(reexecuting: Workbench) -> None:
     ids = reexecuting.publish("orders", 5)
     config = {"ops": {"slow": {"config": {"partition": -1, "succeeds": "one-that-ended"}}}}
-    first, succeeded = execute(reexecuting, run_config=config)
-    assert succeeded
+    first = execute(reexecuting, run_config=config)
 
-    options = dg.ReexecutionOptions(parent_run_id=first)
-    assert execute(reexecuting, reexecution_options=options, tags=AUTOMATIC)[1]
+    reexecute(reexecuting, first, tags=AUTOMATIC)
     assert reexecuting.effects() == ids
     more = reexecuting.publish("orders", 5)
-    retry, succeeded = execute(reexecuting, reexecution_options=options, tags=AUTOMATIC)
-    assert succeeded
+    retry = reexecute(reexecuting, first, tags=AUTOMATIC)
     assert reexecuting.effects() == [*ids, *more], "a retry goes on where the offset is"
 
-    for parent, claimed in ((retry, more), (execute(reexecuting, reexecution_options=options)[0], ids)):
+    for parent, claimed in ((retry, more), (reexecute(reexecuting, first), ids)):
         before = reexecuting.effects()
-        assert execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=parent))[1]
+        reexecute(reexecuting, parent)
         assert reexecuting.effects() == [*before, *claimed]
 
 
@@ -194,7 +179,7 @@ def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replay
     """The person may have executed it again while Dagster showed it as failed."""
     ids = reexecuting.publish("orders", 5)
     requested = reexecuting.request(slow)
-    first, _ = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
+    first = execute(reexecuting, run_config=requested.run_config, tags=dict(requested.tags))
     instance = reexecuting.instance
     run = reexecuting.stored(first)
     instance.report_run_failed(run)
@@ -202,8 +187,7 @@ def test_a_run_that_wrote_its_success_over_a_report_of_its_failure_is_not_replay
     instance.report_dagster_event(success, run_id=first)
     assert reexecuting.stored(first).status is dg.DagsterRunStatus.SUCCESS
 
-    _, succeeded = execute(reexecuting, reexecution_options=dg.ReexecutionOptions(parent_run_id=first))
-    assert succeeded
+    reexecute(reexecuting, first)
     assert reexecuting.effects() == ids
 
 
@@ -258,7 +242,7 @@ def test_ancestors_are_told_once_whatever_the_tags_say(bench: Workbench) -> None
 # Requested replays
 
 
-def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: Workbench) -> None:
+def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: Workbench, metadata: Metadata) -> None:
     definition = define(batch=2)
     bench.platform.registry.register_consumer(definition.consumer, filter=EventFilter(keys=frozenset({"nobody"})))
     bench.publish("rides", 5)
@@ -270,7 +254,7 @@ def test_a_requested_replay_hands_over_the_events_that_match_the_filter(bench: W
     bench.platform.registry.register_consumer(definition.consumer, filter=EVERY_EVENT)
     found = again(bench, definition, requested, replay=True)
     assert len(bench.effects()) == 5
-    assert materialized(found)["events"] == 5
+    assert metadata(found, definition.key)["events"] == 5
 
 
 def test_a_run_whose_config_forbids_a_replay_does_nothing(bench: Workbench) -> None:
