@@ -278,6 +278,55 @@ def test_runs_go_on_and_begin_while_the_code_server_is_dead(tmp_path: Path) -> N
         assert deployment.seen(following)[1] == deployment.servers()[-1] != deployment.servers()[0]
 
 
+THREAD = "import threading\nthreading.Thread(target=threading.Event().wait, name='poller', daemon=True).start()"
+
+
+def test_a_location_with_a_thread_is_launched_by_dagsters_launcher_and_this_is_said_once(tmp_path: Path) -> None:
+    with deployed(tmp_path, "first", before=THREAD) as deployment:
+        first = deployment.launch()
+        assert deployment.ended(first) is SUCCESS
+        # The code server watches the process of such a run, and its launcher can end it.
+        waiting = deployment.waiting()
+        said = [
+            [message for message in deployment.said(run) if "default launcher" in message] for run in (first, waiting)
+        ]
+        assert [len(messages) for messages in said] == [1, 0]
+        assert "poller" in said[0][0]
+        assert deployment.launcher.check_run_worker_health(deployment.run(waiting)).status.value == "RUNNING"
+        assert deployment.launcher.terminate(waiting)
+        assert deployment.ended(waiting) is CANCELED
+
+
+REGISTERING = """
+import atexit, os, pathlib, tempfile
+
+KEPT = tempfile.TemporaryDirectory()
+
+
+@atexit.register
+def leave():
+    with (pathlib.Path(__file__).parent / "left").open("a") as left:
+        left.write(f"{os.getpid()}\\n")
+"""
+
+
+def test_runs_execute_their_own_exit_handlers_and_the_server_executes_those_of_the_import(tmp_path: Path) -> None:
+    with deployed(tmp_path, "first", before=REGISTERING) as deployment:
+        runs = [deployment.launch("use")]
+        assert deployment.ended(runs[0]) is SUCCESS
+        wait_until((tmp_path / "first" / f"{runs[0]}.ended").exists, "the run's own exit handler")
+        wait_until((tmp_path / "first" / f"{runs[0]}.freed").exists, "the deletion of an object that refers to itself")
+        runs.append(deployment.launch("use"))
+        assert [deployment.ended(run) for run in runs] == [SUCCESS] * 2
+
+        (server,) = deployment.servers()
+        processes = {deployment.seen(run)[0] for run in runs}
+        deployment.launcher.join(60)
+        left = {int(line) for line in (tmp_path / "first" / "left").read_text().splitlines()}
+        assert server in left
+        assert not left & processes
+
+
 @pytest.mark.parametrize("runs", [5, pytest.param(1000, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 def test_short_runs_leave_no_memory_files_or_processes_behind(deployment: Deployment, runs: int) -> None:
     assert deployment.ended(deployment.launch()) is SUCCESS
